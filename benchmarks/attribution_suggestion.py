@@ -21,18 +21,17 @@ from processes import timed
 
 from mens_exp.artifacts.attribution import Attribution
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.backends.frozen_base import load_base
+from mens_exp.backends.base_model import load_base
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.data.datamodule import encoded_side, sampled_stream
-from mens_exp.evals.attribution import Subject, attribute_whole
-from mens_exp.evals.replay import Replay
+from mens_exp.evals.attribution import Replay, Subject, attribute_whole
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules
-from mens_exp.model.resolve import resolve
-from mens_exp.quant.stored_as import variants_of
+from mens_exp.model.sources import resolve
+from mens_exp.quant.round_trip import variants_of
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.load import load_tokenizer
 

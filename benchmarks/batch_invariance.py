@@ -15,9 +15,9 @@ import record
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.suite import MiniPythonSuite
-from mens_exp.evals.generation import Generation, GraphEngine, Request
-from mens_exp.evals.mini_python import mini_python
-from mens_exp.model.resolve import resolve
+from mens_exp.evals.engines import Generation, GraphEngine, Request
+from mens_exp.evals.program_suite import mini_python
+from mens_exp.model.sources import resolve
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import build_backend

@@ -16,13 +16,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from mens_exp.config.compose import (
-    CONFIG_NAME,
-    VERSION_BASE,
-    compose,
-    config_directory,
-    prepare_hydra,
-)
+from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, compose, prepare_hydra
+from mens_exp.config.user_config import config_directory
 
 QUESTION = "How long does it take to compose one cell of a sweep?"
 ROUNDS = 5

@@ -173,7 +173,7 @@ def encode_rows(corpus: str, folder: str, *overrides: str) -> None:
     from mens_exp.config.compose import compose, typed
     from mens_exp.corpus.source import load_rows
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
     from mens_exp.rows.cache import cache_root
     from mens_exp.tokenizer.load import load_tokenizer
 
@@ -188,7 +188,7 @@ def encode_rows(corpus: str, folder: str, *overrides: str) -> None:
 def resolve_model(*overrides: str) -> None:
     """Put the model's weights into the cache."""
     from mens_exp.config.compose import compose, typed
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
     from mens_exp.rows.cache import cache_root
 
     resolve(typed(compose([[*overrides]])[0].values).model, cache_root())

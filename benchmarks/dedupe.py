@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 
 import record
 
-from mens_exp.config.corpus_dedupe import DedupeConfig
-from mens_exp.corpus.duplicates import duplicates
+from mens_exp.config.corpus import DedupeConfig
+from mens_exp.corpus.steps.dedupe import duplicates
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mens_exp.corpus.duplicates import Duplicates
+    from mens_exp.corpus.steps.dedupe import Duplicates
 
 QUESTION = "How many near-duplicates does the step dedupe find, and how fast?"
 PAIRS = 1000

@@ -29,15 +29,13 @@ from processes import timed as timed_process
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.corpus.source import labelling_of, load_rows
-from mens_exp.data.packed import packed
-from mens_exp.data.packing import pack
-from mens_exp.model.resolve import resolve
+from mens_exp.data.batch import cached_blocks, pack
+from mens_exp.model.sources import resolve
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.rows import arrays
+from mens_exp.rows import files
 from mens_exp.rows.cache import CacheKey, encoded_parts
-from mens_exp.rows.encode import encode
-from mens_exp.rows.shards import encode_parts
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.rows.encode import encode, encode_parts
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +128,7 @@ def whole_way(
     documents, counts = encoded_parts(
         root, key, lambda kept: encode_parts(pairs, tokenizer, labelling, kept)
     )
-    packed(root, counts.sha256, documents.lengths, labelling.seq_len)
+    cached_blocks(root, counts.sha256, documents.lengths, labelling.seq_len)
 
 
 def packing(
@@ -157,7 +155,7 @@ def opening(rows: int) -> Iterator[record.Figure]:
         directory = Path(root) / "large"
         piece = np.random.default_rng(0).integers(0, 49152, PIECE * TOKENS, dtype=np.int32)
         pieces = rows // PIECE
-        arrays.store(
+        files.store_arrays(
             directory,
             {
                 "ids": [piece] * pieces,
@@ -185,7 +183,7 @@ def open_one(directory: Path) -> None:
     """Open a cache, use a little of it, and print the time and how much memory grew."""
     process = psutil.Process()
     before = process.memory_info().rss
-    seconds, _, found = timed(lambda: arrays.opened(directory))
+    seconds, _, found = timed(lambda: files.open_arrays(directory))
     assert found is not None, "it is whole"
     offsets = found[0]["offsets"]
     assert len(found[0]["ids"][offsets[5] : offsets[6]]) == TOKENS

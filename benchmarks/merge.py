@@ -21,16 +21,16 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from mens_exp.export.merge import Merge, write_tensors
-from mens_exp.layout.merge_map import AdaptedLayer, places
-from mens_exp.layout.safetensors_writer import Outline, SafetensorsWriter
-from mens_exp.lora.merge import Delta
-from mens_exp.model.stored_rows import StoredRows
+from mens_exp.layout.adapter_base import AdaptedLayer, places
+from mens_exp.layout.checkpoint_files import Outline, SafetensorsWriter
+from mens_exp.lora.low_rank import Delta
+from mens_exp.model.stored_weights import StoredRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mens_exp.artifacts.quantizer import Quantizer
-    from mens_exp.layout.merge_map import Place
+    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.layout.adapter_base import Place
 
 QUESTION = "How fast is a merge, compared with reading and writing and with bitsandbytes?"
 GIGABYTES, ROUNDS, WIDTH = 2.0, 3, 4096

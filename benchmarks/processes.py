@@ -12,7 +12,7 @@ import tempfile
 import time
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from mens_exp.artifacts.own_process import spawn
+from mens_exp.artifacts.host import spawn_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ def started(
     variables = os.environ | dict(environment or {})
     with tempfile.TemporaryFile() as output:
         if source is None:
-            process = spawn(arguments, output=output, environment=variables, cwd=cwd)
+            process = spawn_python(arguments, output=output, environment=variables, cwd=cwd)
         else:
             process = subprocess.Popen(  # noqa: S603  # our own interpreter
                 [sys.executable, *arguments],

@@ -16,16 +16,16 @@ import numpy as np
 import record
 from throughput import GEMM_WIDTH, SMALLEST_GEMM_WIDTH, gemm_gflops
 
+from mens_exp.artifacts.host import peak_rss_bytes
 from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import Problems
-from mens_exp.model.resolve import resolve
+from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.rows.encode import Encoded
 from mens_exp.training.build import build_backend, lightning_quiet
-from mens_exp.training.memory_probe import peak_rss_bytes
 from mens_exp.training.optimizer import build_optimizer
 
 QUESTION = "How much of the machine's GEMM rate does training the proxy stack reach?"

@@ -12,11 +12,10 @@ import time
 
 import record
 
-from mens_exp.evals.program_checks import ProgramTask, Verdict, check_all
-from mens_exp.sandbox.batch import run_all
+from mens_exp.evals.grading import ProgramTask, Verdict, check_all
 from mens_exp.sandbox.bubblewrap import Bubblewrap
-from mens_exp.sandbox.program import Limits, Outcome, Sandbox, python_program
-from mens_exp.sandbox.unsafe import Unsafe
+from mens_exp.sandbox.program import Limits, Outcome, Sandbox, python_program, run_all
+from mens_exp.sandbox.supervise import Unsafe
 
 QUESTION = "How many programs a second does the sandbox execute?"
 ROUNDS = 5

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import record
 from processes import timed
 
-from mens_exp.artifacts.own_process import spawn
+from mens_exp.artifacts.host import spawn_python
 
 if TYPE_CHECKING:
     import argparse
@@ -179,7 +179,7 @@ def _disturbed(
         launches += 1
         with log.open("ab") as output:
             again = ["-m", "mens_exp", f"sweep.resume={torn}"] if is_there else command
-            launcher = spawn(again, output=output)
+            launcher = spawn_python(again, output=output)
         try:
             while launcher.poll() is None:
                 time.sleep(draw.uniform(*pause_s))

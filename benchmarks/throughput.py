@@ -14,15 +14,15 @@ import time
 import record
 import torch
 
+from mens_exp.artifacts.host import peak_rss_bytes
 from mens_exp.config.overrides import check
 from mens_exp.corpus.source import load_rows
 from mens_exp.data.datamodule import RowsDataModule
 from mens_exp.errors import Problems
-from mens_exp.model.resolve import resolve
+from mens_exp.model.sources import resolve
 from mens_exp.plan.preflight import writable_cache
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import build_backend, build_module, lightning_quiet
-from mens_exp.training.memory_probe import peak_rss_bytes
 from mens_exp.training.optimizer import build_optimizer
 
 QUESTION = "How many tokens a second does the main job train on?"

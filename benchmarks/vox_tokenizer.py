@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import record
 
-from mens_exp.tokenizer.vox import VoxTokenizer
+from mens_exp.tokenizer.implementations import VoxTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

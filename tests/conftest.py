@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from mens_exp.artifacts import own_process
+from mens_exp.artifacts import host
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.config import loader
 from mens_exp.config.compose import compose, typed
@@ -67,7 +67,7 @@ def forked(tmp_path_factory):
     """Fork the package's own processes instead of starting them: see fork_server."""
     fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_process, "Popen", fork_server.Popen)
+        patch.setattr(host, "Popen", fork_server.Popen)
         fork_server.execute_before_each(WITHOUT_DRAWING + WITHOUT_SYNC)
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -173,7 +173,7 @@ def tiny_config():
 @pytest.fixture(scope="session")
 def tiny_base(cache, tiny_config):
     """Two random Llama layers on disk."""
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
 
     return resolve(tiny_config().model, cache)
 
@@ -181,7 +181,7 @@ def tiny_base(cache, tiny_config):
 @pytest.fixture(scope="session")
 def tiny_backend(cache, tiny_config):
     """Build a fresh graph, QLoRA on tiny_llama by default; `live` fills B, which starts at zero."""
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend
 
     def build(*overrides, live=False):
@@ -197,7 +197,7 @@ def hub(tmp_path, monkeypatch):
     """Put a stand-in hub in the place of the real one, its cache an empty folder."""
     from huggingface_hub import constants
 
-    from mens_exp.layout import hub_snapshot
+    from mens_exp.layout import hub as hub_snapshot
 
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_hub.py")))
     with stand_in["serving"]() as server:

@@ -248,12 +248,12 @@ def test_a_library_that_exits_ends_no_more_than_its_run(train_in, tmp_path, monk
 
 def test_ctrl_c_before_a_run_is_open_exits_with_130(monkeypatch, capsys):
     """Without a traceback."""
-    from mens_exp.tasks import settle
+    from mens_exp.tasks import resolve_references
 
     def interrupted(_config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(settle, "preflight", interrupted)
+    monkeypatch.setattr(resolve_references, "preflight", interrupted)
     assert cli.main(["model=tiny_llama"]) == 130
     assert capsys.readouterr().err == "Cancelled.\n"
 

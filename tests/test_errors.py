@@ -41,11 +41,6 @@ def test_drawing_shows_every_error_with_its_exit_code_and_parent():
     assert drawn == real
 
 
-def test_every_error_is_exported():
-    """The tree and `__all__` name the same classes."""
-    assert sorted(errors.__all__) == sorted(classes())
-
-
 def test_message_has_place_finding_expectation_and_remedy():
     """The four parts stand in this order, in one line."""
     error = ConfigError(

@@ -14,7 +14,7 @@ import fork_server
 import psutil
 import pytest
 
-from mens_exp.artifacts import own_process
+from mens_exp.artifacts import host
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc and sets a subreaper; run it on Linux"
@@ -228,4 +228,4 @@ def test_other_commands_are_refused():
 
 def test_what_this_process_spawns_is_forked():
     """One seam: tests inject the starter that all of the package's own processes go through."""
-    assert own_process.Popen is fork_server.Popen
+    assert host.Popen is fork_server.Popen

@@ -70,7 +70,7 @@ KNOWS_OMEGACONF = (
     "cli.py",
     "config/",
     "tasks/run.py",  # writes the composed configuration into the record
-    "tasks/resume.py",  # lengthens a stored one
+    "tasks/train.py",  # lengthens a stored one
     "training/build.py",  # instantiates what the configuration names
     "training/optimizer.py",  # instantiates the optimizer
 )
@@ -130,7 +130,7 @@ def test_packages_import_only_what_lies_above_them():
         ("artifacts/up.py", "def f():\n    from mens_exp.config.root import RunConfig\n"),
         (
             "rows/beside.py",
-            "if TYPE_CHECKING:\n    from mens_exp.tokenizer.hf import HfTokenizer\n",
+            "if TYPE_CHECKING:\n    from mens_exp.tokenizer.implementations import HfTokenizer\n",
         ),
         ("errors.py", "from mens_exp import artifacts"),
         ("corpus/down.py", "from mens_exp.plan import preflight"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mens_exp.config.overrides import check
-from mens_exp.export.vllm import serve_command
+from mens_exp.export.handoff import serve_command
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
 

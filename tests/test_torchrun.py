@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mens_exp import __version__, cli
-from mens_exp.tasks import following
+from mens_exp.tasks import coordinator
 
 OF_ONE = (
     ["task=plan"],
@@ -54,7 +54,9 @@ def test_the_others_have_nothing_to_do_with_it(
 ):
     """Not a word: an error of theirs would end the first one before it has told why."""
     started_as(1)
-    monkeypatch.setattr(following, "follow_from_elsewhere", lambda _: pytest.fail("it would wait"))
+    monkeypatch.setattr(
+        coordinator, "follow_from_elsewhere", lambda _: pytest.fail("it would wait")
+    )
     assert cli.main(command) == 0
     assert capsys.readouterr() == ("", "")
 
@@ -76,7 +78,7 @@ def test_the_others_of_a_training_run_follow(started_as, monkeypatch, command):
         seen.append(rank)
         return 7
 
-    monkeypatch.setattr(following, "follow_from_elsewhere", follow)
+    monkeypatch.setattr(coordinator, "follow_from_elsewhere", follow)
     assert cli.main(command) == 7
     assert [rank.rank for rank in seen] == [1]
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
     from mens_exp.errors import MensError
 
-__all__ = ["entry_point", "main"]
-
 
 def entry_point() -> None:
     """Run the command of ``sys.argv`` and exit with its code."""
@@ -74,18 +72,18 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    from mens_exp.artifacts.machine_faults import machine_fault
+    from mens_exp.artifacts.host import machine_fault
     from mens_exp.config.compose import begin_command
     from mens_exp.errors import MensError
-    from mens_exp.plan.ranks import of_torchrun
-    from mens_exp.tasks.one_run import CANCELLED, complain
+    from mens_exp.plan.machine import of_torchrun
+    from mens_exp.tasks.run import CANCELLED, complain
 
     begin_command()
     rank, alone = of_torchrun(), _of_one_process(arguments)
     if rank is not None and not rank.is_first:
         if alone is not None:
             return 0  # what is to be said of it, the first process says
-        from mens_exp.tasks.following import follow_from_elsewhere
+        from mens_exp.tasks.coordinator import follow_from_elsewhere
 
         return follow_from_elsewhere(rank)
     try:
@@ -119,7 +117,7 @@ def _refuse_under_torchrun(argument: str) -> None:
         MensError: it would leave the other processes without work.
     """
     from mens_exp.errors import RequestError
-    from mens_exp.plan.checks.processes import started_for_one
+    from mens_exp.plan.checks.machine import started_for_one
 
     if argument in {"-m", "--multirun"} or argument.startswith("sweep.resume="):
         raise RequestError(
@@ -169,7 +167,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(cell: Cell) -> int:
     """Run one task in the directory that Hydra makes for it."""
     from mens_exp.config.compose import run_composed
-    from mens_exp.tasks.one_run import run_task
+    from mens_exp.tasks.run import run_task
 
     return run_composed(cell.composed, lambda directory: run_task(directory, cell))
 
@@ -177,16 +175,16 @@ def _run(cell: Cell) -> int:
 def _sweep(overrides: Sequence[str]) -> int:
     """Launch a sweep, or go on with one."""
     if _given(overrides, "sweep.resume"):
-        from mens_exp.sweeps.resuming import resume_sweep
+        from mens_exp.sweeps.resume import resume_sweep
 
         return resume_sweep(overrides)
-    from mens_exp.config.search import is_search
+    from mens_exp.config.sweep import is_search
 
     if is_search(list(overrides)):
         from mens_exp.sweeps.searching import launch_search
 
         return launch_search(overrides)
-    from mens_exp.sweeps.launching import launch
+    from mens_exp.sweeps.multirun import launch
 
     return launch(overrides)
 
@@ -199,7 +197,7 @@ def _given(overrides: Sequence[str], key: str) -> bool:
 
 def _in_process(overrides: Sequence[str]) -> bool:
     """Tell whether Hydra's own launcher is to run the cells, all in this process."""
-    from mens_exp.config.sweep_overrides import IN_PROCESS, launcher_of
+    from mens_exp.config.override_values import IN_PROCESS, launcher_of
 
     return launcher_of(overrides, multirun=True) == IN_PROCESS
 
@@ -234,17 +232,17 @@ def _checked_cells(
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
     from mens_exp.errors import Problems
-    from mens_exp.plan.checks import processes
-    from mens_exp.plan.ranks import of_torchrun
-    from mens_exp.tasks.settle import settled
+    from mens_exp.plan.checks import machine
+    from mens_exp.plan.machine import of_torchrun
+    from mens_exp.tasks.resolve_references import pin_inputs
 
     checked = check(overrides, multirun=multirun)
     problems = list(checked.problems)
     for cell in checked.cells if with_files else ():
-        problems += settled(cell)
+        problems += pin_inputs(cell)
         problems += _used_directory(cell, multirun=multirun)
         if of_torchrun() is not None:
-            problems += processes.check(cell.config)
+            problems += machine.check_processes(cell.config)
     Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
     return list(checked.cells)
 
@@ -265,9 +263,10 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, config_directory, prepare_hydra
+    from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, prepare_hydra
+    from mens_exp.config.user_config import config_directory
     from mens_exp.errors import ConfigError
-    from mens_exp.tasks.one_run import CANCELLED, run_task
+    from mens_exp.tasks.run import CANCELLED, run_task
 
     codes: list[int] = []
 
@@ -303,9 +302,9 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
     if not is_sweep:
         yield groups
         return
-    from mens_exp.config.own_conf import frozen_as, own_directory
+    from mens_exp.config.user_config import frozen_as, user_directory
 
-    own = own_directory()
+    own = user_directory()
     with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
         theirs = None if own is None else shutil.copytree(own, Path(copy) / "own")
         with frozen_as(theirs):
@@ -314,8 +313,8 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
 
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     from mens_exp.errors import ConfigError
-    from mens_exp.tasks.one_run import ended
-    from mens_exp.tasks.resume import completed, go_on, prepare
+    from mens_exp.tasks.run import ended
+    from mens_exp.tasks.train import completed, prepare_resumption, resume_training
 
     if multirun:
         raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
@@ -326,7 +325,7 @@ def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
         note = f"The run had ended; its missing pages have been written: {done.report}"
         print(note, file=sys.stderr)  # noqa: T201  # there is nothing else to do
         return 0
-    resumption = prepare(asked, pairs)
+    resumption = prepare_resumption(asked, pairs)
     for note in resumption.notes:
         print(note, file=sys.stderr)  # noqa: T201  # said before the plan table
-    return ended(lambda: go_on(resumption), resumption.directory.path)
+    return ended(lambda: resume_training(resumption), resumption.directory.path)

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mens_exp.artifacts.adapter_delta import deltas, portable
-from mens_exp.artifacts.adapter_v3 import write_adapter
+from mens_exp.artifacts.adapter_v3 import deltas, portable, write_adapter
 from mens_exp.errors import DataError
 
 Tensors = dict[str, np.ndarray]

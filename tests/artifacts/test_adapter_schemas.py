@@ -11,8 +11,13 @@ import jsonschema
 import pytest
 
 from mens_exp.artifacts import adapter_v2, adapter_v3
-from mens_exp.artifacts.adapter_files import read_directory, read_files
-from mens_exp.artifacts.adapter_v2 import lift, read_adapter_v2, write_adapter_v2
+from mens_exp.artifacts.adapter_v2 import (
+    lift,
+    read_adapter_directory,
+    read_adapter_files,
+    read_adapter_v2,
+    write_adapter_v2,
+)
 from mens_exp.artifacts.adapter_v3 import write_adapter
 from mens_exp.errors import DataError, Problems
 
@@ -80,7 +85,7 @@ def test_the_schema_is_a_schema(version):
 def test_the_committed_adapter_is_accepted(version):
     """And read, with the tensors beside it."""
     assert accepts(version, json.loads((GOLDEN / version / HEADERS[version]).read_text("utf-8")))
-    read_directory(GOLDEN / version)
+    read_adapter_directory(GOLDEN / version)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -90,7 +95,7 @@ def test_a_committed_header_is_refused(name):
     path = GOLDEN / "refused" / f"{name}.json"
     (tensors,) = (GOLDEN / version).glob("*.safetensors")
     with pytest.raises((DataError, Problems), match=message):
-        read_files(tensors, path)
+        read_adapter_files(tensors, path)
     assert accepts(version, json.loads(path.read_text("utf-8"))) is not by_the_schema
 
 

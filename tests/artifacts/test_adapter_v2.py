@@ -7,12 +7,14 @@ import shutil
 import numpy as np
 import pytest
 
-from mens_exp.artifacts.adapter_files import read_directory, read_files, schema_in
 from mens_exp.artifacts.adapter_v2 import (
     AdapterMeta,
     lift,
     lower,
+    read_adapter_directory,
+    read_adapter_files,
     read_adapter_v2,
+    schema_in,
     write_adapter_v2,
 )
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
@@ -141,8 +143,8 @@ def test_a_directory_is_read_in_its_own_schema(golden):
     assert schema_in(golden / "adapters" / "v3") == "v3"
     assert schema_in(golden) is None
     meta, _ = read_adapter_v2(golden / "adapters" / "v2")
-    assert read_directory(golden / "adapters" / "v2")[0] == lift(meta)
-    manifest, _ = read_directory(golden / "adapters" / "v3")
+    assert read_adapter_directory(golden / "adapters" / "v2")[0] == lift(meta)
+    manifest, _ = read_adapter_directory(golden / "adapters" / "v3")
     assert manifest == read_adapter(golden / "adapters" / "v3")[0]
 
 
@@ -156,12 +158,12 @@ def test_a_directory_is_read_in_its_own_schema(golden):
 def test_two_files_of_any_names_are_told_by_their_format(golden, tmp_path, version, name, older):
     """Today's format name or the older one, as merge takes them."""
     there = golden / "adapters" / version
-    manifest, tensors = read_directory(there)
+    manifest, tensors = read_adapter_directory(there)
     header = json.loads((there / name).read_text("utf-8"))
     (weights,) = there.glob("*.safetensors")
     for form in (header["format"], older):
         (tmp_path / "meta.json").write_text(json.dumps(header | {"format": form}))
-        found, read = read_files(weights, tmp_path / "meta.json")
+        found, read = read_adapter_files(weights, tmp_path / "meta.json")
         assert found == manifest
         assert read.keys() == tensors.keys()
 
@@ -172,7 +174,7 @@ def test_a_header_of_no_adapter_is_refused(golden, tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     weights = golden / "adapters" / "v2" / FILES[1]
     with pytest.raises(DataError, match=r"no header of an adapter.*vox_populi_qlora_lora_only_v2"):
-        read_files(weights, tmp_path / "meta.json")
+        read_adapter_files(weights, tmp_path / "meta.json")
 
 
 def test_an_adapter_that_could_not_be_read_is_not_written(golden, tmp_path):

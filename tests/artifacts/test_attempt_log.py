@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.sweep import AttemptLog
 from mens_exp.errors import DataError
 
 

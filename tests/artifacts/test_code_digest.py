@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mens_exp.artifacts.code_digest import code_digest
+from mens_exp.artifacts.provenance import code_digest
 
 
 def test_only_code_counts(tmp_path):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.artifacts.corpus_report import CorpusReport
+from mens_exp.artifacts.corpus_record import CorpusReport
 from mens_exp.errors import MensError
 
 

@@ -10,8 +10,8 @@ import time
 import pytest
 from attacks import attack
 
-from mens_exp.artifacts import foreign_patterns
-from mens_exp.artifacts.foreign_patterns import matches, problem_of, searches
+from mens_exp.artifacts import untrusted_input
+from mens_exp.artifacts.untrusted_input import pattern_matches, pattern_problem, pattern_searches
 from mens_exp.errors import DataError
 
 TEXT = "a" * 60 + "!"
@@ -28,20 +28,20 @@ ATTACKS = {
 @pytest.fixture
 def brief(monkeypatch):
     """Give patterns 0.3 seconds."""
-    monkeypatch.setattr(foreign_patterns, "_MOST_S", 0.3)
-    foreign_patterns._WORKER.end()
+    monkeypatch.setattr(untrusted_input, "_MOST_S", 0.3)
+    untrusted_input._WORKER.end()
     yield
-    foreign_patterns._WORKER.end()
+    untrusted_input._WORKER.end()
 
 
 @pytest.mark.parametrize("pattern", ATTACKS.values(), ids=ATTACKS)
 def test_a_pattern_that_takes_too_long_is_refused(pattern, brief):
     """By name and place, and the next file's patterns are matched as before."""
-    end = attack(matches, pattern, TEXT, "attack.json")
+    end = attack(pattern_matches, pattern, TEXT, "attack.json")
     assert end.how == "refused", end
     assert "attack.json: the regular expression takes too long" in end.message
     assert "(a+)+" in end.message
-    assert searches("b[0-9]", "ab1", "good.json")
+    assert pattern_searches("b[0-9]", "ab1", "good.json")
 
 
 def test_patterns_of_a_file_share_their_time(brief):
@@ -51,27 +51,27 @@ def test_patterns_of_a_file_share_their_time(brief):
 
     def match_all():
         for number in range(200):  # 40 ms each
-            matches(f"(?:{number})?{slow}", "a" * 20 + "!", "many.json")
+            pattern_matches(f"(?:{number})?{slow}", "a" * 20 + "!", "many.json")
 
     with pytest.raises(DataError, match="takes too long"):
         match_all()
     assert time.monotonic() - begun < 20
     with pytest.raises(DataError, match="takes too long"):
-        matches("[a]", "a", "many.json")
-    assert matches("[a]", "a", "other.json")
+        pattern_matches("[a]", "a", "many.json")
+    assert pattern_matches("[a]", "a", "other.json")
 
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999}", "(?i", "(" * 5_000, "[z-a]"])
 def test_what_is_no_pattern_is_told(pattern):
     """Also where Python gives up with another error than its own for patterns."""
-    assert problem_of(pattern, "x.json")
+    assert pattern_problem(pattern, "x.json")
     with pytest.raises((re.error, OverflowError, RecursionError)):
         re.compile(pattern)
 
 
 def test_a_pattern_is_not_longer_than_any_real_one():
     """Compiling takes time too."""
-    assert "100,000" in problem_of("a" * 100_001, "x.json")
+    assert "100,000" in pattern_problem("a" * 100_001, "x.json")
 
 
 PATTERNS = ["q_proj", r"layers\.0\.q", "^model", "a.c", "x$", "(q|k)_proj", r"\d+", "[ab]*c", "é"]
@@ -82,32 +82,34 @@ TEXTS = ["q_proj", "model.layers.0.q_proj", "model.layers.0.q", "abc", "a\nc", "
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_answers_are_those_of_re(pattern):
     """In this process or in the other one."""
-    assert problem_of(pattern, "x.json") is None
+    assert pattern_problem(pattern, "x.json") is None
     for text in TEXTS:
-        assert matches(pattern, text, "x.json") == bool(re.match(pattern, text))
-        assert searches(pattern, text, "x.json") == bool(re.search(pattern, text))
+        assert pattern_matches(pattern, text, "x.json") == bool(re.match(pattern, text))
+        assert pattern_searches(pattern, text, "x.json") == bool(re.search(pattern, text))
 
 
 def test_names_start_no_process(monkeypatch):
     """What PEFT itself writes is matched at once."""
-    monkeypatch.setattr(foreign_patterns._Worker, "ask", None)
-    assert matches(r"(.*\.)?(layers.0.self_attn.q_proj)$", "model.layers.0.self_attn.q_proj", "x")
-    assert problem_of("^model.layers.10.mlp.down_proj", "x") is None
+    monkeypatch.setattr(untrusted_input._Worker, "ask", None)
+    assert pattern_matches(
+        r"(.*\.)?(layers.0.self_attn.q_proj)$", "model.layers.0.self_attn.q_proj", "x"
+    )
+    assert pattern_problem("^model.layers.10.mlp.down_proj", "x") is None
 
 
 def test_a_fork_has_a_process_of_its_own():
     """Two processes that read from one pipe would get each other's answers."""
-    assert searches("[a]", "a", "x.json")
-    ours = foreign_patterns._WORKER._process.pid
+    assert pattern_searches("[a]", "a", "x.json")
+    ours = untrusted_input._WORKER._process.pid
 
     def theirs():
-        assert searches("[a]", "a", "x.json")
-        own = foreign_patterns._WORKER._process.pid
-        foreign_patterns._WORKER.end()
+        assert pattern_searches("[a]", "a", "x.json")
+        own = untrusted_input._WORKER._process.pid
+        untrusted_input._WORKER.end()
         return json.dumps([own, os.getpid()])
 
     end = attack(theirs)
     assert end.how == "returned", end
     assert json.loads(end.message)[0] != ours
-    assert searches("[b]", "b", "x.json")
-    assert foreign_patterns._WORKER._process.pid == ours
+    assert pattern_searches("[b]", "b", "x.json")
+    assert untrusted_input._WORKER._process.pid == ours

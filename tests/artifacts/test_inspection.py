@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from mens_exp.artifacts.inspection import Check, Inspection, Kind, Link, Outcome, Verification
+from mens_exp.artifacts.certificate import (
+    ArtifactKind,
+    Check,
+    Inspection,
+    Link,
+    Outcome,
+    Verification,
+)
 from mens_exp.errors import DataError, MensError
 
 
@@ -22,7 +29,7 @@ def inspection(outcome, recorded, found):
         of="a run",
     )
     return Inspection(
-        kind=Kind.RUN, path="run", what="a run", verification=Verification(checks=[check])
+        kind=ArtifactKind.RUN, path="run", what="a run", verification=Verification(checks=[check])
     )
 
 

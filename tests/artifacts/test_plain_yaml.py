@@ -7,12 +7,12 @@ import datetime as dt
 import pytest
 from attacks import attack
 
-from mens_exp.artifacts.plain_yaml import parse_yaml
+from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import from_yaml
-from mens_exp.config.own_conf import own_problems
+from mens_exp.config.user_config import user_config_problems
 from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.evals.harness_files import read_task_files
-from mens_exp.layout.directory import license_of
+from mens_exp.layout.checkpoint_files import license_of
 
 
 def doubled(first, line, times=60):
@@ -104,7 +104,7 @@ def test_no_reader_takes_longer_over_a_bomb(text, tmp_path, monkeypatch):
         assert how == "refused", message
         assert "config.yaml" in message
     assert told(license_of, tmp_path) == ("returned", "None")
-    how, message = told(lambda: [str(one) for one in own_problems()])
+    how, message = told(lambda: [str(one) for one in user_config_problems()])
     assert how == "returned"
     assert "conf/logger/mine.yaml" in message
 

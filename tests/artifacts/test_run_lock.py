@@ -8,15 +8,15 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from mens_exp.artifacts import run_lock
-from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts import host
+from mens_exp.artifacts.host import run_lock
 from mens_exp.errors import RequestError
 
 
 def test_lock_is_there_inside_the_block_and_gone_after(tmp_path):
     """The file lives exactly as long as the block."""
     path = tmp_path / "run.lock"
-    with held(path):
+    with run_lock(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     assert not path.exists()
 
@@ -24,7 +24,11 @@ def test_lock_is_there_inside_the_block_and_gone_after(tmp_path):
 def test_second_holder_is_refused_and_named(tmp_path):
     """A living holder keeps everybody else out, and keeps its lock."""
     path = tmp_path / "run.lock"
-    with held(path), pytest.raises(RequestError, match=f"process {os.getpid()}"), held(path):
+    with (
+        run_lock(path),
+        pytest.raises(RequestError, match=f"process {os.getpid()}"),
+        run_lock(path),
+    ):
         pass
     assert not path.exists()
 
@@ -42,14 +46,14 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path, content):
     """A kill leaves a lock behind, and it stops nobody."""
     path = tmp_path / "run.lock"
     path.write_bytes(content)
-    with held(path):
+    with run_lock(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_lock_is_released_when_the_block_fails(tmp_path):
     """A failure inside the block leaves no lock."""
     path = tmp_path / "run.lock"
-    with pytest.raises(ValueError, match="inside"), held(path):
+    with pytest.raises(ValueError, match="inside"), run_lock(path):
         raise ValueError("inside")
     assert not path.exists()
 
@@ -60,7 +64,7 @@ def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(tmp_path, monkeypa
     path = tmp_path / "run.lock"
     path.write_bytes(b'{"pid": 1, "st')
     both_looked = threading.Barrier(2)
-    look = run_lock.holder
+    look = host.lock_holder
 
     def looked(where):
         found = look(where)
@@ -68,12 +72,12 @@ def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(tmp_path, monkeypa
             both_looked.wait(0.5)
         return found
 
-    monkeypatch.setattr(run_lock, "holder", looked)
+    monkeypatch.setattr(host, "lock_holder", looked)
     refused, over = [], threading.Barrier(2)
 
     def take():
         try:
-            with held(path):
+            with run_lock(path):
                 over.wait(30)
         except RequestError as error:
             refused.append(error.found)

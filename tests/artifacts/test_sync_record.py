@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.artifacts.sync_record import Destination, SyncRecord, delivery_at, note_delivery
+from mens_exp.artifacts.manifest import Destination, SyncRecord, delivery_at, note_delivery
 from mens_exp.errors import DataError
 
 HERE, THERE = Destination("http://w", None, "lab"), Destination("http://w", "us", "lab")

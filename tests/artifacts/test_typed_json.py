@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from mens_exp.artifacts.nearest import expected_name, nearest
-from mens_exp.artifacts.typed_json import check, parse_json
-from mens_exp.errors import DataError
+from mens_exp.artifacts.record import check_type, parse_json
+from mens_exp.errors import DataError, expected_name, nearest
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ from mens_exp.errors import DataError
 )
 def test_a_value_of_the_declared_type_has_no_problem(value, hint):
     """An integer is a number too."""
-    assert check(value, hint, "f") == []
+    assert check_type(value, hint, "f") == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_a_value_of_the_declared_type_has_no_problem(value, hint):
 )
 def test_a_value_of_another_type_has_one_problem(value, hint):
     """True is no number, whatever Python says."""
-    assert len(check(value, hint, "f")) == 1
+    assert len(check_type(value, hint, "f")) == 1
 
 
 def test_json_nested_without_end_is_refused():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mens_exp.artifacts.validation_losses import read_document_losses, write_document_losses
+from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
 from mens_exp.errors import MensError
 
 LINE = {"item_id": "9051486eb79614a2", "condition": "tuned", "loss": 41.5, "tokens": 7}

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from mens_exp.artifacts.wait_lock import waiting
+from mens_exp.artifacts.host import file_lock
 
 
 def _hold(path, has_it):
-    with waiting(path):
+    with file_lock(path):
         has_it.set()
         time.sleep(60)
 
@@ -22,7 +22,7 @@ def test_a_second_one_waits_until_the_first_is_done(tmp_path):
     number = [0]
 
     def add():
-        with waiting(path):
+        with file_lock(path):
             before = number[0]
             time.sleep(0.005)
             number[0] = before + 1
@@ -38,9 +38,9 @@ def test_a_second_one_waits_until_the_first_is_done(tmp_path):
 
 def test_a_failure_lets_go(tmp_path):
     """The next one does not wait for it."""
-    with pytest.raises(KeyError), waiting(tmp_path / "lock"):
+    with pytest.raises(KeyError), file_lock(tmp_path / "lock"):
         raise KeyError
-    with waiting(tmp_path / "lock"):
+    with file_lock(tmp_path / "lock"):
         assert (tmp_path / "lock").exists()
 
 
@@ -54,5 +54,5 @@ def test_a_killed_holder_lets_go(tmp_path):
     holder.kill()
     holder.join()
     assert holder.exitcode == -signal.SIGKILL
-    with waiting(tmp_path / "lock"):
+    with file_lock(tmp_path / "lock"):
         pass

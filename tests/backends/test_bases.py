@@ -7,7 +7,7 @@ import torch
 from nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 
 from mens_exp.data.batch import packed_batch
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import dequantized, quantized_linears
 

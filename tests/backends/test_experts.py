@@ -59,7 +59,7 @@ def mixture_config(tiny_config, mixture):
 @pytest.fixture(scope="session")
 def mixture_backend(mixture_config, tmp_path_factory):
     """Build the graph of a mixture with every A and B drawn."""
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend
 
     root = tmp_path_factory.mktemp("resolved")

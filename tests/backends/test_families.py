@@ -13,7 +13,7 @@ import torch
 from families import make_tiny
 from safetensors.torch import load_file
 
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
@@ -105,7 +105,7 @@ def other_backend(tmp_path_factory, tiny_config):
     """Build the LoRA graph of another family in f32 on its unquantized base."""
     from mens_exp.backends.lora import LoraBackend
     from mens_exp.config.model import HfModel
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
 
     def built(name):
         place = tmp_path_factory.mktemp(name)

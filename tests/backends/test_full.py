@@ -8,8 +8,8 @@ import torch
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import RequestError, SetupError
+from mens_exp.export.subject import subject_of
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.tasks.subject import subject_of
 
 F32 = "quant.compute_dtype=f32"
 FULL = ["backend=full", F32]

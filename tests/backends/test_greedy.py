@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mens_exp.backends.greedy import evaluating, greedy
+from mens_exp.backends.generation import evaluating, greedy
 from mens_exp.data.batch import packed_batch
 
 F32 = "quant.compute_dtype=f32"

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mens_exp.backends.plain_peft import losses
 from mens_exp.data.batch import packed_batch
 from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
+from mens_exp.training.peft_view import losses
 
 LENGTHS = (11, 30, 47)
 

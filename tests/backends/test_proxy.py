@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import ConfigError, ModelFileError, SetupError
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 
 PROXY = ["backend=proxy", "quant.compute_dtype=f32"]
 IDS = [7, 100, 41, 41, 258, 3, 199, 12, 64, 5]

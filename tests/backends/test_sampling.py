@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mens_exp.backends.sampling import Draw, Sampling, Stops, StopWatch
+from mens_exp.backends.generation import Draw, Sampling, Stops, StopWatch
 
 F32 = "quant.compute_dtype=f32"
 NO_END = {319}

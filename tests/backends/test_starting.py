@@ -8,14 +8,14 @@ import torch
 from lightning import Trainer
 
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
-from mens_exp.backends.adapting import ADAPTER
+from mens_exp.backends.adapters import ADAPTER
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch
+from mens_exp.model import sources
 from mens_exp.model.quiet import quiet
-from mens_exp.model.resolve import BaseModel
+from mens_exp.model.sources import BaseModel
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import dequantized, keep_trainable, quantization_config
-from mens_exp.tokenizer import byte_level
 from mens_exp.training.module import TrainingModule
 
 F32 = "quant.compute_dtype=f32"
@@ -204,19 +204,19 @@ def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
     monkeypatch,
 ):
     """Another machine's last bits, here a decomposition that is off by a twentieth, do no harm."""
-    from mens_exp.backends import starting
+    from mens_exp.backends import adapters
 
     backend = moved(tiny_backend(*overrides))
     _, tensors = backend.adapter(tiny_config(*overrides))
     expected = logits_of(backend, batch)
-    start = starting._start
+    start = adapters._start
 
     def other(*args):
         found = start(*args)
         pair = (found.taken[0] * 1.05, found.taken[1])
         return type(found)(pair=found.pair, taken=pair)
 
-    monkeypatch.setattr(starting, "_start", other)
+    monkeypatch.setattr(adapters, "_start", other)
     fresh = tiny_backend(*overrides)
     assert not torch.equal(logits_of(fresh, batch), logits_of(tiny_backend(), batch))
     state = backend.start_state()
@@ -321,7 +321,7 @@ def saved(family, directory):
     }[family]
     with quiet():
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    byte_level.write_files(directory)
+    sources.write_byte_level_tokenizer(directory)
     return BaseModel(
         directory=directory, name=family, source="directory", weights_sha256="0" * 64, license=None
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.backends.streaming import Stream
+from mens_exp.backends.protocol import Stream
 
 PROMPT = [5, 6, 7, 8]
 NO_END = {319}

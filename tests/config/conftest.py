@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from mens_exp.config.compose import compose, group_options
+from mens_exp.config.compose import compose
+from mens_exp.config.user_config import group_options
 
 NEEDS = {
     "quant=none": ["backend=lora"],

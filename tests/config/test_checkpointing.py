@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from mens_exp.config.checkpointing import Checkpointing
 from mens_exp.config.compose import from_yaml, to_yaml, typed
+from mens_exp.config.model import Checkpointing
 from mens_exp.config.overrides import check
 
 KEY = "model.gradient_checkpointing"

@@ -7,17 +7,10 @@ from enum import Enum
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from mens_exp.config.compose import (
-    begin_command,
-    compose,
-    config_digest,
-    from_yaml,
-    group_options,
-    to_yaml,
-    typed,
-)
+from mens_exp.config.compose import begin_command, compose, config_digest, from_yaml, to_yaml, typed
 from mens_exp.config.model import HfModel
-from mens_exp.config.sandbox import NoSandbox
+from mens_exp.config.suite import NoSandbox
+from mens_exp.config.user_config import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
 

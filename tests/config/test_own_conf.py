@@ -4,9 +4,10 @@ import shutil
 
 import pytest
 
-from mens_exp.config import own_conf
-from mens_exp.config.compose import compose, config_directory, group_options, typed
+from mens_exp.config import user_config
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.overrides import check
+from mens_exp.config.user_config import config_directory, group_options
 
 
 @pytest.fixture
@@ -35,14 +36,14 @@ def only(*overrides):
 
 def test_without_a_conf_folder_the_options_are_ours(write):
     """In an empty directory nothing is added."""
-    assert group_options() == own_conf.our_options()
-    assert own_conf.own_directory() is None
+    assert group_options() == user_config.our_options()
+    assert user_config.user_directory() is None
 
 
 def test_our_own_conf_is_not_the_users(monkeypatch):
     """In a checkout ./conf is ours, and nothing changes."""
     monkeypatch.chdir(config_directory().parent)
-    assert own_conf.own_directory() is None
+    assert user_config.user_directory() is None
 
 
 @pytest.mark.usefixtures("print_every")
@@ -176,7 +177,7 @@ def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(write, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "conf", copy)
     file.write_text("# o\n_target_: m.O\nlr: 0.75\n", encoding="utf-8")
-    with own_conf.frozen_as(copy):
+    with user_config.frozen_as(copy):
         assert compose([["optim=mine"]])[0].values.optim.lr == 0.25
     assert compose([["optim=mine"]])[0].values.optim.lr == 0.75
-    assert own_conf.own_directory() == tmp_path / "conf"
+    assert user_config.user_directory() == tmp_path / "conf"

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.compose import group_options
+from mens_exp.config.override_values import ALIASES, alias_of
 from mens_exp.config.overrides import check
-from mens_exp.config.peers import PEERS, peer_of
 from mens_exp.config.root import RunConfig
+from mens_exp.config.user_config import group_options
 
 
 def said(override):
@@ -27,12 +27,12 @@ def test_every_name_of_ours_exists(option, nodes):
         for section in ("adapter", "checkpoint")
         for key in option("seed=1").values[section]
     }
-    assert {peer.ours for peer in PEERS.values() if peer.ours} <= known
+    assert {peer.ours for peer in ALIASES.values() if peer.ours} <= known
 
 
 def test_no_name_of_theirs_is_one_of_ours():
     """It would never be shown."""
-    assert PEERS.keys().isdisjoint({*group_options(), *RunConfig.__dataclass_fields__})
+    assert ALIASES.keys().isdisjoint({*group_options(), *RunConfig.__dataclass_fields__})
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_a_peers_name_is_told_with_ours(override, parts):
 
 def test_a_name_of_nobody_is_a_typing_slip():
     """The nearest key of ours is named, and no peer."""
-    assert peer_of("learning_rat") is None
+    assert alias_of("learning_rat") is None
     assert "call" not in said("trainer.max_stpes=4").partition("expected")[0]

@@ -4,10 +4,10 @@ import dataclasses
 import re
 from pathlib import Path
 
-from mens_exp.config.own_conf import our_options
+from mens_exp.config.loader import SCHEMAS
 from mens_exp.config.reference_page import page
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS
+from mens_exp.config.user_config import our_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

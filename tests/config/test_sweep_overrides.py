@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.launcher import LAUNCHERS, launcher_settings, launcher_values
 from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
+from mens_exp.config.sweep import LAUNCHERS, launcher_settings, launcher_values
 
 
 def said(*texts, multirun):

@@ -9,15 +9,16 @@ import tracemalloc
 import pytest
 
 from mens_exp.config.data import ColumnsConfig, FilterConfig, JsonlData, OnBadRow
-from mens_exp.corpus import files
-from mens_exp.corpus.source import Rows, load_rows
+from mens_exp.corpus import row_files
+from mens_exp.corpus.row_files import Rows
+from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError, MensError, SetupError
-from mens_exp.rows import shards
+from mens_exp.rows import encode as shards
+from mens_exp.rows.cache import RowsOnDisk, read_on_disk
 from mens_exp.rows.encode import Labelling, encode
-from mens_exp.rows.on_disk import RowsOnDisk, read_on_disk
 from mens_exp.rows.readers import Reading, rows_digest
-from mens_exp.tokenizer.vox import VoxTokenizer
+from mens_exp.tokenizer.implementations import VoxTokenizer
 
 MARK = "\ufeff"
 
@@ -34,9 +35,9 @@ def both_ways(tmp_path, monkeypatch):
 
     def loaded(path, **values):
         config = JsonlData(path=path, **{"val_frac": 0.2, "heldout_frac": 0.1, **values})
-        monkeypatch.setattr(files, "_LARGE", 2**60)
+        monkeypatch.setattr(row_files, "_LARGE", 2**60)
         held = outcome(config)
-        monkeypatch.setattr(files, "_LARGE", 0)
+        monkeypatch.setattr(row_files, "_LARGE", 0)
         return held, outcome(config)
 
     return loaded
@@ -189,7 +190,7 @@ def test_what_is_refused_in_memory_is_refused_on_disk(both_ways, write, wrong, t
 
 
 def loaded(path, monkeypatch, cache):
-    monkeypatch.setattr(files, "_LARGE", 0)
+    monkeypatch.setattr(row_files, "_LARGE", 0)
     return load_rows(JsonlData(path=path, val_frac=0.2, heldout_frac=0.1), cache)
 
 
@@ -259,7 +260,7 @@ def test_cache_that_cannot_be_written_is_told(write, tmp_path, monkeypatch):
     def refused(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mens_exp.rows.on_disk.atomic.stream", refused)
+    monkeypatch.setattr("mens_exp.rows.cache.atomic.stream", refused)
     with pytest.raises(SetupError, match="No space left on device") as caught:
         loaded(path, monkeypatch, tmp_path)
     assert "MENS_EXP_CACHE" in str(caught.value.remedy)
@@ -295,12 +296,12 @@ def test_a_part_of_the_rows_is_named_and_not_read(write, tmp_path, monkeypatch):
 def test_small_files_and_arrays_stay_in_memory(write, monkeypatch):
     """A JSON array cannot be read from its middle."""
     path = write("a.jsonl", *map(row, range(60)))
-    assert not files.is_large(JsonlData(path=path))
-    monkeypatch.setattr(files, "_LARGE", 1_000)
-    assert files.is_large(JsonlData(path=path))
-    assert files.is_large(JsonlData(path=write("c.jsonl.gz", *map(row, range(200)))))
-    assert not files.is_large(JsonlData(path=[path, write("b.json", json.dumps([row(1)]))]))
-    assert not files.is_large(JsonlData(path=f"{path}.none"))
+    assert not row_files.is_large(JsonlData(path=path))
+    monkeypatch.setattr(row_files, "_LARGE", 1_000)
+    assert row_files.is_large(JsonlData(path=path))
+    assert row_files.is_large(JsonlData(path=write("c.jsonl.gz", *map(row, range(200)))))
+    assert not row_files.is_large(JsonlData(path=[path, write("b.json", json.dumps([row(1)]))]))
+    assert not row_files.is_large(JsonlData(path=f"{path}.none"))
 
 
 def test_memory_does_not_hold_the_rows(tmp_path, write, monkeypatch):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mens_exp.config.data_contract import ContractConfig
+from mens_exp.config.data import ContractConfig
 from mens_exp.corpus import contract_rules
 from mens_exp.rows.encode import Labelling
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from mens_exp.corpus.dedupe import dedupe, response_key
+from mens_exp.corpus.filters import response_key, without_duplicates
 from mens_exp.rows.schema import TrainingPair
 
 
@@ -16,18 +16,18 @@ def pair(prompt, response):
 def test_first_of_equal_responses_is_kept():
     """Order is that of the input, the count that of what is gone."""
     rows = [pair("a", "x = 1"), pair("b", "x = 2"), pair("c", "x = 1"), pair("d", "x = 1")]
-    assert dedupe(rows) == ([rows[0], rows[1]], 2)
+    assert without_duplicates(rows) == ([rows[0], rows[1]], 2)
 
 
 def test_no_rows_have_no_duplicates():
     """Nothing in, nothing out."""
-    assert dedupe([]) == ([], 0)
+    assert without_duplicates([]) == ([], 0)
 
 
 def test_row_given_twice_is_counted():
     """Also when it is the same object."""
     row = pair("a", "x = 1")
-    assert dedupe([row, row]) == ([row], 1)
+    assert without_duplicates([row, row]) == ([row], 1)
 
 
 @pytest.mark.parametrize(

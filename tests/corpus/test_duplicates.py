@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mens_exp.config.corpus_dedupe import DedupeBy, DedupeConfig
-from mens_exp.corpus import duplicates as module
-from mens_exp.corpus.duplicates import duplicates
+from mens_exp.config.corpus import DedupeBy, DedupeConfig
+from mens_exp.corpus.steps import dedupe as module
+from mens_exp.corpus.steps.dedupe import duplicates
 from mens_exp.rows.schema import TrainingPair
 
 
@@ -117,8 +117,8 @@ def test_processes_and_parts_do_not_change_the_result(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     one = find(texts, tmp_path / "one")
-    real = module.met
-    monkeypatch.setattr(module, "met", lambda *given: real(*given, 100))
+    real = module.equal_keys
+    monkeypatch.setattr(module, "equal_keys", lambda *given: real(*given, 100))
     two = find(texts, tmp_path / "two", processes=2)
     assert (one.kept == two.kept).all()
     assert one.facts() == two.facts()

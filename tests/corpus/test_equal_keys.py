@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from mens_exp.corpus.equal_keys import met
+from mens_exp.corpus.steps.dedupe import equal_keys
 
 
 def groups(found):
@@ -29,7 +29,7 @@ def test_rows_meet_by_all_of_their_key(tmp_path, words, most):
     expected = defaultdict(list)
     for row, key in enumerate(keys.tolist()):
         expected[tuple(key)].append(row)
-    found = list(met(tmp_path / "keys", words, tmp_path, most))
+    found = list(equal_keys(tmp_path / "keys", words, tmp_path, most))
     assert groups(found) == {tuple(rows) for rows in expected.values() if len(rows) > 1}
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
 
@@ -37,7 +37,7 @@ def test_rows_meet_by_all_of_their_key(tmp_path, words, most):
 def test_rows_of_a_group_are_in_order_from_its_start(tmp_path):
     """Rows 1, 2 and 4 share a key, and 0 with 3; row 5 meets nobody."""
     np.array([9, 5, 5, 9, 5, 7], "<u8").tofile(tmp_path / "keys")
-    (only,) = met(tmp_path / "keys", 1, tmp_path)
+    (only,) = equal_keys(tmp_path / "keys", 1, tmp_path)
     assert only.rows.tolist() == [1, 2, 4, 0, 3]
     assert only.starts.tolist() == [0, 0, 0, 3, 3]
 
@@ -46,5 +46,5 @@ def test_rows_of_a_group_are_in_order_from_its_start(tmp_path):
 def test_too_few_rows_do_not_meet(tmp_path, count):
     """An empty file is no error."""
     np.zeros(count, "<u8").tofile(tmp_path / "keys")
-    (only,) = met(tmp_path / "keys", 1, tmp_path)
+    (only,) = equal_keys(tmp_path / "keys", 1, tmp_path)
     assert not len(only.rows)

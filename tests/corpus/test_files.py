@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mens_exp.config.data import JsonlData
-from mens_exp.corpus.files import records
+from mens_exp.corpus.row_files import records
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import DataError, Problems
 

@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 
-from mens_exp.corpus.functions import pairs_of
+from mens_exp.corpus.extraction import python_pairs
 from mens_exp.rows.schema import TrainingPair
 
 
 def extracted(text):
     dropped = Counter()
-    pairs = pairs_of(
+    pairs = python_pairs(
         textwrap.dedent(text), module="pkg.mod", group="pkg/mod.py", category="c", dropped=dropped
     )
     return pairs, dict(dropped)

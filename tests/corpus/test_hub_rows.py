@@ -10,13 +10,13 @@ import pytest
 from huggingface_hub import constants
 
 from mens_exp.config.data import ColumnsConfig, HubData
-from mens_exp.corpus.files import records
 from mens_exp.corpus.hub_rows import examples, pinned
+from mens_exp.corpus.mix import RowStream
+from mens_exp.corpus.row_files import records
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.corpus.streamed import RowStream
 from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra, Problems, SetupError
-from mens_exp.layout import hub_snapshot
+from mens_exp.layout import hub as hub_snapshot
 
 NAME = "lab/rows"
 CARD = """---
@@ -220,12 +220,12 @@ def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
 
 def test_split_to_train_on_may_not_validate(tiny_config):
     """Its rows would be on both sides."""
-    from mens_exp.config.rules.data import problems
+    from mens_exp.config.rules.data import data_problems
 
     config = tiny_config("data=hub", f"data.id={NAME}")
-    assert list(problems(config)) == []
+    assert list(data_problems(config)) == []
     config.data.val_split = "train"
-    (problem,) = problems(config)
+    (problem,) = data_problems(config)
     assert (problem.where, isinstance(problem, ConfigError)) == ("data.val_split", True)
 
 
@@ -233,14 +233,14 @@ def test_command_puts_branches_down_as_commits(repository, tiny_config):
     """Of the dataset, and of every source of a mix; what is not there is left for preflight."""
     from omegaconf import OmegaConf
 
-    from mens_exp.tasks.settle import settle_rows
+    from mens_exp.tasks.resolve_references import pin_rows
 
     def settled(*overrides):
         config = tiny_config(*overrides)
         cell = SimpleNamespace(
             config=config, composed=SimpleNamespace(values=OmegaConf.structured(config))
         )
-        settle_rows(cell)
+        pin_rows(cell)
         return OmegaConf.to_object(cell.composed.values.data)
 
     commit = repository.refs["main"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.corpus.kept import keep, recall
+from mens_exp.corpus.row_files import load_stored_rows, store_rows
 from mens_exp.errors import SetupError
 from mens_exp.rows.schema import TrainingPair
 
@@ -16,8 +16,8 @@ PAIRS = [
 def test_rows_come_back_with_what_they_are(tmp_path):
     """Line separators of Unicode inside a row end no line."""
     path = tmp_path / "cache" / "rows.jsonl"
-    keep(path, HEADER, PAIRS)
-    found = recall(path, "c" * 64)
+    store_rows(path, HEADER, PAIRS)
+    found = load_stored_rows(path, "c" * 64)
     assert found is not None
     header, pairs = found
     assert pairs == PAIRS
@@ -27,9 +27,9 @@ def test_rows_come_back_with_what_they_are(tmp_path):
 def test_no_file_or_one_of_other_content_gives_nothing(tmp_path):
     """The header names what the rows were made of."""
     path = tmp_path / "rows.jsonl"
-    assert recall(path, "c" * 64) is None
-    keep(path, HEADER, PAIRS)
-    assert recall(path, "d" * 64) is None
+    assert load_stored_rows(path, "c" * 64) is None
+    store_rows(path, HEADER, PAIRS)
+    assert load_stored_rows(path, "d" * 64) is None
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_no_file_or_one_of_other_content_gives_nothing(tmp_path):
 def test_damaged_file_gives_nothing(tmp_path, damage):
     """Whoever asked makes the rows anew."""
     path = tmp_path / "rows.jsonl"
-    keep(path, HEADER, PAIRS)
+    store_rows(path, HEADER, PAIRS)
     path.write_bytes(damage(path.read_bytes()))
-    assert recall(path, "c" * 64) is None
+    assert load_stored_rows(path, "c" * 64) is None
 
 
 def test_cache_that_cannot_be_written_is_refused(tmp_path):
     """A file stands where its directory should be."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(SetupError, match="the cache cannot be written") as caught:
-        keep(tmp_path / "cache" / "rows.jsonl", HEADER, PAIRS)
+        store_rows(tmp_path / "cache" / "rows.jsonl", HEADER, PAIRS)
     assert caught.value.where == str(tmp_path / "cache" / "rows.jsonl")

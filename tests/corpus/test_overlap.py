@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.corpus.benchmarks import benchmark_texts
-from mens_exp.corpus.overlap import Overlap, OverlapIndex, texts_of
+from mens_exp.corpus.benchmarks import Overlap, OverlapIndex, benchmark_texts, texts_of
 from mens_exp.rows.schema import TrainingPair
 
 WORDS = st.lists(st.sampled_from(["a", "b", "c"]), max_size=12)

@@ -6,14 +6,19 @@ import json
 import numpy as np
 import pytest
 
-from mens_exp.corpus.row_part import heldout_part, overlap_part, rows_part
-from mens_exp.corpus.source import Rows
-from mens_exp.corpus.token_part import known_token_part, token_part
+from mens_exp.corpus.data_contract import (
+    heldout_part,
+    known_token_part,
+    overlap_part,
+    rows_part,
+    token_part,
+)
+from mens_exp.corpus.row_files import Rows
 from mens_exp.rows import cache as rows_cache
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tokenizer.vox import VoxTokenizer
+from mens_exp.tokenizer.implementations import VoxTokenizer
 
 VOX = VoxTokenizer()
 LABELLING = Labelling(objective="assistant", seq_len=200)
@@ -48,7 +53,7 @@ def test_training_rows_are_held_against_some_of_many_held_out_rows(
     """As many as memory has room for, and the record says how many."""
     everyone = rows([pair(f"t{n}", WORDS) for n in range(3)], heldout=[pair("h", WORDS)] * 5)
     whole = heldout_part(everyone)
-    monkeypatch.setattr("mens_exp.corpus.row_part.MOST_ITEMS", 2)
+    monkeypatch.setattr("mens_exp.corpus.data_contract.MOST_ITEMS", 2)
     part = heldout_part(everyone)
     assert whole is not None
     assert part is not None
@@ -137,7 +142,7 @@ def test_the_token_part_is_counted_by_hand_and_kept(tmp_path, key, monkeypatch):
     assert (part["ends"], part["ends_trained"], part["end_marker_trained"]) == (2, 2, True)
     assert part["end_marker_trained_frac"] == pytest.approx(2 / 3, abs=1e-6)
     assert (part["longest"], part["truncated"], part["nothing_to_learn"]) == (200, 1, 0)
-    monkeypatch.setattr("mens_exp.corpus.token_part.role_counts", None)
+    monkeypatch.setattr("mens_exp.corpus.data_contract.role_counts", None)
     again = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
     assert again == made == known_token_part(tmp_path, key, counts)
 

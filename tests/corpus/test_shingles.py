@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.corpus.shingles import jaccard, mixed, shingles, tokens
+from mens_exp.corpus.minhash import jaccard, mixed, shingles, tokens
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mens_exp.corpus.side_by_side import in_order, pieces
+from mens_exp.corpus.large_files import map_in_order, pieces
 from mens_exp.errors import DataError, SetupError
 
 
@@ -25,15 +25,15 @@ def refused(piece):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_results_come_in_the_order_of_the_pieces(processes):
     """From other processes where there are several."""
-    found = list(in_order(doubled, pieces(range(1000), 30), processes))
+    found = list(map_in_order(doubled, pieces(range(1000), 30), processes))
     assert [one for _, piece in found for one in piece] == [2 * n for n in range(1000)]
     assert (os.getpid() in {process for process, _ in found}) == (processes == 1)
 
 
 def test_one_piece_starts_no_process():
     """A small corpus does not pay for it."""
-    assert list(in_order(doubled, [[1]], 2)) == [(os.getpid(), [2])]
-    assert list(in_order(doubled, [], 2)) == []
+    assert list(map_in_order(doubled, [[1]], 2)) == [(os.getpid(), [2])]
+    assert list(map_in_order(doubled, [], 2)) == []
 
 
 def test_few_pieces_are_read_ahead():
@@ -46,7 +46,7 @@ def test_few_pieces_are_read_ahead():
             read += 1
             yield [number]
 
-    for done, _ in enumerate(in_order(doubled, stream(), 2), start=1):
+    for done, _ in enumerate(map_in_order(doubled, stream(), 2), start=1):
         assert read <= done + 4
 
 
@@ -54,7 +54,7 @@ def test_few_pieces_are_read_ahead():
 def test_an_error_is_the_same_from_another_process(processes):
     """With its place."""
     with pytest.raises(DataError, match="row 0: is wrong") as caught:
-        list(in_order(refused, [[0], [1], [2]], processes))
+        list(map_in_order(refused, [[0], [1], [2]], processes))
     assert caught.value.where == "row 0"
 
 
@@ -65,7 +65,7 @@ def killed(piece):
 def test_a_process_that_the_system_ends_is_told():
     """As it does when memory runs out."""
     with pytest.raises(SetupError, match=r"ended from outside.*fewer processes"):
-        list(in_order(killed, [[0], [1], [2]], 2))
+        list(map_in_order(killed, [[0], [1], [2]], 2))
 
 
 def test_pieces_are_as_long_as_asked_but_the_last():
@@ -75,7 +75,7 @@ def test_pieces_are_as_long_as_asked_but_the_last():
 
 WAITING = """
 import test_side_by_side as module
-from mens_exp.corpus.side_by_side import in_order
+from mens_exp.corpus.large_files import in_order
 
 if __name__ == "__main__":
     list(in_order(module.told, [["a"], ["b"], ["c"]], 2))

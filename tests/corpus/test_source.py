@@ -10,9 +10,9 @@ from mens_exp.corpus import stdlib
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError, Problems
+from mens_exp.model import sources
 from mens_exp.rows.readers import rows_digest
-from mens_exp.tokenizer import byte_level
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 FUNCTION = 'def {0}(a):\n    """Do {0}."""\n    b = a + "{0}"\n    return b\n'
 
@@ -106,7 +106,7 @@ def test_hashes_are_those_of_the_rows(jsonl, tmp_path):
 
 def test_cache_key_follows_all_that_shapes_ids(jsonl, tmp_path, tiny_config):
     """Rows, tokenizer, template, control tokens and labelling; not the seed or the batch."""
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
     rows = load_rows(jsonl(), tmp_path)
     key = cache_key(tiny_config(), rows, Side.TRAIN, tokenizer)

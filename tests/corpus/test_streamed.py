@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mens_exp.config.data import FilterConfig, JsonlData, OnBadRow
+from mens_exp.corpus.mix import RowStream
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.corpus.streamed import RowStream
 from mens_exp.errors import DataError, Problems
 
 

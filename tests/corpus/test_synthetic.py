@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.data import SyntheticData
-from mens_exp.config.rules.data import problems
+from mens_exp.config.rules.data import data_problems
 from mens_exp.corpus import synthetic
 from mens_exp.corpus.generator import generate as module
-from mens_exp.corpus.generator.families.catalogue import families_of
-from mens_exp.corpus.generator.generate import benchmark_tasks
+from mens_exp.corpus.generator.generate import benchmark_tasks, families_of
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.synthetic import counts, is_cached, load, made_by
@@ -110,18 +109,18 @@ def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, tiny_config
     """Ten rows of which five validate and five are held out; by the rules, before any is made."""
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=0.48, heldout_frac=0.5)
-    (problem,) = problems(config)
+    (problem,) = data_problems(config)
     assert (problem.where, "nothing is left to train on" in str(problem)) == ("data.rows", True)
     with pytest.raises(DataError, match="no row is left for train"):
         load_rows(config.data, tmp_path)
     config.data = SyntheticData(rows=10, val_frac=0.38, heldout_frac=0.5)
-    assert list(problems(config)) == []
+    assert list(data_problems(config)) == []
 
 
 def test_shares_of_one_and_more_are_told_once(tiny_config):
     """By their sum, as for every source; a share that is no number is left to its range."""
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=float("nan"))
-    assert list(problems(config)) == []
+    assert list(data_problems(config)) == []
     config.data = SyntheticData(rows=10, val_frac=0.6, heldout_frac=0.5)
-    assert [problem.where for problem in problems(config)] == ["data.val_frac"]
+    assert [problem.where for problem in data_problems(config)] == ["data.val_frac"]

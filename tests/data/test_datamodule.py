@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.corpus.source import Rows
+from mens_exp.corpus.row_files import Rows
 from mens_exp.data.datamodule import RowsDataModule
 from mens_exp.errors import DataError
 from mens_exp.rows.readers import rows_digest
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 def pairs(count, *, width=5):

@@ -10,9 +10,9 @@ import torch
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side, side_of
 from mens_exp.data.datamodule import RowsDataModule
-from mens_exp.data.streamed import StreamedMicroBatches
+from mens_exp.data.stream import StreamedMicroBatches
 from mens_exp.errors import DataError
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 STREAMED = ["data.streaming=true", "data.shuffle_buffer=11"]
 

@@ -9,8 +9,8 @@ from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.corpus.source import load_rows
 from mens_exp.model.quiet import quiet
-from mens_exp.model.resolve import resolve
-from mens_exp.rows.encode import messages_of
+from mens_exp.model.sources import resolve
+from mens_exp.rows.answers import messages_of
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "

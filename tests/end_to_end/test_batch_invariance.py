@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mens_exp.config.suite import MiniPythonSuite
-from mens_exp.evals.generation import Generation, GraphEngine, Request
-from mens_exp.evals.mini_python import mini_python
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.evals.engines import Generation, GraphEngine, Request
+from mens_exp.evals.program_suite import mini_python
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 SMOL = ("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
 

@@ -18,8 +18,8 @@ from mens_exp.artifacts.certificate import Certificate
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.export.certificate import hashes_of, rejected_place
 from mens_exp.export.handoff import read_handoff
-from mens_exp.export.verdict import hashes_of, rejected_place
 from mens_exp.plan.machine import look
 
 SQUARE = "base_model.model.model.layers.2.self_attn.q_proj"  # 576 by 576
@@ -241,7 +241,7 @@ def test_a_base_of_another_revision_is_found(run, tmp_path, merged, base):
 def base(run, cache):
     """The directory of the base model."""
     from mens_exp.config.compose import from_yaml, typed
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
 
     return resolve(typed(from_yaml(run.config)).model, cache).directory
 

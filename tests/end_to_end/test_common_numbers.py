@@ -87,7 +87,7 @@ def test_a_resumed_run_has_the_digests_of_an_undisturbed_one(
     finished, train_in, tmp_path, monkeypatch
 ):
     """Cancelled in the middle of the third step and resumed: every chain is the same."""
-    from mens_exp.tasks.cancellation import Cancelled
+    from mens_exp.tasks.run import Cancelled
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.layout.found_family import _EXPERTS
+from mens_exp.layout.families import _EXPERTS
 from mens_exp.model.quiet import quiet
 
 # Stored one by one under two sets of names, and all in one tensor.
@@ -174,15 +174,15 @@ def test_a_model_without_experts_is_refused(train_in, tmp_path, capsys):
 def test_experts_in_parts_are_refused(mixture, tiny_config):
     """Each process of trainer=fsdp would hold a part of them."""
     from mens_exp.config.model import HfModel
-    from mens_exp.plan.checks.lora import check
+    from mens_exp.plan.checks.adapter import check_lora
 
     config = tiny_config("trainer=fsdp", "lora=experts", "trainer.devices=2")
     config.model = HfModel(id=str(mixture("mixtral") / "model"))
-    (problem,) = check(config)
+    (problem,) = check_lora(config)
     assert "each process holds a part" in problem.what
     assert "set lora=attention" in problem.remedy
     config.lora.targets = ["attention"]
-    assert list(check(config)) == []
+    assert list(check_lora(config)) == []
 
 
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
@@ -283,7 +283,7 @@ def test_experts_that_are_not_what_their_names_say_are_refused(
     mixture, train_in, tmp_path, monkeypatch, capsys
 ):
     """As they would be of a loader that put up before gate."""
-    from mens_exp.layout import found_family
+    from mens_exp.layout import families as found_family
 
     names = found_family._MIXTRAL
     swapped = found_family.replace(names, gate_up=names.gate_up[::-1])

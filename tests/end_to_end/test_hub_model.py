@@ -12,7 +12,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.model import HfModel
-from mens_exp.layout import hub_snapshot
+from mens_exp.layout import hub as hub_snapshot
 
 NAME = "lab/tiny-llama"
 ON_HUB = ["model=hf", f"model.id={NAME}"]

@@ -17,8 +17,7 @@ from disk_faults import Fault, Site, Watcher
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import SweepDir, SweepRecord
 from mens_exp.errors import MensError
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")

@@ -14,9 +14,8 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.telemetry import read_events
-from mens_exp.artifacts.validation_losses import read_document_losses
-from mens_exp.tasks.replaying import replay
+from mens_exp.artifacts.telemetry import read_document_losses, read_events
+from mens_exp.tasks.inspect import replay
 
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
 TWO = ("trainer=ddp", "trainer.accelerator=cpu")
@@ -144,7 +143,7 @@ def kill_other_after(run, step):
     while time.monotonic() < deadline:
         if run.telemetry.is_file() and f'"step":{step}' in run.telemetry.read_text("utf-8"):
             for child in psutil.Process().children():
-                if "mens_exp.tasks.following" in child.cmdline():
+                if "mens_exp.tasks.coordinator" in child.cmdline():
                     child.kill()
                     return
         time.sleep(0.002)

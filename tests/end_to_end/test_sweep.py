@@ -10,7 +10,7 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config import compose, own_conf
+from mens_exp.config import compose, user_config
 from mens_exp.config.compose import config_digest, from_yaml
 
 
@@ -90,7 +90,7 @@ def test_one_bad_cell_known_beforehand_stops_all(tiny_run, tmp_path, capsys):
 
 def test_ctrl_c_ends_the_whole_sweep(tiny_run, tmp_path, monkeypatch):
     """In one process too: the cell at work is cancelled, and the next one does not begin."""
-    from mens_exp.tasks.cancellation import Cancelled
+    from mens_exp.tasks.run import Cancelled
     from mens_exp.training.module import TrainingModule
 
     def interrupted(*_):
@@ -107,11 +107,11 @@ def groups(tmp_path, monkeypatch):
     """A copy of the config groups that may be edited."""
     copy = tmp_path / "conf"
     shutil.copytree(compose.config_directory(), copy)
-    for module in (compose, own_conf):
+    for module in (compose, user_config):
         monkeypatch.setattr(module, "config_directory", lambda: copy)
-    own_conf.our_options.cache_clear()
+    user_config.our_options.cache_clear()
     yield copy
-    own_conf.our_options.cache_clear()
+    user_config.our_options.cache_clear()
 
 
 @pytest.mark.parametrize("edit", ["  r: 4", "  - not: [yaml"], ids=["other value", "broken"])

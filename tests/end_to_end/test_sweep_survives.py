@@ -16,8 +16,7 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import SweepDir, SweepRecord
 from mens_exp.config.compose import from_yaml
 from mens_exp.sweeps.launcher import Launcher
 
@@ -66,7 +65,7 @@ def first_of(directory, number):
 
 def second_of(directory, number):
     children = first_of(directory, number).children()
-    (other,) = (one for one in children if "mens_exp.tasks.following" in one.cmdline())
+    (other,) = (one for one in children if "mens_exp.tasks.coordinator" in one.cmdline())
     return other
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.tokenizer import byte_level
+from mens_exp.model import sources
 
 # Each with something of its own: multipliers, one fused matrix, plain MLPs. StableLM's layers do
 # not hand the bounds of documents on.
@@ -47,7 +47,7 @@ def novel(tmp_path):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
-        byte_level.write_files(tmp_path / name)
+        sources.write_byte_level_tokenizer(tmp_path / name)
         return tmp_path / name
 
     return saved

@@ -10,10 +10,9 @@ import time
 import fork_server
 import pytest
 
-from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.manifest import Manifest, Status, SyncRecord
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.artifacts.sync_record import SyncRecord
 from mens_exp.artifacts.telemetry import read_events
 
 STEPS = [1, 2, 3, 4]
@@ -144,10 +143,10 @@ def _end_sender(run):
     """End what still tries to send it, as a machine that is switched off does."""
     import signal
 
-    from mens_exp.artifacts.run_lock import holder
+    from mens_exp.artifacts.host import lock_holder
 
     deadline = time.monotonic() + 60
-    while (found := holder(run.sync_lock)) is not None and time.monotonic() < deadline:
+    while (found := lock_holder(run.sync_lock)) is not None and time.monotonic() < deadline:
         try:
             os.killpg(found[0], signal.SIGKILL)
         except ProcessLookupError:

@@ -17,7 +17,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.training.wandb_agent import recorded_agent
+from mens_exp.training.wandb_names import recorded_agent
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
 DRAWN = [

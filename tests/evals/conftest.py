@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from mens_exp.evals.running import Runner
+from mens_exp.evals.suite import Runner
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 from mens_exp.sandbox.program import Limits
 

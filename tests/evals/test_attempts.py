@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from mens_exp.evals.answer_text import outside_reasoning
 from mens_exp.evals.attempts import Plan, answer_all, repair_turns
-from mens_exp.evals.generation import Completion, seed_of
+from mens_exp.evals.completion_styles import outside_reasoning
+from mens_exp.evals.engines import Completion, seed_of
 from mens_exp.evals.suite import Item, Judgement
 
 

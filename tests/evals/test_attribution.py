@@ -5,16 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from mens_exp.backends.causal_forward import hidden_states
-from mens_exp.backends.frozen_base import load_base
+from mens_exp.backends.base_model import hidden_states, load_base
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.data.batch import packed_batch
-from mens_exp.evals.attribution import Subject, attribute_modules, attribute_whole, parity_with
-from mens_exp.evals.replay import Replay, replaced
+from mens_exp.evals.attribution import (
+    Replay,
+    Subject,
+    attribute_modules,
+    attribute_whole,
+    parity_with,
+    replaced,
+)
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules
-from mens_exp.model.resolve import resolve
-from mens_exp.quant.stored_as import stored_as, variants_of
+from mens_exp.model.sources import resolve
+from mens_exp.quant.round_trip import stored_as, variants_of
 
 PLANTED = "model.layers.1.mlp.up_proj"
 

@@ -15,14 +15,11 @@ from mens_exp.config.suite import (
     NoSuite,
     ScorecardSpecSuite,
 )
-from mens_exp.evals.catalogue import file_problems, frozen_suite, needs_rows
+from mens_exp.evals.catalogue import Jsonl, file_problems, frozen_suite, needs_rows
 from mens_exp.evals.harness_suite import Harness
-from mens_exp.evals.heldout_syntax import HeldoutSyntax
-from mens_exp.evals.jsonl import Jsonl
-from mens_exp.evals.mini_python import MiniPython
-from mens_exp.evals.program_suite import ProgramSuite
+from mens_exp.evals.program_suite import MiniPython, ProgramSuite
 from mens_exp.evals.rust_suite import RustProgramSuite
-from mens_exp.evals.scorecard_spec import SpecSuite
+from mens_exp.evals.scorecard_spec import HeldoutSyntax, SpecSuite
 
 
 def test_a_suite_is_found_by_its_settings(tmp_path):

@@ -5,12 +5,11 @@ import pytest
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.metrics import METRICS
 from mens_exp.config.suite import MiniPythonSuite
-from mens_exp.evals.attempts import Plan
-from mens_exp.evals.during import FirstItems, measure
-from mens_exp.evals.generation import Completion
-from mens_exp.evals.kpi_table import KPIS
-from mens_exp.evals.mini_python import mini_python
-from mens_exp.evals.running import Runner
+from mens_exp.evals.attempts import FirstItems, Plan, measure
+from mens_exp.evals.engines import Completion
+from mens_exp.evals.kpis import KPIS
+from mens_exp.evals.program_suite import mini_python
+from mens_exp.evals.suite import Runner
 from mens_exp.sandbox.program import Limits
 
 BROKEN = "def f("

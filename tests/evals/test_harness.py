@@ -18,7 +18,7 @@ from mens_exp.evals import harness_suite
 from mens_exp.evals.harness_files import read_task_files
 from mens_exp.evals.harness_model import GraphModel
 from mens_exp.evals.harness_suite import files_of, lm_eval_suite
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 CAPITALS = [
     {"question": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1},

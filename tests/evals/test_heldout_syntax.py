@@ -6,15 +6,14 @@ import pytest
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.suite import HeldoutSyntaxSuite
-from mens_exp.evals import scored
-from mens_exp.evals.answer_text import code_of
-from mens_exp.evals.attempts import Plan, answer_all
-from mens_exp.evals.generation import Completion, Generation, GraphEngine
-from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items, syntax_error
-from mens_exp.evals.scored import to_scorecard
+from mens_exp.evals import attempts
+from mens_exp.evals.attempts import Plan, answer_all, to_scorecard
+from mens_exp.evals.completion_styles import code_of
+from mens_exp.evals.engines import Completion, Generation, GraphEngine
+from mens_exp.evals.scorecard_spec import HeldoutSyntax, choose_items, syntax_error
 from mens_exp.evals.suite import Answer, Item
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +251,7 @@ def test_another_version_of_grading_is_another_suite(monkeypatch):
     events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
     card = to_scorecard(suite, events, Plan(), {})
     assert card.generation["grading"] == 5
-    monkeypatch.setattr(scored, "GRADING", 6)
+    monkeypatch.setattr(attempts, "GRADING", 6)
     other = to_scorecard(suite, events, Plan(), {})
     assert other.generation["grading"] == 6
     assert len({suite.digest, card.suite_digest, other.suite_digest}) == 3

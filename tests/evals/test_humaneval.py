@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from mens_exp.errors import DataError, MissingExtra, Problems
-from mens_exp.evals.humaneval import (
+from mens_exp.evals.grading import Verdict, check_all
+from mens_exp.evals.program_suite import (
     humaneval_tasks,
     read_tasks,
     self_test,
     written_in_every_style,
 )
-from mens_exp.evals.program_checks import Verdict, check_all
 from mens_exp.sandbox.program import Limits, Outcome
-from mens_exp.sandbox.unsafe import Unsafe
+from mens_exp.sandbox.supervise import Unsafe
 
 LIMITS = Limits(memory_mib=128, wall_s=8, cpu_s=8, output_kib=8)
 HUMANEVAL = {

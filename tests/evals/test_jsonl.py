@@ -6,10 +6,10 @@ import re
 import pytest
 from attacks import attack
 
-from mens_exp.artifacts import foreign_patterns
+from mens_exp.artifacts import untrusted_input
 from mens_exp.config.suite import JsonlCheck, JsonlSuite
 from mens_exp.errors import ConfigError, DataError, Problems
-from mens_exp.evals.jsonl import jsonl_suite
+from mens_exp.evals.catalogue import jsonl_suite
 from mens_exp.evals.suite import Answer
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -232,11 +232,11 @@ def test_a_pattern_that_never_ends_on_an_answer_is_refused(
     suite_of, monkeypatch, check, expected, answer
 ):
     """No answer of a model can hold up the evaluation."""
-    monkeypatch.setattr(foreign_patterns, "_MOST_S", 0.3)
+    monkeypatch.setattr(untrusted_input, "_MOST_S", 0.3)
     suite = suite_of({"prompt": "?", "expected": expected}, check=check)
 
     def judge():
-        foreign_patterns._WORKER.end()
+        untrusted_input._WORKER.end()
         return judged(suite, answer)
 
     end = attack(judge)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mens_exp.evals.kpis import KPIS, pass_at_k, percentile, summarise
+from mens_exp.evals.kpis import SUMMARY_KPIS, pass_at_k, percentile, summarise
 
 
 def event(**changes):
@@ -132,7 +132,7 @@ def test_every_kpi_is_summed_up():
         "latency_p50_ms": 25.0,
         "latency_p95_ms": pytest.approx(47.0),
     }
-    assert set(kpis) == set(KPIS)
+    assert set(kpis) == set(SUMMARY_KPIS)
     assert unknown == {"pass_at_k": "eval.samples=1: there is no k above 1"}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mens_exp.config.suite import MiniPythonSuite
 from mens_exp.corpus.generator.generate import benchmark_tasks, tasks_digest
-from mens_exp.evals.mini_python import MiniPython, mini_python
+from mens_exp.evals.program_suite import MiniPython, mini_python
 from mens_exp.evals.suite import Answer
 
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mens_exp.config.suite import HumanEvalSuite
-from mens_exp.evals.humaneval import written_in_every_style
-from mens_exp.evals.program_suite import ProgramSuite, humaneval
-from mens_exp.evals.running import Runner
-from mens_exp.evals.suite import Answer
+from mens_exp.evals.program_suite import ProgramSuite, humaneval, written_in_every_style
+from mens_exp.evals.suite import Answer, Runner
 from mens_exp.sandbox.program import Limits
 
 ADD = {

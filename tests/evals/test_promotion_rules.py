@@ -6,7 +6,7 @@ import pytest
 
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import Answer, Outcome
-from mens_exp.config.policy import BurnRndPolicy, EvalGatePolicy
+from mens_exp.config.promotion import BurnRndPolicy, EvalGatePolicy
 from mens_exp.evals.promotion import decide
 from mens_exp.evals.promotion_rules import Evidence, sandboxed
 

@@ -11,14 +11,12 @@ import pytest
 
 from mens_exp.artifacts.scorecard import read_item_events, write_item_events
 from mens_exp.config.suite import HumanEvalSuite, JsonlCheck, JsonlSuite, MiniPythonSuite
-from mens_exp.evals.attempts import Plan, answer_all
-from mens_exp.evals.generation import Completion
-from mens_exp.evals.heldout_syntax import HeldoutSyntax
-from mens_exp.evals.jsonl import jsonl_suite
-from mens_exp.evals.mini_python import mini_python
-from mens_exp.evals.program_suite import humaneval
-from mens_exp.evals.recomputed import EARLIER, NOT_EXECUTED, heldout_of, recomputed
-from mens_exp.evals.scored import to_scorecard
+from mens_exp.evals.attempts import Plan, answer_all, to_scorecard
+from mens_exp.evals.catalogue import jsonl_suite
+from mens_exp.evals.engines import Completion
+from mens_exp.evals.program_suite import humaneval, mini_python
+from mens_exp.evals.recompute import EARLIER, NOT_EXECUTED, heldout_of, recomputed
+from mens_exp.evals.scorecard_spec import HeldoutSyntax
 from mens_exp.evals.suite import Item
 
 ROWS = [

@@ -6,15 +6,9 @@ import shutil
 import pytest
 
 from mens_exp.errors import DataError, Problems, SetupError
-from mens_exp.evals.program_checks import Verdict
-from mens_exp.evals.rust_checks import (
-    check_rust,
-    find_rust,
-    least_rust_limits,
-    read_rust_tasks,
-)
-from mens_exp.evals.rust_styles import assemble_rust
-from mens_exp.sandbox.program import Limits
+from mens_exp.evals.grading import Verdict
+from mens_exp.evals.rust_suite import assemble_rust, check_rust, read_rust_tasks
+from mens_exp.sandbox.program import Limits, find_rust, least_rust_limits
 
 STOP = ["\n}"]
 DOUBLE = {

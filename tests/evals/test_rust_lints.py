@@ -13,10 +13,9 @@ import pytest
 from mens_exp import cli
 from mens_exp.config.suite import RustSuite
 from mens_exp.errors import SetupError
-from mens_exp.evals.rust_checks import find_rust
 from mens_exp.evals.rust_suite import rust_suite
 from mens_exp.evals.suite import Answer
-from mens_exp.sandbox.rust_toolchain import find_clippy
+from mens_exp.sandbox.program import find_clippy, find_rust
 
 # The documentation has two findings of Clippy's that no answer can be blamed for.
 TRIPLE = {

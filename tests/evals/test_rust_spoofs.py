@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from mens_exp.evals.program_checks import Verdict
-from mens_exp.evals.rust_checks import RustTask, check_rust, find_rust
-from mens_exp.evals.rust_styles import assemble_rust
+from mens_exp.evals.grading import Verdict
+from mens_exp.evals.rust_suite import RustTask, assemble_rust, check_rust
 from mens_exp.evals.rust_values import signatures
-from mens_exp.sandbox.program import Limits
+from mens_exp.sandbox.program import Limits, find_rust
 
 LIMITS = Limits(memory_mib=1024, wall_s=8, cpu_s=4, processes=64, output_kib=64, file_mib=64)
 HEAD = "fn target(values: Vec<isize>) -> isize {\n"

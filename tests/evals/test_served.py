@@ -9,8 +9,7 @@ import pytest
 from tool_rows import TOOLS, WITH_TOOLS
 
 from mens_exp.errors import ConfigError, SetupError
-from mens_exp.evals.generation import Generation, Request
-from mens_exp.evals.served import ServerEngine
+from mens_exp.evals.engines import Generation, Request, ServerEngine
 from mens_exp.rows.answers import messages_of
 
 

@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 
-from mens_exp.evals.program_checks import ProgramTask, Verdict, check_all
+from mens_exp.evals.grading import ProgramTask, Verdict, check_all
 from mens_exp.sandbox.program import Limits
-from mens_exp.sandbox.unsafe import Unsafe
+from mens_exp.sandbox.supervise import Unsafe
 
 LIMITS = Limits(memory_mib=256, wall_s=2, cpu_s=2, output_kib=64)
 TESTS = """\

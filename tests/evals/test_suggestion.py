@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.overrides import check
-from mens_exp.evals.suggestion import suggested
 from mens_exp.layout.targets import chosen, skipped
 from mens_exp.plan.preflight import preflight
+from mens_exp.tasks.attribute import suggested
 
 
 def module(path, kl, *, parameters=100, width=20):

@@ -10,10 +10,16 @@ import pytest
 
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import MissingExtra, SetupError
-from mens_exp.evals import vllm_engine
-from mens_exp.evals.generation import Generation, Request
-from mens_exp.evals.vllm_engine import Served, VllmEngine, open_vllm, problems
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.evals import engines
+from mens_exp.evals.engines import (
+    Generation,
+    Request,
+    Served,
+    VllmEngine,
+    open_vllm,
+    vllm_problems_here,
+)
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 QUESTION = {"role": "user", "content": "What is it?"}
 
@@ -180,12 +186,12 @@ def test_what_vllm_cannot_load_is_told(monkeypatch):
 def test_without_vllm_and_without_a_gpu_both_are_told(monkeypatch):
     """Before anything is loaded."""
     cpu, cuda = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="cuda")
-    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
-    monkeypatch.setattr(vllm_engine.machine, "look", lambda accelerator: cpu)
-    missing, no_gpu = problems()
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines.machine, "look", lambda accelerator: cpu)
+    missing, no_gpu = vllm_problems_here()
     assert isinstance(missing, MissingExtra)
     assert "pip install 'mens-exp[vllm]'" in str(missing)
     assert "there is none here" in str(no_gpu)
-    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm_engine.machine, "look", lambda accelerator: cuda)
-    assert list(problems()) == []
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    monkeypatch.setattr(engines.machine, "look", lambda accelerator: cuda)
+    assert list(vllm_problems_here()) == []

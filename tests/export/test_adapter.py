@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mens_exp.artifacts.adapter_delta import deltas
 from mens_exp.artifacts.adapter_v2 import read_adapter_v2
-from mens_exp.artifacts.adapter_v3 import read_adapter
-from mens_exp.backends.adapting import tied_head_is_meant
+from mens_exp.artifacts.adapter_v3 import deltas, read_adapter
+from mens_exp.backends.adapters import tied_head_is_meant
 from mens_exp.config.model import HfModel
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, MensError, Problems

@@ -11,8 +11,7 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import MensError
-from mens_exp.export.bundle import pack, packing_problems, verify
-from mens_exp.export.contents import path_problems, secret_problems
+from mens_exp.export.bundle import pack, packing_problems, path_problems, secret_problems, verify
 
 
 def unpack(archive, place):

@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 from mens_exp.errors import MensError
-from mens_exp.export.handoff import FILE, BackendFamily, Handoff, read_handoff, write_handoff
+from mens_exp.export.handoff import (
+    HANDOFF_FILE,
+    BackendFamily,
+    Handoff,
+    read_handoff,
+    write_handoff,
+)
 
-GOLDEN = Path(__file__).parents[1] / "golden" / FILE
+GOLDEN = Path(__file__).parents[1] / "golden" / HANDOFF_FILE
 
 
 def record(**changes):
@@ -28,7 +34,7 @@ def record(**changes):
 def test_the_record_is_the_committed_one(tmp_path):
     """The same bytes, and read back the same values."""
     write_handoff(record(), tmp_path)
-    assert (tmp_path / FILE).read_bytes() == GOLDEN.read_bytes()
+    assert (tmp_path / HANDOFF_FILE).read_bytes() == GOLDEN.read_bytes()
     assert read_handoff(GOLDEN) == read_handoff(tmp_path) == record()
 
 
@@ -64,7 +70,7 @@ def test_the_record_is_the_source_s_key_for_key(tmp_path):
 def test_a_record_of_an_earlier_export_is_read_under_today_s_name(tmp_path):
     """The name lacked its prefix and version; everything else was the same."""
     older = THEIRS | OPTIONAL | {"schema": "external_serving_handoff"}
-    (tmp_path / FILE).write_text(json.dumps(older))
+    (tmp_path / HANDOFF_FILE).write_text(json.dumps(older))
     assert read_handoff(tmp_path) == record()
 
 
@@ -72,7 +78,7 @@ def test_what_is_unknown_is_left_out(tmp_path):
     """Three keys are optional, and absent rather than null."""
     bare = record(adapter_path=None, openai_base_url=None, notes=None)
     write_handoff(bare, tmp_path)
-    written = json.loads((tmp_path / FILE).read_text("utf-8"))
+    written = json.loads((tmp_path / HANDOFF_FILE).read_text("utf-8"))
     assert {"adapter_path", "openai_base_url", "notes"} & written.keys() == set()
     assert read_handoff(tmp_path) == bare
 
@@ -95,7 +101,7 @@ def test_what_is_unknown_is_left_out(tmp_path):
 def test_a_record_that_is_wrong_is_refused(tmp_path, changes, said):
     """Its schema and version first, then every key."""
     values = json.loads(GOLDEN.read_text("utf-8")) | changes
-    (tmp_path / FILE).write_text(json.dumps(values), encoding="utf-8")
+    (tmp_path / HANDOFF_FILE).write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(MensError, match=said):
         read_handoff(tmp_path)
 
@@ -109,7 +115,7 @@ def test_a_missing_key_is_named(tmp_path):
         ("[]", "an object"),
         ("{", "not JSON"),
     ):
-        (tmp_path / FILE).write_text(text, encoding="utf-8")
+        (tmp_path / HANDOFF_FILE).write_text(text, encoding="utf-8")
         with pytest.raises(MensError, match=said):
             read_handoff(tmp_path)
     with pytest.raises(MensError, match="cannot be read"):

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from mens_exp.errors import MensError
-from mens_exp.export.handoff import FILE, BackendFamily, Handoff, write_handoff
-from mens_exp.export.model_source import model_directory, occupied
+from mens_exp.export.handoff import (
+    HANDOFF_FILE,
+    BackendFamily,
+    Handoff,
+    model_directory,
+    occupied,
+    write_handoff,
+)
 
 
 def exported(directory, **changes):
@@ -61,7 +67,7 @@ def test_the_weights_of_a_full_run_are_its_model(tiny_base, tmp_path):
         ({"x.gguf": ""}, "llama-server -m .*x.gguf"),
         ({"config.json": "{}"}, "tokenizer.json: is missing"),
         ({"config.json": "{}", "tokenizer.json": "{}"}, "holds no safetensors weights"),
-        ({FILE: "{}"}, "not this format"),
+        ({HANDOFF_FILE: "{}"}, "not this format"),
     ],
 )
 def test_what_is_no_model_is_refused(tmp_path, files, said):

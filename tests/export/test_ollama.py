@@ -5,8 +5,8 @@ import re
 import pytest
 
 from mens_exp.errors import RequestError
-from mens_exp.export.ollama import default_system, is_chatml, modelfile
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.export.gguf import default_system, is_chatml, modelfile
+from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.tokenizer.templates import CHATML
 
 # What SmolLM2's own does: a default system turn, and a newline behind every end marker.

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
-from mens_exp.backends.tracing import Trace
-from mens_exp.config.parity import BudgetConfig
+from mens_exp.backends.generation import Trace
+from mens_exp.config.task import BudgetConfig
 from mens_exp.errors import DataError, MensError
-from mens_exp.export import graphs
-from mens_exp.export.parity import compare, record
-from mens_exp.export.probe import Probe, of_rows, of_text
-from mens_exp.model.resolve import resolve
+from mens_exp.export import parity
+from mens_exp.export.certificate import Probe, probe_of_rows, probe_of_text
+from mens_exp.export.parity import compare, record_reference
+from mens_exp.model.sources import resolve
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.schema import TrainingPair
 
@@ -34,7 +34,7 @@ def trained(tiny_backend, tiny_config, *over):
 def against(tmp_path, backend, forward, budget=STRICT):
     folder = tmp_path / "reference"
     folder.mkdir()
-    return compare(record(backend.trace, PROBE, folder), forward, "other", budget)
+    return compare(record_reference(backend.trace, PROBE, folder), forward, "other", budget)
 
 
 def test_a_graph_is_no_distance_from_itself(tmp_path, tiny_backend, tiny_config):
@@ -60,7 +60,7 @@ def test_figures_are_those_worked_out_by_hand(tmp_path):
         return Trace(hidden={"embedding": state, "l0": 1.1 * state}, logits_TV=odd)
 
     probe = Probe(documents=((0, 1, 1),), source="by hand")
-    reference = record(one, probe, tmp_path)
+    reference = record_reference(one, probe, tmp_path)
     assert reference.nll == pytest.approx(np.log(2))
     found = compare(reference, other, "other", BudgetConfig(hidden_error=0.05))
     # KL(1/2, 1/2 ‖ 3/4, 1/4) = ln 2 - ln(3)/2 ... with p = (1/2, 1/2): -ln 2 - (ln 3/4 + ln 1/4)/2
@@ -102,7 +102,7 @@ def test_the_dequantized_base_and_the_deltas_are_the_trained_model(
 ):
     """Computed in f32, what was trained and its dense form differ by rounding alone."""
     backend, config, base = trained(tiny_backend, tiny_config, F32, *overrides)
-    with graphs.merged(backend, config, base, into="dequantized") as forward:
+    with parity.merged(backend, config, base, into="dequantized") as forward:
         found = against(tmp_path, backend, forward)
     assert found["exceeded"] == []
     assert found["max_kl"] < 1e-8
@@ -114,7 +114,7 @@ def test_the_published_base_under_the_same_deltas_is_another_model(
 ):
     """The quantization error that the adapter was trained around shows at once."""
     backend, config, base = trained(tiny_backend, tiny_config, F32)
-    with graphs.merged(backend, config, base, into="original") as forward:
+    with parity.merged(backend, config, base, into="original") as forward:
         found = against(tmp_path, backend, forward)
     assert found["mean_kl"] > 20 * (STRICT.mean_kl or 0)
     assert any(text.startswith("mean_kl") for text in found["exceeded"])
@@ -137,18 +137,18 @@ def test_the_proxy_stack_is_traced_layer_by_layer(
 def test_a_directory_is_opened_as_it_is_stored(tmp_path, tiny_backend, tiny_base):
     """The base's own directory is the graph with its adapter off and nothing quantized."""
     backend = tiny_backend("backend=lora", F32)
-    with graphs.from_directory(tiny_base.directory) as forward:
+    with parity.from_directory(tiny_base.directory) as forward:
         found = against(tmp_path, backend, forward)
     assert found["max_kl"] < 1e-8
 
 
 def test_a_model_that_does_not_fit_is_read_layer_by_layer(tmp_path, tiny_base):
     """With room for a fraction of its weights the figures stay the same."""
-    with graphs.from_directory(tiny_base.directory) as forward:
+    with parity.from_directory(tiny_base.directory) as forward:
         (tmp_path / "reference").mkdir()
-        reference = record(forward, PROBE, tmp_path / "reference")
+        reference = record_reference(forward, PROBE, tmp_path / "reference")
     size = sum(path.stat().st_size for path in tiny_base.directory.glob("*.safetensors"))
-    with graphs.from_directory(tiny_base.directory, memory_bytes=size // 3) as forward:
+    with parity.from_directory(tiny_base.directory, memory_bytes=size // 3) as forward:
         found = compare(reference, forward, "off disk", STRICT)
     assert found["max_kl"] < 1e-10
 
@@ -158,7 +158,7 @@ def test_a_merge_quantized_again_is_compared_under_the_same_quantizer(
 ):
     """The untouched base, quantized again as the run has it, is the run's base."""
     backend, config, base = trained(tiny_backend, tiny_config, F32, "quant.block_size=128")
-    with backend.base_only(), graphs.quantized_from(base.directory, config, base) as forward:
+    with backend.base_only(), parity.quantized_from(base.directory, config, base) as forward:
         found = against(tmp_path, backend, forward)
     assert found["max_kl"] == 0
 
@@ -176,7 +176,7 @@ def test_a_number_that_is_not_finite_is_an_error(tmp_path):
 
     probe = Probe(documents=((1, 2, 3),), source="by hand")
     with pytest.raises(MensError, match="not finite"):
-        compare(record(whole, probe, tmp_path), broken, "broken", STRICT)
+        compare(record_reference(whole, probe, tmp_path), broken, "broken", STRICT)
 
 
 class Letters:
@@ -191,7 +191,7 @@ def test_a_file_of_text_is_cut_into_documents(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abcdefghij")
     letters = Letters()
-    probe = of_text(path, letters, seq_len=4, tokens=9)
+    probe = probe_of_text(path, letters, seq_len=4, tokens=9)
     assert [len(ids) for ids in probe.documents] == [4, 4, 2]
     assert probe.record()["source"] == "text: text.txt"
 
@@ -203,9 +203,9 @@ def test_a_text_that_cannot_serve_is_refused(tmp_path, content):
     path.write_bytes(content)
     letters = Letters()
     with pytest.raises(DataError, match=r"parity\.text.*text\.txt"):
-        of_text(path, letters, seq_len=4, tokens=9)
+        probe_of_text(path, letters, seq_len=4, tokens=9)
     with pytest.raises(DataError, match="No such file"):
-        of_text(tmp_path / "none.txt", letters, seq_len=4, tokens=9)
+        probe_of_text(tmp_path / "none.txt", letters, seq_len=4, tokens=9)
 
 
 def test_rows_that_are_held_out_come_first_and_others_fill_up(cache, tiny_base, tiny_config):
@@ -218,14 +218,14 @@ def test_rows_that_are_held_out_come_first_and_others_fill_up(cache, tiny_base, 
     rows = [TrainingPair(prompt=f"What is {n}?", response=f"It is {n}.") for n in range(12)]
     labelling = Labelling(objective="assistant", seq_len=64)
     sides = {"held out": rows[:2], "validation": rows[2:]}
-    probe = of_rows(sides, tokenizer, labelling, 200)
+    probe = probe_of_rows(sides, tokenizer, labelling, 200)
     assert probe.tokens >= 200
     assert probe.source.startswith("rows: 2 of held out, ")
-    alone = of_rows(sides, tokenizer, labelling, 2)
+    alone = probe_of_rows(sides, tokenizer, labelling, 2)
     assert alone.source == "rows: 1 of held out"
     assert probe.documents[0] == alone.documents[0]
     with pytest.raises(DataError, match="no row"):
-        of_rows({"held out": []}, tokenizer, labelling, 200)
+        probe_of_rows({"held out": []}, tokenizer, labelling, 200)
 
 
 def certificate(**changes):

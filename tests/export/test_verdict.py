@@ -6,8 +6,13 @@ import pytest
 
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence, TensorError
 from mens_exp.errors import GateError
-from mens_exp.export.verdict import certificate_place, hashes_of, rejected_place, settle
-from mens_exp.report.parity_view import card_section, verdict
+from mens_exp.export.certificate import (
+    certificate_place,
+    hashes_of,
+    keep_or_set_aside,
+    rejected_place,
+)
+from mens_exp.report.evidence_views import card_section, verdict
 
 
 def comparison(*exceeded):
@@ -71,7 +76,7 @@ def written(tmp_path):
 def test_what_is_within_the_budget_stays_with_its_certificate(tmp_path, certificate):
     """Nothing is moved; the certificate lies beside the weights."""
     directory = written(tmp_path)
-    settle(directory, tmp_path / "merged", certificate)
+    keep_or_set_aside(directory, tmp_path / "merged", certificate)
     assert Certificate.read(directory / "parity.json") == certificate
     assert not (tmp_path / "merged.rejected").exists()
 
@@ -89,7 +94,7 @@ def test_what_is_over_the_budget_is_set_aside(tmp_path, certificate, figure):
     (tmp_path / "merged.rejected").mkdir()
     (tmp_path / "merged.rejected" / "older").touch()
     with pytest.raises(GateError, match=figure) as raised:
-        settle(directory, tmp_path / "merged", certificate)
+        keep_or_set_aside(directory, tmp_path / "merged", certificate)
     assert raised.value.exit_code == 4
     assert not directory.exists()
     assert sorted(path.name for path in rejected_place(tmp_path / "merged").iterdir()) == [
@@ -103,7 +108,7 @@ def test_what_is_accepted_stays_and_says_so(tmp_path):
     directory = written(tmp_path)
     (directory / "README.md").write_text("# Merged\n")
     certificate = of_graphs("mean_kl 0.25 > 0.002", accepted=True)
-    settle(directory, tmp_path / "merged", certificate, card_section(certificate))
+    keep_or_set_aside(directory, tmp_path / "merged", certificate, card_section(certificate))
     found = Certificate.read(directory / "parity.json")
     assert (found.passed, found.accepted) == (False, True)
     card = (directory / "README.md").read_text()
@@ -118,11 +123,11 @@ def test_the_certificate_of_a_file_lies_beside_it(tmp_path, relative):
     temporary, out = tmp_path / ".tmp", tmp_path / "merged.safetensors"
     temporary.write_bytes(b"weights")
     if relative < 0.004:
-        settle(temporary, out, of_tensors(relative))
+        keep_or_set_aside(temporary, out, of_tensors(relative))
         temporary.replace(out)
     else:
         with pytest.raises(GateError):
-            settle(temporary, out, of_tensors(relative))
+            keep_or_set_aside(temporary, out, of_tensors(relative))
         out = rejected_place(out)
     assert out.read_bytes() == b"weights"
     assert Certificate.read(certificate_place(out)).passed is (relative < 0.004)

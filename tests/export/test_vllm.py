@@ -7,8 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from mens_exp.errors import MensError
-from mens_exp.export.handoff import BackendFamily, read_handoff
-from mens_exp.export.vllm import serve_command, vllm_problems, write_vllm
+from mens_exp.export.handoff import (
+    BackendFamily,
+    read_handoff,
+    serve_command,
+    vllm_problems,
+    write_vllm,
+)
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 

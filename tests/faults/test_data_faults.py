@@ -18,13 +18,13 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.model import RandomModel
-from mens_exp.corpus import dedupe, mix, split
+from mens_exp.corpus import filters, mix, split
 from mens_exp.corpus.split import Side, side_of
 from mens_exp.data import stream
-from mens_exp.model.resolve import resolve
-from mens_exp.rows import shards
+from mens_exp.model.sources import resolve
+from mens_exp.rows import encode
 from mens_exp.rows.schema import TrainingPair, to_json
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.training.module import TrainingModule
 
 REFUSED = 4
@@ -55,10 +55,10 @@ def refused(
 @pytest.fixture
 def encoding(monkeypatch):
     """Put a fault into how documents are made: it gets the real encoding and its arguments."""
-    real = shards.encode
+    real = encode.encode
 
     def faulty(fault):
-        monkeypatch.setattr(shards, "encode", lambda *given: fault(real, *given))
+        monkeypatch.setattr(encode, "encode", lambda *given: fault(real, *given))
 
     return faulty
 
@@ -140,14 +140,14 @@ def test_targets_without_the_shift_are_caught(monkeypatch, refused):
 
 def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
     """The same fault behind the batch: hidden states of the target's own place."""
-    from mens_exp.backends import causal_forward
+    from mens_exp.backends import base_model
 
-    real = causal_forward.hidden_states
+    real = base_model.hidden_states
 
     def unshifted(causal_lm, batch):
         return real(causal_lm, dataclasses.replace(batch, predict_M=batch.predict_M + 1))
 
-    monkeypatch.setattr(causal_forward, "hidden_states", unshifted)
+    monkeypatch.setattr(base_model, "hidden_states", unshifted)
     assert "objective: the loss depends on the token that it is to predict" in refused(
         "lora.dropout=0"
     )
@@ -223,13 +223,13 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
         )
         for row in rows[len(own) :]
     ]
-    kept, gone = dedupe.dedupe([*rows, *copies])
+    kept, gone = filters.without_duplicates([*rows, *copies])
     assert (len(kept), gone) == (len(rows), len(copies))
     train_in(tmp_path / "clean", written(tmp_path / "kept.jsonl", kept))
     monkeypatch.setattr(
-        dedupe, "response_key", lambda text: hashlib.sha256(text.encode()).hexdigest()
+        filters, "response_key", lambda text: hashlib.sha256(text.encode()).hexdigest()
     )
-    kept, gone = dedupe.dedupe([*rows, *copies])
+    kept, gone = filters.without_duplicates([*rows, *copies])
     assert gone == 0
     found = refused(written(tmp_path / "all.jsonl", kept))
     assert "data.contract.max_overlap_frac: training rows have the benchmark's items" in found

@@ -23,10 +23,9 @@ from disk_faults import Watcher
 
 from mens_exp import cli
 from mens_exp.artifacts import manifest as manifests
-from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.host import lock_holder
+from mens_exp.artifacts.manifest import Manifest, Status, SyncRecord
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import holder
-from mens_exp.artifacts.sync_record import SyncRecord
 from mens_exp.artifacts.telemetry import read_events
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts; run it on Linux")
@@ -198,7 +197,7 @@ def test_a_silent_service_delays_no_run_and_is_named(tiny_run, finished, tmp_pat
         assert delivery["why"] == "it was being sent, and nothing says that all of it arrived"
         assert took_s < 60  # measured: 9 s on a busy machine; W&B itself waits for 90 s
     finally:
-        while (found := holder(run.sync_lock)) is not None:
+        while (found := lock_holder(run.sync_lock)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(found[0], signal.SIGKILL)
             time.sleep(0.05)

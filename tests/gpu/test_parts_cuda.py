@@ -11,10 +11,9 @@ from mens_exp.artifacts.telemetry import read_events
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.plan.ranks import ALONE
+from mens_exp.plan.machine import ALONE
 from mens_exp.quant.bnb import quantized_linears
-from mens_exp.training.process_group import joined, open_store
-from mens_exp.training.sharding import sharded
+from mens_exp.training.distributed import joined, open_store, sharded
 
 CUDA = torch.device("cuda", 0)
 QLORA = ("trainer=gpu", "quant.storage_dtype=bf16", "lora.dropout=0")

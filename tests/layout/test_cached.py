@@ -6,14 +6,14 @@ import pytest
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import BundledModel, HfModel, RandomModel
-from mens_exp.layout.cached import (
+from mens_exp.layout.model_cache import (
     damaged_files,
     hash_weights,
     is_whole,
-    mark,
     marked_weights,
     place_of,
-    ready,
+    ready_directory,
+    record_files,
 )
 
 MARK = "mens_exp_base.json"
@@ -32,7 +32,7 @@ def random_model(**values):
 
 def test_marked_directory_is_whole(base):
     """The mark holds the hash of the weights."""
-    mark(base)
+    record_files(base)
     assert is_whole(base)
     assert marked_weights(base) == hash_weights(base)
 
@@ -57,7 +57,7 @@ def _shorten(file):
 )
 def test_damaged_directory_is_not_whole(base, damage):
     """It is made again, never trusted."""
-    mark(base)
+    record_files(base)
     damage(base)
     assert not is_whole(base)
 
@@ -94,20 +94,20 @@ def test_bundled_model_lies_by_its_content(tmp_path, bundled):
 
 def test_model_is_ready_when_it_is_made_and_whole(base, tmp_path):
     """A user's own directory always is; one in the cache when it is marked."""
-    assert ready(HfModel(id=str(base)), tmp_path) == base
+    assert ready_directory(HfModel(id=str(base)), tmp_path) == base
     model = random_model()
     place = place_of(model, tmp_path)
-    assert ready(model, tmp_path) is None
+    assert ready_directory(model, tmp_path) is None
     place.parent.mkdir()
     base.rename(place)
-    assert ready(model, tmp_path) is None
-    mark(place)
-    assert ready(model, tmp_path) == place
+    assert ready_directory(model, tmp_path) is None
+    record_files(place)
+    assert ready_directory(model, tmp_path) == place
 
 
 def test_mark_is_plain_json(base):
     """Sizes by name, the mark itself not among them."""
-    mark(base)
+    record_files(base)
     record = json.loads((base / MARK).read_text("utf-8"))
     assert record["sizes"]["shard-0.safetensors"] == (base / "shard-0.safetensors").stat().st_size
     assert MARK not in record["sizes"]
@@ -123,7 +123,7 @@ def flipped(file, at):
 @pytest.mark.parametrize("name", ["shard-1.safetensors", "config.json", "tokenizer.json"])
 def test_one_bit_that_is_another_is_found(base, name):
     """The file is whole by its size, and named as damaged; so is no other."""
-    mark(base)
+    record_files(base)
     assert damaged_files(base) == []
     flipped(base / name, -2)
     assert is_whole(base)
@@ -132,7 +132,7 @@ def test_one_bit_that_is_another_is_found(base, name):
 
 def test_a_mark_without_hashes_vouches_for_nothing(base):
     """It is of an earlier version, which recorded sizes."""
-    mark(base)
+    record_files(base)
     record = json.loads((base / MARK).read_text("utf-8"))
     del record["sha256"]
     (base / MARK).write_text(json.dumps(record), "utf-8")
@@ -141,7 +141,7 @@ def test_a_mark_without_hashes_vouches_for_nothing(base):
 
 def test_a_mark_with_another_hash_of_the_weights_is_damaged(base):
     """It would be certified in the manifest."""
-    mark(base)
+    record_files(base)
     record = json.loads((base / MARK).read_text("utf-8"))
     (base / MARK).write_text(json.dumps({**record, "weights_sha256": "0" * 64}), "utf-8")
     assert damaged_files(base) == [MARK]

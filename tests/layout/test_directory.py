@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.directory import license_of, read_directory
+from mens_exp.layout.checkpoint_files import license_of, read_directory
 
 INDEX = "model.safetensors.index.json"
 

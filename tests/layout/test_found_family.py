@@ -8,11 +8,9 @@ from safetensors.numpy import save_file
 
 from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.directory import read_directory
-from mens_exp.layout.families import FAMILIES
-from mens_exp.layout.found_family import family_in
-from mens_exp.layout.names import logical_name
-from mens_exp.layout.shape import shape_of
+from mens_exp.layout.checkpoint_files import read_directory
+from mens_exp.layout.families import FAMILIES, family_in
+from mens_exp.layout.shape import logical_name, shape_of
 from mens_exp.layout.targets import linear_modules
 
 SIZES = {

@@ -8,11 +8,11 @@ from huggingface_hub import constants
 
 from mens_exp.config.model import HfModel
 from mens_exp.errors import ConfigError, MensError, ModelFileError, SetupError
+from mens_exp.layout import hub as hub_snapshot
 from mens_exp.layout import hub as ours
-from mens_exp.layout import hub_snapshot
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
-from mens_exp.model.resolve import resolve
+from mens_exp.model.sources import resolve
 
 NAME = "lab/tiny-model"
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.layout.licence import attribution_required
+from mens_exp.layout.checkpoint_files import attribution_required
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mens_exp.layout.merge_map import (
+from mens_exp.layout.adapter_base import (
     AdaptedLayer,
     dtype_of,
     is_transposed,

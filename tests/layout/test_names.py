@@ -4,7 +4,7 @@ import pytest
 
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.families import FAMILIES
-from mens_exp.layout.names import base_key, logical_name
+from mens_exp.layout.shape import base_key, logical_name
 
 LLAMA, GPT2, PHI3 = FAMILIES["llama"], FAMILIES["gpt2"], FAMILIES["phi3"]
 LAYER = "model.layers.12"

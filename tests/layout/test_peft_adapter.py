@@ -9,8 +9,8 @@ import pytest
 from attacks import attack
 from safetensors.numpy import save_file
 
-from mens_exp.artifacts import foreign_patterns
-from mens_exp.artifacts.adapter_delta import deltas
+from mens_exp.artifacts import untrusted_input
+from mens_exp.artifacts.adapter_v3 import deltas
 from mens_exp.errors import DataError, Problems
 from mens_exp.layout.adapter_base import base_of
 from mens_exp.layout.families import FAMILIES
@@ -132,11 +132,11 @@ def test_what_is_more_or_less_than_lora_is_refused(tmp_path, config, message):
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_never_ends_is_refused(base, tmp_path, monkeypatch, name):
     """A directory from elsewhere cannot hold up whoever reads it."""
-    monkeypatch.setattr(foreign_patterns, "_MOST_S", 0.3)
+    monkeypatch.setattr(untrusted_input, "_MOST_S", 0.3)
     directory = peft_in(tmp_path, **{name: {r"([\w.]+)+!": 2}})
 
     def read():
-        foreign_patterns._WORKER.end()  # begun by others, with more time
+        untrusted_input._WORKER.end()  # begun by others, with more time
         return scales(directory, base)
 
     end = attack(read)

@@ -6,13 +6,12 @@ import pytest
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import HfModel
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
-from mens_exp.layout.names import HEAD, base_key
-from mens_exp.layout.shape import check_weights, shape_of
+from mens_exp.layout.shape import HEAD, base_key, check_weights, shape_of
 from mens_exp.layout.targets import linear_modules
+from mens_exp.model import sources
 from mens_exp.plan.preflight import preflight
-from mens_exp.tokenizer import byte_level
 
 # Grouped queries, heads whose width is not hidden_size / heads where a family allows that.
 _COMMON = {
@@ -49,7 +48,7 @@ def save(name, directory, *, headless=False):
     config = AutoConfig.for_model(name, **CONFIGS[name])
     maker = AutoModel if headless else AutoModelForCausalLM
     maker.from_config(config).save_pretrained(directory)
-    byte_level.write_files(directory)
+    sources.write_byte_level_tokenizer(directory)
     return directory
 
 
@@ -114,7 +113,7 @@ def test_model_that_reads_images_too_is_refused_by_the_name_of_the_text_only_one
         text_config={**_COMMON, "head_dim": 16}, vision_config=vision, mm_tokens_per_image=4
     )
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     overrides = ["model=hf", f"model.id={tmp_path}", "logger=none", "trainer=cpu"]
     (problem,) = preflight(typed(compose([overrides])[0].values))
     assert problem.found == "gemma3, whose text_config is of gemma3_text"

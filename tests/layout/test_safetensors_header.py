@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.safetensors_header import TensorInfo, read_header
+from mens_exp.layout.checkpoint_files import TensorInfo, read_header
 
 ONE = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 

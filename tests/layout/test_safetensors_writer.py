@@ -9,8 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from mens_exp.layout.safetensors_header import read_header
-from mens_exp.layout.safetensors_writer import Outline, SafetensorsWriter
+from mens_exp.layout.checkpoint_files import Outline, SafetensorsWriter, read_header
 
 TENSORS = {
     "odd": np.arange(3, dtype=np.uint8),

@@ -8,9 +8,9 @@ from safetensors.numpy import load_file, save_file
 
 from mens_exp.config.model import HfModel, ModelFamily, RandomModel
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
-from mens_exp.layout.random_config import config_of
+from mens_exp.layout.model_cache import random_config
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 
 # 3 query heads and 1 key-value head of width 4, two layers.
@@ -73,7 +73,7 @@ def test_every_weight_of_a_family_is_counted(name, tied):
         tie_word_embeddings=tied,
     )
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(model)))
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**random_config(model)))
     shape = shape_of(model)
     assert shape.parameters + shape.small_parameters == built.num_parameters()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from mens_exp.layout import shipped_configs
-from mens_exp.layout.shipped_configs import shipped_config
+from mens_exp.layout import hub
+from mens_exp.layout.hub import shipped_config
 
 # Parameters as the hub's own pages count them, safetensors headers summed.
 PARAMETERS = {
@@ -21,7 +21,7 @@ PARAMETERS = {
 
 def test_models_of_the_presets_are_shipped():
     """And no other: nobody else's dimensions are known here."""
-    folder = Path(shipped_configs.__file__).parent / "shipped"
+    folder = Path(hub.__file__).parent / "shipped"
     ids = {json.loads(file.read_text("utf-8"))["id"] for file in folder.iterdir()}
     assert ids == PARAMETERS.keys()
     assert shipped_config("someone/else") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mens_exp.lora.from_weights import delta, loftq, low_rank, pissa, stacked
+from mens_exp.lora.low_rank import delta, loftq, low_rank, pissa, stacked
 
 
 def matrix(out=96, width=64, seed=0):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mens_exp.lora.spectrum import singular_values, spectrum
+from mens_exp.artifacts.adapter_tensors import singular_values, spectrum
 
 
 def pair(rows, rank, columns):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mens_exp.config.checkpointing import is_wanted
+from mens_exp.config.model import checkpointing_wanted
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.objective.causal import CrossEntropy
 
@@ -135,4 +135,4 @@ def test_what_was_resolved_is_a_fact(tiny_backend, setting, *, expected):
 )
 def test_auto_is_on_for_a_large_base_on_a_gpu(setting, parameters, device, *, expected):
     """What is said outright holds anywhere."""
-    assert is_wanted(setting, parameters=parameters, on_gpu=device == "cuda") is expected
+    assert checkpointing_wanted(setting, parameters=parameters, on_gpu=device == "cuda") is expected

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from mens_exp.config.model import HfModel, ModelFamily, RandomModel, WeightsDtype
-from mens_exp.layout.directory import read_directory
+from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.shape import check_weights, shape_of
-from mens_exp.model import random_weights
+from mens_exp.model import sources
 from mens_exp.model.quiet import quiet
-from mens_exp.model.random_weights import write_random
+from mens_exp.model.sources import write_random
 
 FAMILIES = {
     family: RandomModel(
@@ -110,8 +110,8 @@ def test_sharding_changes_no_weight(written, monkeypatch):
 
     model = FAMILIES[ModelFamily.llama]
     whole = written(model)
-    monkeypatch.setattr(random_weights, "_SHARD_BYTES", 100_000)
-    monkeypatch.setattr(random_weights, "_PIECE", 1000)
+    monkeypatch.setattr(sources, "_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(sources, "_PIECE", 1000)
     sharded = written(model, "sharded")
     assert len(read_directory(sharded).shards) > 2
     assert max(file.stat().st_size for file in read_directory(sharded).shards) < 110_000

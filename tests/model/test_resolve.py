@@ -10,10 +10,10 @@ import pytest
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.model import BundledModel, HfModel, RandomModel
 from mens_exp.errors import MissingExtra, ModelFileError
-from mens_exp.layout import bundled as carried
-from mens_exp.model import bundled, random_weights
-from mens_exp.model import resolve as resolving
-from mens_exp.model.resolve import resolve
+from mens_exp.layout import model_cache as carried
+from mens_exp.model import sources
+from mens_exp.model import sources as resolving
+from mens_exp.model.sources import resolve
 
 TINY = RandomModel(name="tiny", num_hidden_layers=1, max_position_embeddings=32)
 
@@ -22,13 +22,13 @@ TINY = RandomModel(name="tiny", num_hidden_layers=1, max_position_embeddings=32)
 def writes(monkeypatch):
     """List the directories that random weights are written into."""
     made = []
-    write = random_weights.write_random
+    write = sources.write_random
 
     def counted(model, directory):
         made.append(directory)
         write(model, directory)
 
-    monkeypatch.setattr(random_weights, "write_random", counted)
+    monkeypatch.setattr(sources, "write_random", counted)
     return made
 
 
@@ -117,17 +117,17 @@ def test_the_same_bytes_written_again_are_no_change(tmp_path):
 
 def test_who_waits_for_another_process_takes_what_it_made(tmp_path, writes, monkeypatch):
     """It is made once, and nothing was damaged."""
-    real = resolving.waiting
+    real = resolving.file_lock
 
     @contextmanager
     def after_another(path):
         with real(path):
             with monkeypatch.context() as patch:
-                patch.setattr(resolving, "waiting", lambda _: nullcontext())
+                patch.setattr(resolving, "file_lock", lambda _: nullcontext())
                 resolve(TINY, tmp_path)
             yield
 
-    monkeypatch.setattr(resolving, "waiting", after_another)
+    monkeypatch.setattr(resolving, "file_lock", after_another)
     made = resolve(TINY, tmp_path)
     assert len(writes) == 1
     assert made.made_again == ()
@@ -161,7 +161,7 @@ def test_a_failed_writer_leaves_no_directory(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(random_weights, "write_random", broken)
+        patch.setattr(sources, "write_random", broken)
         with pytest.raises(OSError, match="disk full"):
             resolve(TINY, tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
@@ -227,7 +227,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(tiny_config, tmp_path, mon
     """Its hash is named beside the expected one, and nothing is written."""
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF, but another")
-    monkeypatch.setattr(carried, "locate", lambda model: other)
+    monkeypatch.setattr(carried, "locate_bundled", lambda model: other)
     model = bundled_smollm2(tiny_config)
     with pytest.raises(ModelFileError) as caught:
         resolve(model, tmp_path)
@@ -238,7 +238,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(tiny_config, tmp_path, mon
 
 def test_reading_the_wheel_without_gguf_names_the_extra(tiny_config, tmp_path, monkeypatch):
     """Transformers would fail later, with less to go on."""
-    monkeypatch.setattr(bundled, "verified", lambda model: tmp_path / "x.gguf")
+    monkeypatch.setattr(sources, "verified_bundled", lambda model: tmp_path / "x.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[gguf\]'"):
         resolve(bundled_smollm2(tiny_config), tmp_path)

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from mens_exp.errors import ModelFileError
-from mens_exp.layout.safetensors_header import TensorInfo, read_header
-from mens_exp.model.stored_rows import StoredRows
+from mens_exp.layout.checkpoint_files import TensorInfo, read_header
+from mens_exp.model.stored_weights import StoredRows
 
 TENSORS = {
     "w": torch.arange(12, dtype=torch.bfloat16).view(4, 3),

@@ -7,9 +7,9 @@ import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.families import FAMILIES
+from mens_exp.model import sources
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.tokenizer import byte_level
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_gpt2_s_transposed_weights_are_turned(tmp_path, shards):
     with quiet():
         model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=320))
         model.bfloat16().save_pretrained(tmp_path, max_shard_size=shards)
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     weights = StoredWeights(tmp_path, FAMILIES["gpt2"])
     for path in ("attn.c_attn", "attn.c_proj"):
         module = model.get_submodule(f"transformer.h.1.{path}")

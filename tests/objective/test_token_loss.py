@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mens_exp.objective import token_loss
-from mens_exp.objective.token_loss import summed_cross_entropy
+from mens_exp.objective import causal
+from mens_exp.objective.causal import summed_cross_entropy
 
 
 def draws(rows, vocabulary, dtype):
@@ -23,7 +23,7 @@ def gradient(loss, logits):
 @pytest.mark.parametrize("rows_at_once", [1, 3, 7, 100])
 def test_loss_and_gradient_are_those_of_torch(monkeypatch, dtype, tolerance, rows_at_once):
     """Seven rows in pieces of any size: the sum to 1e-6, the gradient to its format's rounding."""
-    monkeypatch.setattr(token_loss, "_CPU_ELEMENTS", rows_at_once * 50)
+    monkeypatch.setattr(causal, "_CPU_ELEMENTS", rows_at_once * 50)
     logits, targets = draws(7, 50, dtype)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     loss = summed_cross_entropy(ours, targets)

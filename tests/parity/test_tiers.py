@@ -14,7 +14,7 @@ import torch
 from nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 from torch.nn import functional
 
-from mens_exp.backends.projection import Projection
+from mens_exp.backends.proxy import Projection
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import dequantized
 from mens_exp.quant.round_trip import round_trip

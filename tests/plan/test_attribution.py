@@ -6,8 +6,8 @@ import pytest
 
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan import machine
-from mens_exp.plan.attribution import attribution_memory
-from mens_exp.plan.checks.machine import check
+from mens_exp.plan.checks.machine import check_machine
+from mens_exp.plan.forecast import attribution_memory
 
 
 @pytest.fixture
@@ -32,6 +32,6 @@ def test_machine_without_room_for_the_base_in_f32_is_refused(
     """With the setting that takes less."""
     here = dataclasses.replace(machine.look("cpu"), free_bytes=free_bytes)
     monkeypatch.setattr(machine, "look", lambda _: here)
-    found = list(check(config))
+    found = list(check_machine(config))
     assert len(found) == problems
     assert all("lower attribute.tokens" in str(one) for one in found)

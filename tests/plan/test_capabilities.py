@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mens_exp.plan.backend_specs import BACKEND_SPECS, available
 from mens_exp.plan.capabilities import page
-from mens_exp.plan.kernels import KERNELS, available
 
 
 def test_page_is_current():
@@ -16,9 +16,9 @@ def test_page_answers_as_the_planner_does():
     """By hand: qlora wants 4 bits and the model's own tokenizer, lora neither quantizes."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page().splitlines()]
     cells = {
-        tuple(row[:2]): dict(zip(KERNELS, row[2:], strict=True))
+        tuple(row[:2]): dict(zip(BACKEND_SPECS, row[2:], strict=True))
         for row in rows
-        if len(row) == 2 + len(KERNELS)
+        if len(row) == 2 + len(BACKEND_SPECS)
     }
     assert cells["nf4", "hf"]["qlora"] == "yes"
     assert cells["nf4", "vox"]["qlora"] == "no (2)"
@@ -31,7 +31,7 @@ def test_page_says_what_is_here():
     """A backend that is not built yet is marked so."""
     (line,) = (line for line in page().splitlines() if line.startswith("| here "))
     here = [cell.strip() for cell in line.split("|")[2:-1]]
-    assert here == ["yes" if name in available() else "not yet" for name in KERNELS]
+    assert here == ["yes" if name in available() else "not yet" for name in BACKEND_SPECS]
     assert "yes" in here
 
 

@@ -12,10 +12,11 @@ import pytest
 from hydra.utils import get_class
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.compose import compose, group_options, typed
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import Effect
+from mens_exp.config.loader import SCHEMAS, declarations, effect_of
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS, declarations, effect_of
+from mens_exp.config.user_config import group_options
 from mens_exp.corpus import synthetic
 from mens_exp.plan.contract import contract_of
 from mens_exp.plan.semantics import RECORDING_CALLBACKS, learned_settings

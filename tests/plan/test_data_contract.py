@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.validate import ineffective_overrides
+from mens_exp.corpus.data_contract import token_part
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.corpus.token_part import token_part
 from mens_exp.plan.estimate import make_plan
 from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 LIMIT = "data.contract.min_supervised_frac"
 

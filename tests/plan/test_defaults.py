@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.plan.defaults import differences
+from mens_exp.plan.semantics import non_default_settings
 
 
 def changed(*overrides):
-    return differences(typed(compose([overrides])[0].values), overrides)
+    return non_default_settings(typed(compose([overrides])[0].values), overrides)
 
 
 # The rows of PEERS, table 2.2, that are not ours, and the rates in the releases that the presets
@@ -71,11 +71,14 @@ def test_command_that_says_nothing_differs_in_nothing(tiny_config, overrides):
     """The first three do not even compose the defaults."""
     assert changed(*overrides) == {}
     if overrides != ("seed=42",):
-        assert differences(tiny_config("lora.r=3"), overrides) == {}
+        assert non_default_settings(tiny_config("lora.r=3"), overrides) == {}
 
 
 def test_command_that_is_not_known_is_compared_in_full(
     tiny_config,
 ):
     """A run that goes on under other settings differs, whatever it began with."""
-    assert differences(tiny_config("lora.r=3"), None)["lora.r"] == {"default": 16, "found": 3}
+    assert non_default_settings(tiny_config("lora.r=3"), None)["lora.r"] == {
+        "default": 16,
+        "found": 3,
+    }

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import adapter_parameters
-from mens_exp.plan.disk import disk
+from mens_exp.plan.forecast import disk
 
 
 def of(config, cache, steps=60):

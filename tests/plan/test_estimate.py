@@ -20,7 +20,7 @@ from mens_exp.plan import machine
 from mens_exp.plan.estimate import make_plan, steps_of
 from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 # Each marker of ChatML is one token, here written x; then a hundred letters and the end marker.
 ROW_TOKENS = len("xuser\npNx\nxassistant\n") + 101

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import mens_exp
-from mens_exp.layout.shipped_configs import shipped_config
+from mens_exp.layout.hub import shipped_config
 
 SHARDS = 30
 LOOPS = 40  # measured: 27 to 29 beside five other programs; headroom is for what shares the caches

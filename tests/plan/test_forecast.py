@@ -10,10 +10,18 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.config.quant import QuantType
 from mens_exp.layout.shape import shape_of
 from mens_exp.plan.forecast import documents_of, forecast
-from mens_exp.plan.ledger import Entry, append, ledger_path
 from mens_exp.plan.machine import Machine
 from mens_exp.plan.memory import Documents
-from mens_exp.plan.pace import comparison_s, flop_per_token, learned_frac, quantization_s, time
+from mens_exp.plan.throughput_model import (
+    Entry,
+    append,
+    comparison_s,
+    flop_per_token,
+    learned_frac,
+    ledger_path,
+    quantization_s,
+    time,
+)
 
 CPU = Machine(kind="cpu", name="a CPU", total_bytes=1, free_bytes=1)
 GPU = dataclasses.replace(CPU, kind="cuda", name="a GPU")

@@ -7,7 +7,7 @@ import sys
 import fork_server
 import pytest
 
-from mens_exp.plan.ledger import Entry, append, entries, ledger_path, residuals
+from mens_exp.plan.throughput_model import Entry, append, entries, ledger_path, residuals
 
 ENTRY = Entry(
     utc="2026-11-20T05:58:01.123Z",
@@ -59,7 +59,7 @@ def test_two_processes_lose_no_line(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
         "from tests.plan.test_ledger import ENTRY\n"
-        "from mens_exp.plan.ledger import append\n"
+        "from mens_exp.plan.throughput_model import append\n"
         f"for _ in range(20): append(Path({str(path)!r}), ENTRY)\n"
     )
     where = [entry for entry in sys.path if entry]

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from mens_exp.layout.families import FAMILIES
+from mens_exp.plan.backend_specs import BACKEND_SPECS, FULL_GRAPH, PROXY
 from mens_exp.plan.contract import (
     AdapterPart,
     ArtifactPart,
@@ -15,17 +16,9 @@ from mens_exp.plan.contract import (
     ModelPart,
     QuantPart,
 )
-from mens_exp.plan.kernels import FULL_GRAPH, KERNELS, PROXY
-from mens_exp.plan.planner import (
-    Coverage,
-    Gate,
-    Surroundings,
-    coverage,
-    execution_plan,
-    refusals,
-)
+from mens_exp.plan.planner import Coverage, Environment, Gate, coverage, execution_plan, refusals
 
-ALL = frozenset(KERNELS)
+ALL = frozenset(BACKEND_SPECS)
 
 
 def contract(
@@ -50,7 +43,7 @@ def contract(
 
 
 def around(model_type="llama", **values):
-    return Surroundings(kernels=values.pop("kernels", ALL), model_type=model_type, **values)
+    return Environment(kernels=values.pop("kernels", ALL), model_type=model_type, **values)
 
 
 def gates(of, meets):
@@ -107,10 +100,10 @@ def test_the_proxy_has_four_bits_only(base, refused):
     assert all("nf4 or fp4" in str(error) for _, error in found)
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize("name", sorted(BACKEND_SPECS))
 def test_kernel_that_is_not_here_is_refused(name):
     """What is here is named, and how to add one."""
-    kernel = KERNELS[name]
+    kernel = BACKEND_SPECS[name]
     base = "nf4" if kernel.quantized else "none"
     made = contract(kernel.method, base, targets=kernel.targets)
     assert gates(made, around(forced=name)) == []
@@ -334,7 +327,7 @@ def test_unknown_family_is_planned_with_a_note_of_what_refuses_it():
 )
 def test_what_the_note_names_refuses_an_unknown_family(asked, backend):
     """One message for each of them, with the known types."""
-    made = contract(*asked, targets=KERNELS[backend].targets)
+    made = contract(*asked, targets=BACKEND_SPECS[backend].targets)
     (error,) = errors(made, around("mamba", forced=backend))
     assert f"backend={backend} reads weights by name" in str(error)
     assert all(family in str(error.expected) for family in FAMILIES)

@@ -7,7 +7,7 @@ import pytest
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.suite import HeldoutSyntaxSuite
 from mens_exp.errors import SetupError
-from mens_exp.plan.checks.sandbox import check
+from mens_exp.plan.checks.machine import check_sandbox
 from mens_exp.plan.preflight import preflight
 
 
@@ -41,16 +41,16 @@ def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox, found):
 @pytest.mark.usefixtures("executes", "without_tools")
 def test_without_a_sandbox_nothing_is_missing():
     """sandbox=none executes nothing."""
-    assert list(check(configured("none"))) == []
+    assert list(check_sandbox(configured("none"))) == []
 
 
 @pytest.mark.usefixtures("without_tools")
 def test_suite_that_executes_nothing_needs_no_sandbox():
     """Its run does not ask for one."""
-    assert list(check(configured("bubblewrap"))) == []
+    assert list(check_sandbox(configured("bubblewrap"))) == []
 
 
 @pytest.mark.usefixtures("executes", "sandbox")
 def test_tools_that_are_there_are_no_problem():
     """This machine has them."""
-    assert list(check(configured("bubblewrap"))) == []
+    assert list(check_sandbox(configured("bubblewrap"))) == []

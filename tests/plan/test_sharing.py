@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.rules.trainer import problems
+from mens_exp.config.rules.training import trainer_problems
 from mens_exp.plan.estimate import make_plan
-from mens_exp.plan.memory import BUCKETS
-from mens_exp.plan.pace import Pace
-from mens_exp.plan.parts import WHOLE
+from mens_exp.plan.memory import BUCKETS, WHOLE
+from mens_exp.plan.throughput_model import Throughput
 from mens_exp.report import terminal
 
 # Llama 3 70B's published dimensions.
@@ -167,17 +166,17 @@ def test_one_process_shares_nothing(planned):
 
 def test_a_device_of_another_size_is_for_planning(tiny_config):
     """Training meets the device itself."""
-    assert list(problems(tiny_config("task=plan", "trainer.device_gib=80"))) == []
-    (found,) = problems(tiny_config("trainer.device_gib=80"))
+    assert list(trainer_problems(tiny_config("task=plan", "trainer.device_gib=80"))) == []
+    (found,) = trainer_problems(tiny_config("trainer.device_gib=80"))
     assert found.where == "trainer.device_gib"
 
 
 def test_gpus_add_up_and_processes_of_a_cpu_do_not():
     """Twice the rate, and the interval with it; an unknown rate stays unknown."""
-    one = Pace(rate=10.0, low=5.0, high=20.0, runs=1, basis="measured")
+    one = Throughput(rate=10.0, low=5.0, high=20.0, runs=1, basis="measured")
     two = one.of_several(2, "cuda")
     assert (two.rate, two.low, two.high) == (20.0, 10.0, 40.0)
     assert "2 times over" in two.basis
     assert one.of_several(2, "cpu") is one
-    unknown = Pace(rate=None, low=None, high=None, runs=0, basis="unknown")
+    unknown = Throughput(rate=None, low=None, high=None, runs=0, basis="unknown")
     assert unknown.of_several(2, "cuda") is unknown

@@ -78,7 +78,7 @@ def test_a_preset_s_own_class_of_gpus_is_held_to(tiny_config, rows, tmp_path, ov
 def test_model_that_is_not_here_is_not_trained(tiny_config):
     """A run says what keeps it away."""
     with pytest.raises(SetupError, match="cannot be reached"):
-        list(model.check(tiny_config(*LLAMA)))
+        list(model.check_model(tiny_config(*LLAMA)))
 
 
 @pytest.mark.usefixtures("offline")

@@ -7,8 +7,8 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from mens_exp.errors import RequestError
-from mens_exp.quant import four_bit_rows
-from mens_exp.quant.four_bit_rows import DTYPES, FourBitRows
+from mens_exp.quant import round_trip
+from mens_exp.quant.round_trip import DTYPES, FourBitRows
 
 
 def quantizer(**changes):
@@ -36,7 +36,7 @@ def test_rows_are_those_of_the_whole_weight(
     monkeypatch,
 ):
     """Bit for bit, quantized three rows at a time and taken back five at a time."""
-    monkeypatch.setattr(four_bit_rows, "_PIECE", 3 * 512)
+    monkeypatch.setattr(round_trip, "_PIECE", 3 * 512)
     weight_OI = torch.randn(70, 512, generator=torch.Generator().manual_seed(0))
     dtype = DTYPES[rounded_to]
     codes, state = quantize_4bit(

@@ -21,7 +21,7 @@ from nf4_reference import (
 
 from mens_exp.config.fields import range_problems
 from mens_exp.config.quant import QuantConfig
-from mens_exp.config.rules import quant as rules
+from mens_exp.config.rules import graph as rules
 from mens_exp.quant.bnb import dequantized, quantized_like
 
 ADMITTED = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -101,7 +101,7 @@ def test_the_planner_admits_the_reference_s_blocks_but_one():
         config = QuantConfig(block_size=size)
         backend, task = SimpleNamespace(name="qlora"), SimpleNamespace(name="train")
         run = SimpleNamespace(quant=config, backend=backend, task=task)
-        refused = [*rules.problems(run), *range_problems(config)]
+        refused = [*rules.quant_problems(run), *range_problems(config)]
         assert (not refused) == (size in ADMITTED)
 
 

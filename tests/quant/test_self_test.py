@@ -3,7 +3,7 @@ from __future__ import annotations
 import bitsandbytes as bnb
 import pytest
 
-from mens_exp.quant.self_test import four_bit_test
+from mens_exp.quant.bnb import four_bit_test
 
 
 def test_the_kernels_of_this_machine_agree_with_torch():

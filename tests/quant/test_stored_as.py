@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from mens_exp.backends.frozen_base import load_base
+from mens_exp.backends.base_model import load_base
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
 from mens_exp.layout.shape import shape_of
-from mens_exp.model.resolve import resolve
+from mens_exp.model.sources import resolve
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import dequantized, quantized_linears
-from mens_exp.quant.stored_as import activation_error, sqnr_db, stored_as, variants_of
+from mens_exp.quant.round_trip import activation_error, sqnr_db, stored_as, variants_of
 
 
 def test_sqnr_is_the_ratio_of_energies_in_decibels():

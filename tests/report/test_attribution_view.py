@@ -9,10 +9,16 @@ import pytest
 from rich.console import Console
 
 from mens_exp.artifacts.attribution import Attribution
-from mens_exp.report import html
-from mens_exp.report.attribution_view import headline, page, suggested_command, worst_table
-from mens_exp.report.heat_map import Grid, heat_map
-from mens_exp.report.records import load
+from mens_exp.report import write
+from mens_exp.report.attribution_view import (
+    Grid,
+    headline,
+    heat_map,
+    page,
+    suggested_command,
+    worst_table,
+)
+from mens_exp.report.summary import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attribution_v1.json"
 
@@ -66,7 +72,7 @@ def test_page_shows_maps_tables_and_parity(record, write_run):
     """In the place of what only training has."""
     run = write_run(task="attribute")
     shutil.copy(GOLDEN, run.attribution)
-    text = html.render(load(run))
+    text = write.render_page(load(run))
     shown = (
         headline(record),
         "Weight SQNR",
@@ -86,7 +92,7 @@ def test_page_shows_maps_tables_and_parity(record, write_run):
 
 def test_a_run_without_attribution_has_no_such_part(write_run):
     """A training run's page is as it was."""
-    text = html.render(load(write_run()))
+    text = write.render_page(load(write_run()))
     assert "4 bits against f32" not in text
     assert "Held-out completions" in text
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
-from mens_exp.artifacts.corpus_report import Histogram
-from mens_exp.report.bars import histogram
+from mens_exp.artifacts.corpus_record import Histogram
+from mens_exp.report.corpus_view import histogram
 
 FOUND = Histogram(
     count=10,

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.report.comparison_plots import drawings
 from mens_exp.report.comparison_view import findings, verdict_table, verdicts_grid
+from mens_exp.report.study_plots import comparison_drawings
 
 pytestmark = pytest.mark.draws
 
@@ -59,7 +59,7 @@ def test_forests_say_their_level_and_which_way_is_better():
     record.alpha = 0.001
     kpi = record.contrasts[0]["kpis"][record.primary]
     kpi["direction"] = "min"
-    forest = drawings(record)[0]
+    forest = comparison_drawings(record)[0]
     assert "99.9% interval" in forest.caption
     assert forest.caption.endswith("Lower is better.")
     assert verdicts_grid(record)[0][2] == "99.9% interval"
@@ -76,7 +76,7 @@ def of_noise(record, estimate, seeds=(1, 2, 3)):
         if name == record.primary:
             kpi.update(low=estimate - 1, estimate=estimate, high=estimate + 1)
             kpi.update(seeds=list(seeds), differences=[estimate] * len(seeds))
-    return next(plot for plot in drawings(record) if plot.name == "forest_noise")
+    return next(plot for plot in comparison_drawings(record) if plot.name == "forest_noise")
 
 
 def test_one_difference_far_from_the_rest_does_not_flatten_them():
@@ -95,7 +95,7 @@ def test_a_difference_of_one_seed_is_drawn_as_such():
     plot = of_noise(record, 1.0, seeds=[1])
     assert f"{record.primary} (1 seed)" in plot.svg
     record.contrasts[0]["kpis"][record.primary].update(low=None, high=None)
-    first = drawings(record)[0]
+    first = comparison_drawings(record)[0]
     assert "(1 seed)" in first.svg
     assert "hollow" in first.caption
 

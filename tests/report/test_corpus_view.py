@@ -4,7 +4,7 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
-from mens_exp.artifacts.corpus_report import CorpusReport, Histogram, NGrams, Tokens
+from mens_exp.artifacts.corpus_record import CorpusReport, Histogram, NGrams, Tokens
 from mens_exp.report.corpus_view import render
 
 LENGTHS = Histogram(

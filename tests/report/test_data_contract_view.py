@@ -3,8 +3,8 @@ from __future__ import annotations
 import copy
 
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.report import data_contract_view, html
-from mens_exp.report.records import Records
+from mens_exp.report import sections, write
+from mens_exp.report.summary import Records
 
 NODE = {
     "format": "mens_exp_data_contract",
@@ -87,7 +87,7 @@ def records(node):
 
 
 def told(node):
-    cells = data_contract_view.cells(records(node))
+    cells = sections.contract_cells(records(node))
     return {cell.label: cell.text or f"unknown: {cell.absent}" for cell in cells}
 
 
@@ -124,15 +124,15 @@ def test_what_is_unknown_has_its_reason():
 def test_the_report_has_the_certificate_and_what_it_refused():
     """A run without one has no such section."""
     refused = {**NODE, "violations": ["data.seq_len: <b>"]}
-    page = html.render(records(refused))
+    page = write.render_page(records(refused))
     assert "Data contract" in page
     assert "data.seq_len: &lt;b&gt;" in page
-    assert "Data contract" not in html.render(records(None))
+    assert "Data contract" not in write.render_page(records(None))
 
 
 def test_a_plan_tells_the_token_part_alone():
     """As the report does."""
-    lines = data_contract_view.plan_lines(NODE["tokens"], {})
-    cells = data_contract_view.cells(records(NODE))
+    lines = sections.contract_plan_lines(NODE["tokens"], {})
+    cells = sections.contract_cells(records(NODE))
     assert lines == [f"{cell.label}: {cell.text}" for cell in cells[: len(lines)]]
     assert lines[-1] == "longest: 512 tokens, 2 documents cut"

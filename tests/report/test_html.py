@@ -7,8 +7,8 @@ import pytest
 
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.report import html
-from mens_exp.report.records import load
+from mens_exp.report import write
+from mens_exp.report.summary import load
 
 pytestmark = pytest.mark.draws
 
@@ -40,7 +40,7 @@ class _Page(HTMLParser):
 
 def test_report_shows_base_beside_tuned(write_run):
     """Losses, parse rates with their counts, and both completions."""
-    page = html.render(load(write_run()))
+    page = write.render_page(load(write_run()))
     shown = ("2.0000", "1.5000", "62.5%", "14 of 16", "def f(:", "def f(): pass", "this run used")
     assert [text for text in shown if text not in page] == []
 
@@ -48,13 +48,13 @@ def test_report_shows_base_beside_tuned(write_run):
 def test_rendering_twice_gives_the_same_bytes(write_run):
     """The page is a pure function of the records."""
     run = write_run()
-    assert html.render(load(run)) == html.render(load(run))
+    assert write.render_page(load(run)) == write.render_page(load(run))
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed"])
 def test_page_nests_and_asks_for_nothing(write_run, failed_run, kind):
     """No script, no style sheet, no picture, no link but into the page."""
-    page = html.render(load(write_run() if kind == "finished" else failed_run))
+    page = write.render_page(load(write_run() if kind == "finished" else failed_run))
     seen = _Page(page).seen
     links = [v or "" for _, attrs in seen for k, v in attrs.items() if k.endswith(("href", "src"))]
     assert not {tag for tag, _ in seen} & {"script", "link", "img", "iframe", "object"}
@@ -74,7 +74,7 @@ def test_hostile_text_is_shown_not_obeyed(write_run, item):
         facts={_HOSTILE: _HOSTILE},
         provenance={"packages": {_HOSTILE: _HOSTILE}},
     )
-    page = html.render(load(run))
+    page = write.render_page(load(run))
     assert "<script" not in page
     assert "\x1b" not in page
     assert "{{ 7 * 7 }}" in page
@@ -84,7 +84,7 @@ def test_hostile_text_is_shown_not_obeyed(write_run, item):
 
 def test_failed_run_opens_with_its_error(failed_run):
     """Type, message and what to do next; every missing part says that it is missing."""
-    page = html.render(load(failed_run))
+    page = write.render_page(load(failed_run))
     shown = (
         "DataError",
         "rows.jsonl:3: not JSON",
@@ -113,7 +113,7 @@ def test_a_run_that_failed_before_its_suite_says_what_it_did_not_reach(write_run
     run = write_run(status=Status.FAILED, results={}, choices={"suite": suite})
     run.scorecard.unlink()
     run.events.unlink()
-    page = html.render(load(run))
+    page = write.render_page(load(run))
     assert page.count("Held-out completions that parse") == shown
     assert page.count("The run ended before any held-out item was completed.") == shown
 
@@ -133,21 +133,23 @@ def test_each_setting_that_differs_has_one_line(finished):
 
 def test_an_item_of_one_condition_is_shown_alone(write_run, item):
     """The other side says that it was not run."""
-    page = html.render(load(write_run([item("base", "x")])))
+    page = write.render_page(load(write_run([item("base", "x")])))
     assert "not completed under this condition" in page
 
 
 def test_an_answer_says_in_which_style_it_was_read(write_run, item):
     """Where that was recorded; a model cannot have written it, but it is escaped as all is."""
     events = [item("base", "x", style="class <Solution>"), item("tuned", "y")]
-    page = html.render(load(write_run(events)))
+    page = write.render_page(load(write_run(events)))
     assert page.count("read as: ") == 1
     assert "read as: class &lt;Solution&gt;" in page
 
 
 def test_items_beyond_a_hundred_are_counted(write_run, item):
     """The page stays light; the record holds them all."""
-    page = html.render(load(write_run([item("base", "x", item_id=str(n)) for n in range(103)])))
+    page = write.render_page(
+        load(write_run([item("base", "x", item_id=str(n)) for n in range(103)]))
+    )
     assert page.count('<details class="item"') == 100
     assert "3 more items are in events.jsonl." in page
 
@@ -160,7 +162,7 @@ def test_an_answer_that_nobody_could_judge_is_no_failure(write_run, item):
         for name, both in told.items()
         for condition, value in zip(("base", "tuned"), both, strict=True)
     ]
-    text = html.render(load(write_run(events)))
+    text = write.render_page(load(write_run(events)))
     for words in ("both pass: 0", "only base passes: 1", "neither passes: 0", "unknown: 2"):
         assert words in text
 
@@ -169,17 +171,17 @@ def test_answers_to_a_suite_are_called_so(write_run):
     """Rows that a run held out are what one suite asks, and no other."""
     run = write_run()
     card = Scorecard.read(run.scorecard)
-    assert "<h2>Held-out completions</h2>" in html.render(load(run))
+    assert "<h2>Held-out completions</h2>" in write.render_page(load(run))
     card.suite = "jsonl"
     card.write(run.scorecard)
-    assert "<h2>Answers to jsonl</h2>" in html.render(load(run))
+    assert "<h2>Answers to jsonl</h2>" in write.render_page(load(run))
 
 
 def test_a_suite_that_brings_its_own_models_shows_their_answers(write_run, item):
     """Two conditions that are neither base nor tuned, each by its name."""
     names = ("first", "second")
     events = [{**item("base", f"answer of {name}"), "condition": name} for name in names]
-    text = html.render(load(write_run(events)))
+    text = write.render_page(load(write_run(events)))
     assert "answer of first" in text
     assert "answer of second" in text
     assert "not completed under this condition" not in text

@@ -6,20 +6,20 @@ from io import StringIO
 
 from rich.console import Console
 
-from mens_exp.artifacts.inspection import (
+from mens_exp.artifacts.certificate import (
     Ancestor,
+    ArtifactKind,
     BaseRecord,
     Check,
     CheckpointRecord,
     Inspection,
-    Kind,
     LayerRecord,
     Outcome,
     Replay,
     Role,
     Verification,
 )
-from mens_exp.report.inspection_view import inspection_view
+from mens_exp.report.evidence_views import inspection_view
 
 
 def shown(found):
@@ -50,7 +50,7 @@ def inspection(**fields):
         quantizer=None,
     )
     usual = {
-        "kind": Kind.RUN,
+        "kind": ArtifactKind.RUN,
         "path": "outputs/run",
         "what": "a training run, succeeded",
         "base": base,

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from mens_exp.report import kpi_plot
-from mens_exp.report.records import load
+from mens_exp.report import plots
+from mens_exp.report.summary import load
 
 pytestmark = pytest.mark.draws
 
@@ -30,12 +30,12 @@ def test_a_run_without_scorecards_in_training_has_no_such_plot(
     with_steps,
 ):
     """Not even an empty one: nobody asked for it."""
-    assert kpi_plot.draw(with_steps()) == []
+    assert plots.draw_kpis(with_steps()) == []
 
 
 def test_the_curves_are_named_and_their_ends_told(with_steps):
     """What was asked, the last values, and which adapter was chosen by what."""
-    (plot,) = kpi_plot.draw(
+    (plot,) = plots.draw_kpis(
         with_steps(
             {"step": 2, "eval/parse_rate": 0.5, "eval/task_success": 0.0},
             {"step": 4, "eval/parse_rate": 0.875, "eval/task_success": 0.25},
@@ -53,7 +53,7 @@ def test_a_kpi_that_is_no_share_has_the_axis_for_itself(
     with_steps,
 ):
     """Milliseconds and shares have no scale in common."""
-    (plot,) = kpi_plot.draw(
+    (plot,) = plots.draw_kpis(
         with_steps(
             {"step": 2, "eval/parse_rate": 0.5, "eval/latency_ms": 400.0},
             adapter_metric="eval/latency_ms",
@@ -66,5 +66,7 @@ def test_a_kpi_that_is_no_share_has_the_axis_for_itself(
 
 def test_what_was_not_measured_says_why(with_steps):
     """The reason stands in the place of the drawing."""
-    (plot,) = kpi_plot.draw(with_steps({"step": 2, "unknown": {"eval/task_success": "no sandbox"}}))
+    (plot,) = plots.draw_kpis(
+        with_steps({"step": 2, "unknown": {"eval/task_success": "no sandbox"}})
+    )
     assert (plot.svg, plot.absent) == ("", "no sandbox")

@@ -10,8 +10,7 @@ import pytest
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.report.mens_views import run_summary, training_skip_stats
-from mens_exp.report.write import write_report
+from mens_exp.report.write import run_summary, training_skip_stats, write_report
 
 SHA = "ab" * 32
 MANIFEST = {

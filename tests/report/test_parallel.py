@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.report.parallel import Line, parallel
+from mens_exp.report.sweep_page import Line, parallel
 
 
 def line(cell, **values):

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mens_exp.report import plots
-from mens_exp.report.records import Records, load
+from mens_exp.report.summary import Records, load
 
 pytestmark = pytest.mark.draws
 

@@ -5,7 +5,7 @@ import pytest
 from mens_exp.artifacts.atomic import write_text
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import DataError, MensError
-from mens_exp.report.records import load
+from mens_exp.report.summary import load
 
 
 def test_load_reads_every_record(write_run):

@@ -6,9 +6,8 @@ import pytest
 from rich.console import Console
 
 from mens_exp.artifacts.sweep import JobState, SweepRecord
-from mens_exp.report.search_page import page
-from mens_exp.report.search_plots import drawings
-from mens_exp.report.search_view import best_table, drawn_from, space_table
+from mens_exp.report.search_view import best_table, drawn_from, search_page, space_table
+from mens_exp.report.study_plots import search_drawings
 
 pytestmark = pytest.mark.draws
 
@@ -90,8 +89,8 @@ def said(table):
 
 def test_the_page_shows_trials_best_and_drawings():
     """With the way to each report; what others wrote is escaped."""
-    text = page(searched())
-    assert text == page(searched())
+    text = search_page(searched())
+    assert text == search_page(searched())
     assert '<a href="0_job/report.html">0</a>' in text
     assert "ended &lt;early&gt;" in text
     assert "&lt;s&gt;" in text
@@ -104,7 +103,7 @@ def test_the_page_shows_trials_best_and_drawings():
 def test_two_objectives_have_progress_importance_and_a_front():
     """And curves where trials may be ended by them; what is unknown has its reason."""
     assert searched().search is not None
-    found = {plot.name: plot for plot in drawings(searched().search)}
+    found = {plot.name: plot for plot in search_drawings(searched().search)}
     assert list(found) == [
         *("progress_0", "progress_1"),
         *("importance_val_loss", "importance_peak_bytes"),
@@ -118,9 +117,9 @@ def test_a_search_without_results_says_so():
     """Each drawing has its reason, and the exit of an empty front is no crash."""
     record = searched(trials=[], best=[], importance={}, importance_unknown="too few")
     assert record.search is not None
-    reasons = {plot.absent for plot in drawings(record.search)}
+    reasons = {plot.absent for plot in search_drawings(record.search)}
     assert reasons == {"no trial is complete", "too few", "no trial validated in training"}
-    assert "no trial is complete" in page(record)
+    assert "no trial is complete" in search_page(record)
 
 
 def test_the_terminal_says_what_is_drawn_and_what_is_best():
@@ -159,7 +158,7 @@ def test_a_front_claims_no_more_than_its_trials(monkeypatch, directions, between
     """Between two trials the line has the value of the one whose x is allowed there."""
     from matplotlib.figure import Figure
 
-    from mens_exp.report import search_plots
+    from mens_exp.report import study_plots
 
     lines = {}
 
@@ -169,10 +168,10 @@ def test_a_front_claims_no_more_than_its_trials(monkeypatch, directions, between
         lines[name] = axes.lines
         return "<svg></svg>"
 
-    monkeypatch.setattr(search_plots, "svg_of", svg_of)
+    monkeypatch.setattr(study_plots, "svg_of", svg_of)
     trials = [trial(0, values=[1.0, 0.5]), trial(1, values=[2.0, 0.9])]
     search = searched(directions=directions, trials=trials).search
     assert search is not None
-    drawings(search)
+    search_drawings(search)
     (front,) = lines["front_0_1"]
     assert front.get_drawstyle() == {0.5: "steps-post", 0.9: "steps-pre"}[between]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from mens_exp.report import sections
-from mens_exp.report.records import load
+from mens_exp.report.summary import load
 
 
 def test_compared_puts_measured_beside_planned(write_run):

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.report import card, html, summary, terminal
-from mens_exp.report.records import load
+from mens_exp.report import rendering, summary, terminal, write
+from mens_exp.report.summary import load
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_programs_without_isolation_are_told_everywhere(write_run):
     records = load(run)
     said = "no evidence for a promotion"
     assert said in summary.unsafe(records)
-    assert said in html.render(records)
-    assert said in card.render(records)
+    assert said in write.render_page(records)
+    assert said in rendering.render_card(records)
     console = Console(width=200, record=True, file=StringIO())
     console.print(terminal.result_table(records))
     assert said in console.export_text()

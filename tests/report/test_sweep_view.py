@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from mens_exp.artifacts.sweep import JobState, LeftOut, SweepJob, SweepRecord
-from mens_exp.report.sweep_view import line, planned_table, result_table
+from mens_exp.report.terminal_views import job_line, planned_table, result_table
 
 
 def record(**more):
@@ -112,5 +112,5 @@ def test_the_table_after_shows_states_losses_and_reasons():
 def test_a_line_tells_progress_and_reason():
     """How many are done, which cell, what and why."""
     made = record()
-    text = line(made, made.jobs[1], "failed", "no rows").plain
+    text = job_line(made, made.jobs[1], "failed", "no rows").plain
     assert text == "[1/2] cell 1 (seed=1, lora=qv) failed: no rows"

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.report import terminal
-from mens_exp.report.records import load
+from mens_exp.report.summary import load
 
 
 def _shown(what, width=80, *, soft_wrap=False):

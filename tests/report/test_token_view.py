@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mens_exp.report.token_view import ShownDocument, dropped, legend, shown
+from mens_exp.report.terminal_views import ShownDocument, dropped_row, shown_document, token_legend
 
 TOKENS = {
     0: b"<|end|>",
@@ -34,7 +34,7 @@ def drawn(ids, supervised, cut=0):
     document = ShownDocument(
         title="Row 1", ids=ids, supervised=list(map(bool, supervised)), cut=cut
     )
-    return shown(document, Tokens())
+    return shown_document(document, Tokens())
 
 
 def lines(text):
@@ -91,10 +91,10 @@ def test_what_the_limit_took_is_counted(cut, told):
 
 def test_dropped_row_is_told():
     """It is trained on nowhere."""
-    assert lines(dropped("Row 2", 1, 64))[0].startswith("Row 2: a document of it is dropped")
-    assert "2 documents of it are dropped" in lines(dropped("Row 2", 2, 64))[0]
+    assert lines(dropped_row("Row 2", 1, 64))[0].startswith("Row 2: a document of it is dropped")
+    assert "2 documents of it are dropped" in lines(dropped_row("Row 2", 2, 64))[0]
 
 
 def test_legend_names_every_sign():
     """Brackets, bars, dots and newlines."""
-    assert all(sign in legend().plain for sign in "⟦⟧│·⏎")
+    assert all(sign in token_legend().plain for sign in "⟦⟧│·⏎")

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from mens_exp.rows import arrays
+from mens_exp.rows import files
 
 PIECES = {"b": [np.array([1, 2], np.int32), np.array([3], np.int32)], "a": [np.array([], np.bool_)]}
 
@@ -15,13 +15,13 @@ PIECES = {"b": [np.array([1, 2], np.int32), np.array([3], np.int32)], "a": [np.a
 @pytest.fixture
 def stored(tmp_path):
     """Two arrays, of which the one that comes first is not the first by name."""
-    arrays.store(tmp_path / "kept", PIECES, lambda sha256: {"told": sha256})
+    files.store_arrays(tmp_path / "kept", PIECES, lambda sha256: {"told": sha256})
     return tmp_path / "kept"
 
 
 def test_pieces_come_back_as_one_array(stored):
     """Of the same type; also where there is nothing in them."""
-    found = arrays.opened(stored)
+    found = files.open_arrays(stored)
     assert found is not None
     assert {name: one.tolist() for name, one in found[0].items()} == {"b": [1, 2, 3], "a": []}
     assert [one.dtype for one in found[0].values()] == [np.int32, np.bool_]
@@ -29,14 +29,14 @@ def test_pieces_come_back_as_one_array(stored):
 
 def test_the_hash_is_that_of_the_content_in_its_order(stored):
     """Little-endian numbers one after the other, no headers."""
-    meta = arrays.meta_of(stored)
+    meta = files.arrays_meta(stored)
     assert meta is not None
     assert meta["told"] == hashlib.sha256(bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])).hexdigest()
 
 
 def test_arrays_are_mapped_and_cannot_be_written(stored):
     """They stay on the disk until they are read, and a slip cannot change the cache."""
-    found = arrays.opened(stored)
+    found = files.open_arrays(stored)
     assert found is not None
     assert isinstance(found[0]["b"], np.memmap)
     with pytest.raises(ValueError, match="read-only"):
@@ -45,10 +45,10 @@ def test_arrays_are_mapped_and_cannot_be_written(stored):
 
 def test_arrays_that_were_let_go_are_read_again(stored):
     """The same; an array that is not mapped, or empty, is left alone."""
-    found = arrays.opened(stored)
+    found = files.open_arrays(stored)
     assert found is not None
     plain = np.array([7])
-    arrays.released(found[0]["b"], found[0]["a"], plain)
+    files.release_pages(found[0]["b"], found[0]["a"], plain)
     assert (found[0]["b"].tolist(), plain.tolist()) == ([1, 2, 3], [7])
 
 
@@ -58,38 +58,38 @@ def test_a_changed_record_is_no_record(stored, change):
     record = json.loads((stored / "meta.json").read_text("utf-8"))
     record[change] = "other"
     (stored / "meta.json").write_text(json.dumps(record), "utf-8")
-    assert arrays.meta_of(stored) is None
-    assert arrays.opened(stored) is None
+    assert files.arrays_meta(stored) is None
+    assert files.open_arrays(stored) is None
 
 
 def test_bytes_behind_an_array_are_damage(stored):
     """Its size is on record."""
     with (stored / "b.npy").open("ab") as file:
         file.write(b"\0\0\0\0")
-    assert arrays.opened(stored) is None
+    assert files.open_arrays(stored) is None
 
 
 def test_large_arrays_are_hashed_once_for_each_state_of_their_files(stored, monkeypatch):
     """A second opening reads no content; one after anything was written does."""
-    monkeypatch.setattr(arrays, "_ALWAYS_READ", 0)
-    assert arrays.opened(stored) is not None
-    monkeypatch.setattr(arrays, "_content", lambda *_: "not this")
-    assert arrays.opened(stored) is not None
+    monkeypatch.setattr(files, "_ALWAYS_READ", 0)
+    assert files.open_arrays(stored) is not None
+    monkeypatch.setattr(files, "_content", lambda *_: "not this")
+    assert files.open_arrays(stored) is not None
     os.utime(stored / "b.npy")
-    assert arrays.opened(stored) is None
+    assert files.open_arrays(stored) is None
 
 
 def test_small_arrays_are_hashed_every_time(stored, monkeypatch):
     """So that even what a disk changed by itself is found."""
-    assert arrays.opened(stored) is not None
-    monkeypatch.setattr(arrays, "_content", lambda *_: "not this")
-    assert arrays.opened(stored) is None
+    assert files.open_arrays(stored) is not None
+    monkeypatch.setattr(files, "_content", lambda *_: "not this")
+    assert files.open_arrays(stored) is None
 
 
 def test_a_flipped_bit_is_found_although_its_time_was_set_back(stored, monkeypatch):
     """The time of the inode's last change cannot be set."""
-    monkeypatch.setattr(arrays, "_ALWAYS_READ", 0)
-    assert arrays.opened(stored) is not None
+    monkeypatch.setattr(files, "_ALWAYS_READ", 0)
+    assert files.open_arrays(stored) is not None
     path = stored / "b.npy"
     before = path.stat()
     with path.open("r+b") as file:
@@ -99,16 +99,16 @@ def test_a_flipped_bit_is_found_although_its_time_was_set_back(stored, monkeypat
         file.write(bytes([last ^ 1]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_mtime_ns, path.stat().st_size) == (before.st_mtime_ns, before.st_size)
-    assert arrays.opened(stored) is None
+    assert files.open_arrays(stored) is None
 
 
 def test_a_folder_that_cannot_be_written_is_verified_each_time(stored, monkeypatch):
     """Somebody else's cache opens all the same."""
-    monkeypatch.setattr(arrays, "_ALWAYS_READ", 0)
+    monkeypatch.setattr(files, "_ALWAYS_READ", 0)
 
     def refuse(*_):
         raise PermissionError
 
     monkeypatch.setattr("mens_exp.artifacts.atomic.write_json", refuse)
-    assert arrays.opened(stored) is not None
+    assert files.open_arrays(stored) is not None
     assert not (stored / "verified.json").exists()

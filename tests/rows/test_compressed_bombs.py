@@ -13,8 +13,8 @@ import zstandard
 from attacks import attack
 
 from mens_exp.errors import DataError, Problems
-from mens_exp.evals.humaneval import read_tasks
-from mens_exp.rows import readers, stored, tables
+from mens_exp.evals.program_suite import read_tasks
+from mens_exp.rows import decode, files, readers
 from mens_exp.rows.readers import Reading, read_rows
 
 MIB = 2**20
@@ -39,9 +39,9 @@ def zstandarded(path, piece, mib):
 @pytest.fixture
 def small(monkeypatch):
     """Make every limit a sixteenth of what it is."""
-    monkeypatch.setattr(stored, "_ALWAYS_BYTES", stored._ALWAYS_BYTES // 16)
+    monkeypatch.setattr(files, "_ALWAYS_BYTES", files._ALWAYS_BYTES // 16)
     monkeypatch.setattr(readers, "_MOST_BAD", readers._MOST_BAD // 16)
-    monkeypatch.setattr(tables, "MAX_LINE_BYTES", tables.MAX_LINE_BYTES // 16)
+    monkeypatch.setattr(decode, "MAX_LINE_BYTES", decode.MAX_LINE_BYTES // 16)
 
 
 @pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
@@ -162,7 +162,7 @@ def test_a_column_of_millions_of_nothing_is_refused(tmp_path):
 
 def test_long_rows_of_a_table_are_read_a_few_at_a_time(tmp_path, small):
     """And one that is longer than a line may be is a bad row."""
-    path, most = tmp_path / "a.parquet", tables.MAX_LINE_BYTES
+    path, most = tmp_path / "a.parquet", decode.MAX_LINE_BYTES
     texts = ["a" * (most // 2), "b" * (most // 2), "c" * (most // 2), "d"]
     pq.write_table(pa.table({"prompt": ["p"] * 4, "response": texts}), path, compression="none")
     assert [pair.response for pair in read_rows(path).pairs] == texts
@@ -181,7 +181,7 @@ def test_every_column_of_a_table_is_read_as_before(tmp_path):
     plain = pa.Table.from_pylist(rows * 600)
     path = tmp_path / "a.parquet"
     pq.write_table(plain, path)
-    from mens_exp.rows.tables import rows_of_file
+    from mens_exp.rows.decode import rows_of_file
 
     expected = [{k: v for k, v in row.items() if v is not None} for row in rows * 600]
     assert [row for _, row in rows_of_file(path, "parquet", "data.path")] == expected

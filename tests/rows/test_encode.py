@@ -8,10 +8,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mens_exp.config.objective import LABELLINGS
 from mens_exp.errors import ConfigError, DataError
-from mens_exp.rows.encode import Labelling, encode, messages_of, prompt_text
+from mens_exp.model import sources
+from mens_exp.rows.answers import messages_of, prompt_text
+from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tokenizer import byte_level
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 PAIR = TrainingPair(prompt="Say hi.", response="hi")
 LONG = TrainingPair(prompt="Say it.", response="x" * 100)
@@ -26,7 +27,7 @@ def tokenizer_of(tmp_path_factory):
 
     def made(template=None, config=None):
         directory = tmp_path_factory.mktemp("tokenizer")
-        byte_level.write_files(directory)
+        sources.write_byte_level_tokenizer(directory)
         if template is not None:
             (directory / "chat_template.jinja").write_text(template, "utf-8")
         if config is not None:

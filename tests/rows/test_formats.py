@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.data import RowFormat
-from mens_exp.rows.formats import KEYS, accepted, format_of, joined
+from mens_exp.rows.schema import KEYS, accepted_keys, format_of, joint_format
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_format_is_told_from_keys(keys, form):
 
 def test_alpaca_rows_may_leave_their_input_out():
     """Pairs and Alpaca rows make an Alpaca file; nothing else mixes."""
-    assert joined(RowFormat.pair, RowFormat.alpaca) is RowFormat.alpaca
-    assert joined(RowFormat.messages, RowFormat.messages) is RowFormat.messages
-    assert joined(RowFormat.pair, RowFormat.messages) is None
+    assert joint_format(RowFormat.pair, RowFormat.alpaca) is RowFormat.alpaca
+    assert joint_format(RowFormat.messages, RowFormat.messages) is RowFormat.messages
+    assert joint_format(RowFormat.pair, RowFormat.messages) is None
 
 
 def test_every_format_says_its_keys():
     """With the aliases that it has."""
     assert set(KEYS) == set(RowFormat) - {RowFormat.auto}
-    assert "'messages' (alias 'turns')" in accepted(RowFormat.messages)
+    assert "'messages' (alias 'turns')" in accepted_keys(RowFormat.messages)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.config.tokenizer import TokenizerConfig
+from mens_exp.config.model import TokenizerConfig
+from mens_exp.model import sources
 from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tokenizer import byte_level
+from mens_exp.tokenizer.implementations import VoxTokenizer
 from mens_exp.tokenizer.load import load_tokenizer
-from mens_exp.tokenizer.vox import VoxTokenizer
 
 PAIR = TrainingPair(prompt="Say hi.", response="hello", system="Be brief.")
 TEXTS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
@@ -21,7 +21,7 @@ TEXTS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
 def tokenizer_of(tmp_path_factory):
     """Load the byte-level tokenizer under a named template."""
     directory = tmp_path_factory.mktemp("tokenizer")
-    byte_level.write_files(directory)
+    sources.write_byte_level_tokenizer(directory)
 
     def made(template=None, name="hf"):
         return load_tokenizer(TokenizerConfig(name=name, chat_template=template), directory)

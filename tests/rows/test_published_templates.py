@@ -15,8 +15,8 @@ from tool_rows import TOOLS, TRL, WITH_TOOLS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mens_exp.errors import DataError
-from mens_exp.rows.answers import answer_of, answer_turn
-from mens_exp.rows.encode import Labelling, encode, messages_of
+from mens_exp.rows.answers import answer_of, answer_turn, messages_of
+from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.rows.schema import TrainingPair
 

@@ -10,9 +10,8 @@ import pytest
 from mens_exp.config.data import JsonlData, OnBadRow, RowFormat
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import DataError, Problems
-from mens_exp.rows import stored
-from mens_exp.rows.quarantine import counts, write
-from mens_exp.rows.readers import Reading, read_rows
+from mens_exp.rows import files
+from mens_exp.rows.readers import Reading, quarantine_counts, read_rows, write_quarantine
 
 GOOD = b'{"prompt": "p", "response": "r"}'
 ASIDE = Reading(quarantine=True)
@@ -55,9 +54,9 @@ def test_reasons_are_counted_without_what_differs_from_row_to_row(rows):
     twice = [{"messages": [*turns * n, turns[1]]} for n in (1, 2)]
     rows.write_text("".join(json.dumps(one) + "\n" for one in [{"messages": turns}, *twice]))
     file = read_rows(rows, ASIDE)
-    assert counts(file.bad) == {"turn N is out of order": 2}
+    assert quarantine_counts(file.bad) == {"turn N is out of order": 2}
     both = read(rows, b'{"prompt": " ", "response": 3}')
-    assert counts(both.bad) == {"'prompt' is empty": 1, "'response' must be a string": 1}
+    assert quarantine_counts(both.bad) == {"'prompt' is empty": 1, "'response' must be a string": 1}
 
 
 def test_bad_row_does_not_settle_the_format(rows):
@@ -70,12 +69,12 @@ def test_bad_row_does_not_settle_the_format(rows):
 def test_row_of_another_format_is_put_aside(rows):
     """The rows before have settled it."""
     chat = b'{"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "r"}]}'
-    assert counts(read(rows, chat).bad) == {"rows of two formats in one file": 1}
+    assert quarantine_counts(read(rows, chat).bad) == {"rows of two formats in one file": 1}
 
 
 def test_line_over_the_limit_is_put_aside_by_its_beginning(rows, monkeypatch):
     """A hundred megabytes are not copied into the record."""
-    monkeypatch.setattr(stored, "MAX_LINE_BYTES", 2_000)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2_000)
     monkeypatch.setattr("mens_exp.rows.decode.MAX_LINE_BYTES", 2_000)
     (bad,) = read(rows, b"x" * 5_000).bad
     assert (bad.raw, bad.reasons) == ("x" * 1_000, ("the line is too long",))
@@ -156,7 +155,7 @@ def test_bad_rows_are_refused_by_default(rows):
 def test_rows_put_aside_are_written_one_a_line(rows, tmp_path):
     """File, line, everything that is wrong, and the row."""
     path = tmp_path / "quarantine.jsonl"
-    write(path, read(rows, b'{"prompt": "p"}', b"\xff").bad)
+    write_quarantine(path, read(rows, b'{"prompt": "p"}', b"\xff").bad)
     first, second = (json.loads(line) for line in path.read_text("utf-8").splitlines())
     assert (first["file"], first["line"], first["raw"]) == (str(rows), 2, '{"prompt": "p"}')
     assert first["problems"][0].startswith(f"{rows}:2: the row has no 'response'")

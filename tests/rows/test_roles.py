@@ -9,7 +9,7 @@ from mens_exp.rows.encode import Labelling, encode
 from mens_exp.rows.roles import role_counts, supervised_tokens
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.rows.shapes import Role
-from mens_exp.tokenizer.vox import VoxTokenizer
+from mens_exp.tokenizer.implementations import VoxTokenizer
 
 FAMILIES = ["chatml", "chatml_marked", "llama3", "qwen3", "gemma", "mistral", "phi3", "phi4"]
 SPELLED = ["<|im_end|>", "<|eot_id|>", "</s>", "[/INST]", "\n\n", "\n", "system", "user\n"]

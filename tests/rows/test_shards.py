@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from mens_exp.errors import DataError, Problems, SetupError
-from mens_exp.rows import shards
+from mens_exp.rows import encode as shards
 from mens_exp.rows.cache import CacheKey, encoded_parts
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.encode import Labelling, encode, encode_parts
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.rows.shards import encode_parts
-from mens_exp.tokenizer.vox import VoxTokenizer
+from mens_exp.tokenizer.implementations import VoxTokenizer
 
 LABELLING = Labelling(objective="assistant", seq_len=64)
 KEY = CacheKey(

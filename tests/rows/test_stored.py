@@ -8,9 +8,9 @@ import pytest
 import zstandard
 
 from mens_exp.errors import DataError
-from mens_exp.rows import stored
+from mens_exp.rows import files
+from mens_exp.rows.files import MAX_LINE_BYTES, Line, lines
 from mens_exp.rows.readers import read_rows
-from mens_exp.rows.stored import MAX_LINE_BYTES, Line, lines
 
 ROW = b'{"prompt": "p", "response": "r"}\n'
 COMPRESS = {
@@ -104,7 +104,7 @@ def test_lines_do_not_depend_on_how_the_text_arrives(size):
 
 def test_line_at_the_limit_is_kept_and_one_over_it_is_not(monkeypatch):
     """Of the latter its size and its beginning."""
-    monkeypatch.setattr(stored, "MAX_LINE_BYTES", 2_000)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2_000)
     text = b"x" * 2_000 + b"\n" + b"y" * 2_001 + b"\nz"
     for size in (7, 5_000):
         pieces = (text[start : start + size] for start in range(0, len(text), size))

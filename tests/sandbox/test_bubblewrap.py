@@ -13,8 +13,7 @@ import pytest
 from mens_exp.errors import MensError, SetupError
 from mens_exp.sandbox import bubblewrap
 from mens_exp.sandbox.bubblewrap import WORK, Bubblewrap
-from mens_exp.sandbox.process_tree import files_in
-from mens_exp.sandbox.program import PYTHON, Limits, Outcome, Program, python_program
+from mens_exp.sandbox.program import PYTHON, Limits, Outcome, Program, files_in, python_program
 
 LIMITS = Limits(memory_mib=128, wall_s=8, output_kib=4)
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -224,7 +223,7 @@ def test_other_users_are_isolated_alike():
     code = """
         import os
         from mens_exp.sandbox.bubblewrap import Bubblewrap
-        from mens_exp.sandbox.probes import probe
+        from mens_exp.sandbox.opening import probe
         assert os.getuid() == 1000
         print([result for result in probe(Bubblewrap()) if not result.contained])
     """

@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 
-from mens_exp.config.sandbox import BubblewrapSandbox, NoSandbox, SandboxConfig, UnsafeSandbox
+from mens_exp.config.suite import BubblewrapSandbox, NoSandbox, SandboxConfig, UnsafeSandbox
 from mens_exp.errors import SetupError
 from mens_exp.sandbox.bubblewrap import Bubblewrap, _visible_options
-from mens_exp.sandbox.opening import limits_of, open_sandbox, probed
-from mens_exp.sandbox.probes import probe
+from mens_exp.sandbox.opening import limits_of, open_sandbox, probe, probed
 from mens_exp.sandbox.program import Limits, Outcome
 
 NAMES = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mens_exp.errors import SetupError
-from mens_exp.sandbox.syscall_filter import syscall_filter
+from mens_exp.sandbox.bubblewrap import syscall_filter
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from mens_exp.sandbox.batch import run_all
-from mens_exp.sandbox.program import Limits, Outcome, Program, python_program
-from mens_exp.sandbox.unsafe import Unsafe
+from mens_exp.sandbox.program import Limits, Outcome, Program, python_program, run_all
+from mens_exp.sandbox.supervise import Unsafe
 
 LIMITS = Limits(memory_mib=128, wall_s=8, output_kib=4)
 

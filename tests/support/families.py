@@ -136,7 +136,7 @@ def make_tiny(model_type, directory, **settings):
 
 def _tokenizer():
     from mens_exp.config.compose import compose, typed
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
     from mens_exp.plan.preflight import writable_cache
 
     model = typed(compose([["model=tiny_llama"]])[0].values).model
@@ -269,7 +269,7 @@ def _plain(reason):
 def main():
     """Write the page of all families, or of those named."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from mens_exp.layout.found_family import _EXPERTS
+    from mens_exp.layout.families import _EXPERTS
 
     experts = ", ".join(f"`{name}`" for name in sorted(_EXPERTS))
     print(_HEAD.format(version=metadata.version("transformers"), experts=experts))

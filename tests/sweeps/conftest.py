@@ -11,13 +11,18 @@ import fork_server
 import pytest
 from rich.console import Console
 
-from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.search import Dimension, SearchRecord
-from mens_exp.artifacts.sweep import JobState, SweepJob, SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.sweeps import local
+from mens_exp.artifacts.sweep import (
+    Dimension,
+    JobState,
+    SearchRecord,
+    SweepDir,
+    SweepJob,
+    SweepRecord,
+)
+from mens_exp.sweeps import executors
 from mens_exp.sweeps.launcher import Launcher
 from mens_exp.sweeps.process import Child
 
@@ -205,8 +210,8 @@ def sweep(stand_in, scripted, monkeypatch):
                 )
             )
 
-    monkeypatch.setattr(local, "start", start)
-    monkeypatch.setattr(local.LocalExecutor, "look_s", 0.01)
+    monkeypatch.setattr(executors, "start", start)
+    monkeypatch.setattr(executors.LocalExecutor, "look_s", 0.01)
 
     def made(*scripts, **more):
         return Launcher(*scripted(*scripts, **more), Console(file=io.StringIO()))

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from mens_exp.artifacts.job import Job
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import Job
 from mens_exp.config.compose import config_digest, from_yaml
 from mens_exp.sweeps import job as job_module
-from mens_exp.sweeps import launching
+from mens_exp.sweeps import multirun
 from mens_exp.sweeps.job import ACCEPT_CHANGES
-from mens_exp.sweeps.planning import plan_sweep
+from mens_exp.sweeps.plan import plan_sweep
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def frozen(tiny_run, rows, tmp_path, monkeypatch):
     usual = [text for text in tiny_run if not text.startswith("data.path")]
     planned = plan_sweep([*usual, f"data.path={rows}", "task=plan", "seed=7"])
     run = RunDir(tmp_path / "job")
-    launching.freeze(planned.jobs[0], run.path, job_module.code_digest())
+    multirun.freeze(planned.jobs[0], run.path, job_module.code_digest())
     return run
 
 
@@ -140,9 +140,9 @@ def test_what_does_not_train_begins_anew(frozen, write_manifest):
 
 def test_a_second_process_of_one_job_is_refused(frozen, capsys):
     """As after the death of a launcher that could not note the first."""
-    from mens_exp.artifacts.run_lock import held
+    from mens_exp.artifacts.host import run_lock
 
-    with held(frozen.job_lock):
+    with run_lock(frozen.job_lock):
         assert "a process is still working on this run" in refused(frozen, capsys)
 
 

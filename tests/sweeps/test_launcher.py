@@ -152,12 +152,12 @@ def test_signal_handlers_are_put_back(sweep):
 
 def test_no_process_is_no_reason_to_stop(sweep, monkeypatch):
     """Where the system starts none, the job has failed and says so."""
-    from mens_exp.sweeps import local
+    from mens_exp.sweeps import executors
 
     def none(*_):
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(local, "start", none)
+    monkeypatch.setattr(executors, "start", none)
     launcher = sweep([DONE], [DONE])
     assert launcher.run() == 1
     assert states(launcher) == ["failed", "failed"]

@@ -13,13 +13,11 @@ import pytest
 from rich.console import Console
 
 from mens_exp import cli
-from mens_exp.artifacts.job import Job
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import JobState
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import Job, JobState, SweepDir
 from mens_exp.config.overrides import check
-from mens_exp.sweeps import launching
-from mens_exp.sweeps.launching import finish
+from mens_exp.sweeps import multirun
+from mens_exp.sweeps.multirun import finish
 
 
 @pytest.fixture
@@ -93,7 +91,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
 ):
     """Also where the first one came to its end while the second one planned."""
     directory = SweepDir(tmp_path / "sweep")
-    plan = launching.plan_sweep
+    plan = multirun.plan_sweep
 
     def planned(overrides):
         found = plan(overrides)
@@ -101,7 +99,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
         make_sweep({}).write(directory.record)
         return found
 
-    monkeypatch.setattr(launching, "plan_sweep", planned)
+    monkeypatch.setattr(multirun, "plan_sweep", planned)
     command = ["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={directory.path}"]
     assert cli.main(command) == 2
     assert "a sweep is there already" in capsys.readouterr().err
@@ -136,7 +134,7 @@ def test_no_room_for_the_frozen_configurations_is_told(
         assert cli.main(command) == 3
     assert "No space left on device" in capsys.readouterr().err
     assert not SweepDir(place).record.exists()
-    monkeypatch.setattr(launching.Launcher, "run", lambda _: 0)
+    monkeypatch.setattr(multirun.Launcher, "run", lambda _: 0)
     assert cli.main(command) == 0
 
 
@@ -146,7 +144,7 @@ def test_a_page_that_fails_undoes_no_sweep(ended, monkeypatch):
     def refuse(_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(launching, "write_sweep_page", refuse)
+    monkeypatch.setattr(multirun, "write_sweep_page", refuse)
     assert finish(ended) == 1
     assert "sweep.html was not written: OSError: disk full" in ended.console.file.getvalue()
     assert not ended.directory.page.exists()

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from mens_exp.errors import MensError
-from mens_exp.sweeps import planning
-from mens_exp.sweeps.planning import plan_sweep
+from mens_exp.sweeps import plan
+from mens_exp.sweeps.plan import plan_sweep
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_jobs_that_need_too_much_memory_together_are_refused(planned, monkeypatc
         "device": "cpu",
         "free_bytes": 700_000_000,
     }
-    monkeypatch.setattr(planning, "estimate_of", lambda _cell: dict(estimate))
+    monkeypatch.setattr(plan, "estimate_of", lambda _cell: dict(estimate))
     assert planned("seed=1,2").notes == ()
     error = refusal(planned, "seed=1,2", "hydra.launcher.n_jobs=2")
     assert (error.where, error.exit_code) == ("hydra.launcher.n_jobs", 2)

@@ -11,12 +11,11 @@ import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.digest import sha256_bytes
+from mens_exp.artifacts.host import run_lock
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held
-from mens_exp.artifacts.sweep import JobState, SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.sweeps import resuming
+from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
+from mens_exp.sweeps import resume
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def begun(monkeypatch):
         taken.append(launcher.record)
         return 0
 
-    monkeypatch.setattr(resuming, "finish", finish)
+    monkeypatch.setattr(resume, "finish", finish)
     return taken
 
 
@@ -136,7 +135,7 @@ def test_a_process_at_work_is_waited_for(make_sweep, tmp_path, begun, noted):
     if noted:
         assert cli.main(command) == 0
     else:
-        with held(run.job_lock):
+        with run_lock(run.job_lock):
             assert cli.main(command) == 0
     assert states(begun) == ["running"]
     assert begun[0].jobs[0]["attempts"][-1]["pid"] == os.getpid()
@@ -185,7 +184,7 @@ def test_a_sweep_of_slurm_keeps_its_launcher_under_its_new_name(
     make_sweep, tmp_path, begun, monkeypatch
 ):
     """Its settings stay, and its jobs are looked for in Slurm's queue, not among processes here."""
-    monkeypatch.setattr(resuming, "executor_problems", lambda *_: [])
+    monkeypatch.setattr(resume, "executor_problems", lambda *_: [])
     running = {"state": JobState.RUNNING, "attempts": [attempt(pid=os.getpid())]}
     running["attempts"][0]["process_started"] = psutil.Process().create_time()
     settings = {"timeout_min": 7, "array_parallelism": 3}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.search_space import read_space
-from mens_exp.sweeps.search_cells import Cells
-from mens_exp.sweeps.search_probes import probe
+from mens_exp.sweeps.search_request import Cells, probe
 
 
 @pytest.fixture

@@ -13,17 +13,15 @@ from types import SimpleNamespace
 import pytest
 from optuna.storages.journal import JournalFileBackend
 
-from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.artifacts.host import machine_fault
 from mens_exp.artifacts.manifest import Failure, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.search import TrialState
-from mens_exp.artifacts.sweep import JobState, SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord, TrialState
 from mens_exp.errors import ConfigError
-from mens_exp.sweeps import resuming, search_feed
-from mens_exp.sweeps.search_cells import Drawn
-from mens_exp.sweeps.search_feed import Search
+from mens_exp.sweeps import resume, searching
+from mens_exp.sweeps.search_request import Drawn
 from mens_exp.sweeps.search_study import Study
+from mens_exp.sweeps.searching import Search
 
 
 class Draws:
@@ -94,7 +92,7 @@ class Stage:
         assert self.record.search is not None
         for job in self.record.jobs:
             run = RunDir(self.directory.path / job["directory"])
-            resuming._settle(job, run, here=True)
+            resume._settle(job, run, here=True)
         self.record.write(self.directory.record)
         cells = Suggested(self.record.search["space"])
         study = Study(self.directory.journal, self.record.search)
@@ -178,11 +176,11 @@ def stage(
         for path in (run.config, run.job, run.report):
             path.touch()
 
-    monkeypatch.setattr(search_feed, "freeze", freeze)
-    monkeypatch.setattr(search_feed, "job_record", job_record)
-    monkeypatch.setattr(search_feed, "directory_of", lambda cell: f"{cell.number}_job")
-    monkeypatch.setattr(search_feed, "estimate_of", lambda _: {})
-    monkeypatch.setattr(search_feed, "meaning", lambda cell, _: cell.meaning)
+    monkeypatch.setattr(searching, "freeze", freeze)
+    monkeypatch.setattr(searching, "job_record", job_record)
+    monkeypatch.setattr(searching, "directory_of", lambda cell: f"{cell.number}_job")
+    monkeypatch.setattr(searching, "estimate_of", lambda _: {})
+    monkeypatch.setattr(searching, "meaning", lambda cell, _: cell.meaning)
 
     def made(name="search", **more):
         directory = SweepDir(tmp_path / name)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.errors import MensError, SetupError
+from mens_exp.sweeps.process import jobs_at_a_time
 from mens_exp.sweeps.search_request import read_request
-from mens_exp.sweeps.threads import jobs_at_a_time
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mens_exp.artifacts.search import TrialState
+from mens_exp.artifacts.sweep import TrialState
 from mens_exp.errors import MissingExtra
 from mens_exp.sweeps.search_study import Study
 

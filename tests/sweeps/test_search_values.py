@@ -7,7 +7,7 @@ import pytest
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.sweeps.search_values import Curve, objective_values
+from mens_exp.sweeps.search_study import Curve, objective_values
 
 
 def line(event, **payload):

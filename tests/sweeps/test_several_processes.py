@@ -12,16 +12,14 @@ import psutil
 import pytest
 
 from mens_exp import cli
-from mens_exp.artifacts.own_process import python_path
-from mens_exp.artifacts.sweep import JobState
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.config.launcher import SlurmLauncher
+from mens_exp.artifacts.host import python_path
+from mens_exp.artifacts.sweep import JobState, SweepDir
+from mens_exp.config.sweep import SlurmLauncher
 from mens_exp.errors import MensError
 from mens_exp.plan import machine
-from mens_exp.sweeps import launcher, launching, planning, slurm_task
-from mens_exp.sweeps.capacity import device_problems
-from mens_exp.sweeps.local import LocalExecutor
-from mens_exp.sweeps.planning import plan_sweep
+from mens_exp.sweeps import launcher, multirun, plan, slurm_task
+from mens_exp.sweeps.executors import LocalExecutor
+from mens_exp.sweeps.plan import device_problems, plan_sweep
 from mens_exp.sweeps.process import Ended
 from mens_exp.sweeps.search_request import read_request
 
@@ -53,8 +51,8 @@ def test_jobs_whose_processes_do_not_fit_together_are_refused(planned, monkeypat
     """One job at a time fits, two do not."""
     (alone,) = planned("seed=1", *TWO).jobs
     room = round(1.5 * alone.estimate["memory_low_bytes"])
-    estimate = planning.estimate_of
-    monkeypatch.setattr(planning, "estimate_of", lambda cell: estimate(cell) | {"free_bytes": room})
+    estimate = plan.estimate_of
+    monkeypatch.setattr(plan, "estimate_of", lambda cell: estimate(cell) | {"free_bytes": room})
     assert len(planned("seed=1,2", *TWO).jobs) == 2
     with pytest.raises(MensError, match="more memory than is free") as caught:
         planned("seed=1,2", "hydra.launcher.n_jobs=2", *TWO)
@@ -136,11 +134,11 @@ def test_the_record_says_how_many_gpus_a_job_takes(planned, tiny_config, monkeyp
     """The widest job decides on the slots, on the CPU there are none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     sweep = planned("seed=1", *TWO)
-    record = launching.new_record(sweep, [], [on_gpus(tiny_config, 2), on_gpus(tiny_config, 1)])
+    record = multirun.new_record(sweep, [], [on_gpus(tiny_config, 2), on_gpus(tiny_config, 1)])
     assert (record.gpus, record.gpus_per_job) == (["0", "1", "2", "3"], 2)
-    record = launching.new_record(sweep, [], [job.cell for job in sweep.jobs])
+    record = multirun.new_record(sweep, [], [job.cell for job in sweep.jobs])
     assert (record.gpus, record.gpus_per_job) == ([], 1)
-    assert launching.job_record(sweep.jobs[0])["processes"] == 2
+    assert multirun.job_record(sweep.jobs[0])["processes"] == 2
 
 
 def test_a_search_knows_its_widest_trial(tiny_run, tmp_path, monkeypatch):
@@ -217,7 +215,7 @@ def test_going_on_takes_the_gpus_that_are_there_now(
 # A job's first process: it starts one that trains along, which takes 100 MB and says so.
 FIRST = """
 import subprocess, sys, time
-other = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1], "mens_exp.tasks.following"],
+other = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1], "mens_exp.tasks.coordinator"],
                          stdout=subprocess.PIPE)
 other.stdout.readline()
 print("taken", flush=True)

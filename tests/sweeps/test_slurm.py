@@ -11,15 +11,13 @@ import threading
 import psutil
 import pytest
 
-from mens_exp.artifacts.attempt_log import AttemptLog
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import JobState
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.config.launcher import SlurmLauncher
+from mens_exp.artifacts.sweep import AttemptLog, JobState, SweepDir
+from mens_exp.config.sweep import SlurmLauncher
 from mens_exp.errors import SetupError
-from mens_exp.sweeps import slurm, slurm_states, slurm_task
+from mens_exp.sweeps import executors, slurm_commands, slurm_task
+from mens_exp.sweeps.executors import SlurmExecutor, SlurmWork
 from mens_exp.sweeps.process import Ended
-from mens_exp.sweeps.slurm import SlurmExecutor, SlurmWork
 
 
 class Queue:
@@ -47,8 +45,8 @@ class Queue:
 def queue(monkeypatch, tmp_path):
     made = Queue()
     made.script = str(tmp_path.resolve() / "batch" / "submission_1.sh")
-    monkeypatch.setattr(slurm, "call", made)
-    monkeypatch.setattr(slurm_states, "call", made)
+    monkeypatch.setattr(executors, "call", made)
+    monkeypatch.setattr(slurm_commands, "call", made)
     return made
 
 

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from mens_exp import cli
-from mens_exp.config.launcher import SlurmLauncher
+from mens_exp.config.sweep import SlurmLauncher
 from mens_exp.errors import ConfigError, RequestError, SetupError
-from mens_exp.sweeps.slurm_script import script, slurm_problems
+from mens_exp.sweeps.slurm_commands import script, slurm_problems
 
 
 def made(tmp_path, **settings):

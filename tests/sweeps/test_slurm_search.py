@@ -16,8 +16,7 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import SweepDir, SweepRecord
 
 _STAND_IN = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
 _MISSING = _STAND_IN["missing"]() if os.name != "nt" else "Slurm runs on Linux"

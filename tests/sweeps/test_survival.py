@@ -17,12 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mens_exp.artifacts import own_process
-from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts import host
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.config.launcher import SLURM
-from mens_exp.sweeps import resuming
+from mens_exp.artifacts.sweep import AttemptLog, SweepRecord
+from mens_exp.config.sweep import SLURM
+from mens_exp.sweeps import resume
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs signals and /proc; run it on Linux"
@@ -45,7 +44,7 @@ LAUNCHER = """
 import pathlib, sys
 from rich.console import Console
 from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import SweepDir
 from mens_exp.sweeps.launcher import Launcher
 sys.executable = sys.argv[2]
 directory = SweepDir(pathlib.Path(sys.argv[1]))
@@ -81,7 +80,7 @@ class Disturbed:
             setattr(record, name, value)
         for job in record.jobs:
             run = RunDir(self.place / job["directory"])
-            resuming._settle(job, run, here=record.launcher != SLURM)
+            resume._settle(job, run, here=record.launcher != SLURM)
         record.write(self.directory.record)
         with (self.place / "said").open("ab") as said:
             launcher = subprocess.Popen(
@@ -149,7 +148,7 @@ def disturbed(request, scripted, stand_in, tmp_path):
     record.write(directory.record)
     (directory.path / "slurm").mkdir()
     environment = {**os.environ, "FAKE_SLURM": str(directory.path / "slurm")}
-    environment["PYTHONPATH"] = own_process.python_path({})
+    environment["PYTHONPATH"] = host.python_path({})
     environment["PATH"] = os.pathsep.join([str(tmp_path), environment["PATH"]])
     made = Disturbed(directory, python, environment)
     yield made

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.sweep import LocalLauncher
-from mens_exp.sweeps import threads
-from mens_exp.sweeps.threads import environment_of, gpu_problems, jobs_at_a_time, threads_per_job
+from mens_exp.sweeps import process
+from mens_exp.sweeps.process import environment_of, gpu_problems, jobs_at_a_time, threads_per_job
 
 
 @pytest.fixture(autouse=True)
 def six_cores(monkeypatch):
-    monkeypatch.setattr(threads, "cores", lambda: 6)
+    monkeypatch.setattr(process, "cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 

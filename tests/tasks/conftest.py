@@ -8,14 +8,13 @@ import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.atomic import json_line, write_bytes, write_text
+from mens_exp.artifacts.certificate import Inspection
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.inspection import Inspection
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.artifacts.sweep import JobState, LeftOut, SweepJob, SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import JobState, LeftOut, SweepDir, SweepJob, SweepRecord
 from mens_exp.config.compose import compose, config_digest, to_yaml
 from mens_exp.config.compose import typed as typed_config
 from mens_exp.config.overrides import check
@@ -52,7 +51,7 @@ def break_at(monkeypatch):
 @pytest.fixture
 def broken(break_at, train_in):
     """A training run that was cancelled, or failed, before a micro-batch."""
-    from mens_exp.tasks.cancellation import Cancelled
+    from mens_exp.tasks.run import Cancelled
 
     def made(directory, at, *overrides, error=None):
         break_at(at, error or Cancelled("SIGINT"))

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
+from mens_exp.tasks.run import Cancelled, cancellable, end_at_once
 
 HANDLED = [signal.SIGINT, signal.SIGTERM]
 

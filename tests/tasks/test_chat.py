@@ -10,9 +10,9 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.task import ChatConfig
-from mens_exp.report import chat_view
-from mens_exp.tasks.conversation import Conversation
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.report import terminal_views
+from mens_exp.tasks.chat import Conversation
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on():
 
     console = Console(width=60, file=io.StringIO(), record=True)
     answers = {"base": ("left", True), "tuned": ("right", False)}
-    console.print(chat_view.columns(answers, {"base": "B", "tuned": "T"}))
+    console.print(terminal_views.answer_columns(answers, {"base": "B", "tuned": "T"}))
     (line,) = [line for line in console.export_text().splitlines() if "left" in line]
     assert "right▌" in line
     assert "left▌" not in line
@@ -172,5 +172,5 @@ def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on():
 
 def test_a_model_cannot_steer_the_terminal():
     """Escape sequences that it writes are shown as replacement characters; lines stay lines."""
-    shown = chat_view.sections({"base": ("a\x1b[2Jb\n\tc\x07", True)}, {"base": "B"})
+    shown = terminal_views.answer_sections({"base": ("a\x1b[2Jb\n\tc\x07", True)}, {"base": "B"})
     assert shown == "B\n-\na\N{REPLACEMENT CHARACTER}[2Jb\n\tc\N{REPLACEMENT CHARACTER}"

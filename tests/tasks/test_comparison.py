@@ -8,7 +8,7 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.objective import AssistantObjective, ObjectiveConfig
-from mens_exp.tasks.comparison import note_bits_per_byte
+from mens_exp.tasks.train import note_bits_per_byte
 
 NAMES = ("base_val_bits_per_byte", "tuned_val_bits_per_byte")
 

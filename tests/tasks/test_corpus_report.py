@@ -3,8 +3,7 @@ from __future__ import annotations
 import json
 
 from mens_exp import cli
-from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
-from mens_exp.artifacts.corpus_report import CorpusReport
+from mens_exp.artifacts.corpus_record import CorpusRecord, CorpusReport, StepRecord
 
 WORDS = [f"word{n}" for n in range(120)]
 

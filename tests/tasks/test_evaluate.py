@@ -13,7 +13,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.errors import RequestError
-from mens_exp.tasks.subject import subject_of
+from mens_exp.export.subject import subject_of
 
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 
@@ -258,7 +258,7 @@ def test_vllm_is_refused_where_it_cannot_answer(
     monkeypatch,
 ):
     """A missing package and an adapter that vLLM would serve otherwise, told at once."""
-    monkeypatch.setattr("mens_exp.evals.vllm_engine.find_spec", lambda name: None)
+    monkeypatch.setattr("mens_exp.evals.engines.find_spec", lambda name: None)
     shutil.copytree(trained.path, tmp_path / "run")
     peft = RunDir(tmp_path / "run").peft / "adapter_config.json"
     peft.write_text(json.dumps(json.loads(peft.read_text()) | {"use_dora": True}))

@@ -11,7 +11,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
-from mens_exp.tasks.evaluated import subject_named
+from mens_exp.tasks.evaluate import subject_named
 
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 EXACT = ["backend=lora", "quant.compute_dtype=f32", "optim.lr=0.1"]

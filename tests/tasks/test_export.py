@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from mens_exp import cli
-from mens_exp.artifacts.adapter_delta import deltas
-from mens_exp.artifacts.adapter_files import read_directory
-from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
+from mens_exp.artifacts.adapter_v2 import read_adapter_directory
+from mens_exp.artifacts.adapter_v3 import deltas, read_adapter, write_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.backends.adapting import tied_head_is_meant
+from mens_exp.backends.adapters import tied_head_is_meant
 from mens_exp.model.quiet import quiet
 
 
@@ -73,7 +72,7 @@ def test_without_out_it_lies_in_the_exports_own_run(finished, export, tmp_path, 
     given = ["model=tiny_llama"] if form == "peft" else []
     export("path=own/adapter", "format=v3", "out=again", *given)
     source, ours = read_adapter(finished.adapter)
-    after, again = read_directory(tmp_path / "here" / "again")
+    after, again = read_adapter_directory(tmp_path / "here" / "again")
     for layer, (A_RI, B_OR, scale) in deltas(source, ours).items():
         np.testing.assert_array_equal(again[f"{layer}.lora_a"], A_RI)
         np.testing.assert_array_equal(again[f"{layer}.lora_b"], B_OR)

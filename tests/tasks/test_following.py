@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from mens_exp.tasks import following
-from mens_exp.training.process_group import open_store
+from mens_exp.tasks import coordinator
+from mens_exp.training.distributed import open_store
 
 # A first process that starts another one and is gone before that has looked around, or waits.
 FIRST = """
@@ -66,7 +66,7 @@ def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path):
     """It would wait an hour where they meet: the place of meeting is open, and nobody comes."""
     meeting = open_store(2)
     place = tmp_path / "place"
-    *command, _, _ = following.command(meeting.port, 1, 2, str(place))
+    *command, _, _ = coordinator.command(meeting.port, 1, 2, str(place))
     run_out("go", tuple(command), place)
     assert not place.exists()
 

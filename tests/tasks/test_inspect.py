@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.certificate import ArtifactKind
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.inspection import Kind
 from mens_exp.artifacts.manifest import Manifest
 
 
@@ -19,7 +19,7 @@ def test_a_run_is_told_layer_by_layer(finished, inspect):
     found = inspect(finished.path)
     manifest, tensors = read_adapter(finished.adapter)
     ours = Manifest.read(finished.manifest)
-    assert (found.kind, found.form, found.variant) == (Kind.RUN, "v3", "lora")
+    assert (found.kind, found.form, found.variant) == (ArtifactKind.RUN, "v3", "lora")
     assert found.base is not None
     assert found.base["name"] == "tiny_llama"
     assert found.base["weights_sha256"] == ours.inputs["base_weights_sha256"]
@@ -63,7 +63,7 @@ def test_every_form_of_an_adapter_has_the_same_deltas(
     out = beside / "exported"
     typed("task=export", f"path={beside / 'run'}", f"format={form}", f"out={out}")
     found = inspect(out)
-    assert (found.kind, found.form) == (Kind.ADAPTER, form)
+    assert (found.kind, found.form) == (ArtifactKind.ADAPTER, form)
     assert found.certificate is not None
     assert found.certificate["passed"]
     assert found.layers.keys() == trained.layers.keys()
@@ -79,7 +79,7 @@ def test_a_peft_directory_of_another_family_is_read_by_its_names(train_in, inspe
     run = train_in(tmp_path / "gpt2", "model=tiny_gpt2", "trainer.max_steps=1")
     expected = inspect(run.path)
     found = inspect(shutil.copytree(run.peft, tmp_path / "alone"))
-    assert (found.kind, found.form) == (Kind.ADAPTER, "peft")
+    assert (found.kind, found.form) == (ArtifactKind.ADAPTER, "peft")
     assert found.layers.keys() == expected.layers.keys()
     assert found.layers["l0.qkv"]["shape"] == expected.layers["l0.qkv"]["shape"]
     assert "base.base_quant" in found.unknown
@@ -119,7 +119,7 @@ def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(finished, insp
     """The last state has the run's adapter; the one before it is not what a resume takes."""
     found = inspect(finished.checkpoint(4))
     trained = inspect(finished.path)
-    assert (found.kind, found.checkpoint is not None) == (Kind.CHECKPOINT, True)
+    assert (found.kind, found.checkpoint is not None) == (ArtifactKind.CHECKPOINT, True)
     assert found.checkpoint is not None
     assert found.checkpoint["step"] == 4
     # AdamW keeps a step, a mean and a mean square for each of A and B of each layer.
@@ -182,7 +182,7 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
         *(own, budget, "parity.tokens=64"),
     )
     found = inspect(out)
-    assert found.kind is (Kind.MODEL if mode == "full" else Kind.TENSORS)
+    assert found.kind is (ArtifactKind.MODEL if mode == "full" else ArtifactKind.TENSORS)
     assert found.certificate is not None
     assert "written" in found.certificate["comparisons"]
     assert [one["role"] for one in found.lineage] == ["base", "run", "written"]

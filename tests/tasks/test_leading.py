@@ -12,10 +12,10 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.tasks import following
-from mens_exp.tasks.leading import several
+from mens_exp.tasks import coordinator
+from mens_exp.tasks.coordinator import distributed_run
 from mens_exp.tasks.run import Run
-from mens_exp.training import other_processes, process_group
+from mens_exp.training import distributed
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")
@@ -28,9 +28,9 @@ def test_one_that_waits_for_the_dead_for_ever_gives_up_and_clears_up(
     """It ends without going through its blocks, which a GPU's collective would never leave."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(other_processes, "STUCK_S", 0.1)
-    monkeypatch.setattr(process_group, "joined", lambda *_: nullcontext())
-    monkeypatch.setattr(following, "command", lambda *_: ("-S", "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(distributed, "STUCK_S", 0.1)
+    monkeypatch.setattr(distributed, "joined", lambda *_: nullcontext())
+    monkeypatch.setattr(coordinator, "command", lambda *_: ("-S", "-c", "raise SystemExit(3)"))
     ends = []
     has_ended = threading.Event()
 
@@ -42,9 +42,9 @@ def test_one_that_waits_for_the_dead_for_ever_gives_up_and_clears_up(
     directory = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
     run = Run(directory, Manifest.read(directory.manifest))
     config = tiny_config("trainer=ddp", "trainer.accelerator=cpu")
-    with several(config, run, None):
+    with distributed_run(config, run, None):
         (place,) = (tmp_path / "tmp").iterdir()
-        assert place.name.startswith(following.PLACE)
+        assert place.name.startswith(coordinator.PLACE)
         assert has_ended.wait(60)
     assert ends == [(1, [])]
     left = Manifest.read(directory.manifest)

@@ -7,10 +7,10 @@ import errno
 import pytest
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.machine_faults import is_of_disk, machine_fault
+from mens_exp.artifacts.host import is_of_disk, machine_fault
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.errors import DataError
-from mens_exp.tasks.one_run import ended
+from mens_exp.tasks.run import ended
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
 FAULTS = [
@@ -176,7 +176,7 @@ def test_a_training_state_that_is_none_is_refused(tmp_path, capsys, content):
     """Whatever torch's reader fails with, and nothing in it is called."""
     import torch
 
-    from mens_exp.tasks.checkpoint_anatomy import read_state
+    from mens_exp.tasks.adapter_anatomy import read_state
 
     path = tmp_path / "step_00000001.ckpt"
     if isinstance(content, bytes):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.plan.ledger import entries, ledger_path
-from mens_exp.tasks import measured
-from mens_exp.tasks.measured import keep_measurement, note_plan, step_s
+from mens_exp.plan.throughput_model import entries, ledger_path
+from mens_exp.tasks import plan as measured
+from mens_exp.tasks.plan import keep_measurement, note_plan, step_s
 
 
 def test_finished_run_is_in_the_ledger(finished, cache):

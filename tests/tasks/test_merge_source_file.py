@@ -20,7 +20,7 @@ from mens_exp.artifacts.adapter_v3 import write_adapter
 from mens_exp.artifacts.certificate import Certificate
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.export.graphs import merged_stack
+from mens_exp.export.parity import merged_stack
 from mens_exp.model.quiet import quiet
 
 V, D, R, ALPHA = 11, 6, 3, 16  # 16/3 is no power of two: what is rounded first can be seen

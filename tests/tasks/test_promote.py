@@ -11,10 +11,10 @@ from mens_exp.artifacts.atomic import write_json
 from mens_exp.artifacts.decision_ledger import Answer, EntryKind, append, read_ledger
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.compare import CompareConfig
-from mens_exp.config.policy import (
+from mens_exp.config.promotion import (
     BurnProductionPolicy,
     BurnRndPolicy,
+    CompareConfig,
     EvalGatePolicy,
     QloraPlateauPolicy,
 )

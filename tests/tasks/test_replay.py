@@ -8,9 +8,8 @@ import shutil
 import pytest
 import torch
 
-from mens_exp.artifacts.checkpoint_digests import record_digest
-from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.inspection import Outcome
+from mens_exp.artifacts.certificate import Outcome
+from mens_exp.artifacts.digest import record_checkpoint_digest, sha256_file
 from mens_exp.artifacts.run_dir import RunDir
 
 
@@ -160,7 +159,7 @@ def test_a_tensor_that_differs_in_a_kept_state_is_named(run, replay, part, name)
         number = list(state["adapter"]).index(name.removesuffix(".exp_avg"))
         state["optimizer_states"][0]["state"][number]["exp_avg"][0, 0] += 1e-6
     torch.save(state, path)
-    record_digest(path, sha256_file(path))  # else its digest alone would refuse it
+    record_checkpoint_digest(path, sha256_file(path))  # else its digest alone would refuse it
     found = replay(run.path, code=4)
     assert found["identical_through"] == 1
     assert found["first_difference"] is not None

@@ -10,15 +10,14 @@ import torch
 
 from mens_exp import cli
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.host import run_lock
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held
-from mens_exp.artifacts.telemetry import read_events
-from mens_exp.artifacts.validation_losses import read_document_losses, write_document_losses
+from mens_exp.artifacts.telemetry import read_document_losses, read_events, write_document_losses
 from mens_exp.config.trainer import Strategy
 from mens_exp.errors import Problems, RequestError
-from mens_exp.tasks import fitting
-from mens_exp.tasks.resume import prepare
+from mens_exp.tasks import fit
+from mens_exp.tasks.train import prepare_resumption
 
 
 def adapter(run):
@@ -37,7 +36,7 @@ def files(run):
 @pytest.fixture(scope="module")
 def template(train_in, tmp_path_factory):
     """A cancelled run under the cosine schedule; only to be read."""
-    from mens_exp.tasks.cancellation import Cancelled
+    from mens_exp.tasks.run import Cancelled
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
@@ -119,18 +118,18 @@ def test_eight_steps_in_two_runs_are_eight_steps(
 
 def test_longer_cosine_says_what_becomes_of_the_rate(template):
     """Half of four steps is half the peak; two of eight are cos²(π/8) of it, 0.854."""
-    resumption = prepare(str(template.path), {"trainer.max_steps": "8"})
+    resumption = prepare_resumption(str(template.path), {"trainer.max_steps": "8"})
     laid = "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here"
     assert resumption.notes == [f"{laid} on, so the rate of step 3 is 0.000854 instead of 0.0005"]
 
 
 def test_another_number_of_processes_is_said(template):
     """A run of one goes on with two, which share its micro-batches."""
-    resumption = prepare(str(template.path), {"trainer.devices": "2"})
+    resumption = prepare_resumption(str(template.path), {"trainer.devices": "2"})
     assert resumption.notes == ["2 instead of 1 processes go on"]
     assert resumption.cell.config.trainer.strategy is Strategy.ddp
     assert resumption.cell.config.trainer.world_size == 2
-    assert prepare(str(template.path), {}).cell.config.trainer.strategy is Strategy.one
+    assert prepare_resumption(str(template.path), {}).cell.config.trainer.strategy is Strategy.one
 
 
 def test_longer_cosine_takes_the_rate_that_was_said(broken, tmp_path):
@@ -205,13 +204,13 @@ def test_a_base_whose_losses_were_not_written_is_validated_again(
     train_in, finished, tmp_path, monkeypatch
 ):
     """The losses of its documents are there in the end, and its validation is on record once."""
-    written = fitting.write_document_losses
+    written = fit.write_document_losses
 
     def full(*_):
-        monkeypatch.setattr(fitting, "write_document_losses", written)
+        monkeypatch.setattr(fit, "write_document_losses", written)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fitting, "write_document_losses", full)
+    monkeypatch.setattr(fit, "write_document_losses", full)
     run = train_in(tmp_path / "run", code=3)
     assert not run.validation.exists()
     assert cli.main([f"resume={run.path}"]) == 0
@@ -227,7 +226,7 @@ def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):
     """Its own process writes them in a moment."""
     run = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
     run.report.unlink()
-    with held(run.lock):
+    with run_lock(run.lock):
         assert cli.main([f"resume={run.path}"]) == 2
     assert "still working on this run" in capsys.readouterr().err
     assert not run.report.exists()
@@ -237,7 +236,7 @@ def test_a_run_bounded_by_epochs_cannot_get_longer(broken, tmp_path):
     """More steps would not be more than its epochs."""
     run = broken(tmp_path / "run", 5, "trainer.max_steps=-1", "trainer.max_epochs=1")
     with pytest.raises(RequestError, match="epochs bound this run"):
-        prepare(str(run.path), {"trainer.max_steps": "8"})
+        prepare_resumption(str(run.path), {"trainer.max_steps": "8"})
 
 
 def test_only_training_goes_on(tmp_path, monkeypatch):
@@ -245,13 +244,13 @@ def test_only_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=plan"]) == 0
     with pytest.raises(RequestError, match=r"only training goes on.*\(plan\)"):
-        prepare("plan", {})
+        prepare_resumption("plan", {})
 
 
 def test_a_missing_run_is_refused(tmp_path):
     """The message names what was asked for."""
     with pytest.raises(RequestError, match="no such run directory"):
-        prepare(str(tmp_path / "nowhere"), {})
+        prepare_resumption(str(tmp_path / "nowhere"), {})
 
 
 def test_one_run_at_a_time_goes_on(template, capsys):
@@ -266,13 +265,13 @@ def test_a_damaged_configuration_is_refused(broken, tmp_path):
     run.config.write_text("seed: [", encoding="utf-8")
     before = files(run)
     with pytest.raises(RequestError, match=r"config\.yaml"):
-        prepare(str(run.path), {})
+        prepare_resumption(str(run.path), {})
     assert files(run) == before
 
 
 def test_a_run_at_work_is_left_alone(template, capsys):
     """Two processes in one directory would tear its record."""
-    with held(template.lock):
+    with run_lock(template.lock):
         before = files(template)
         assert cli.main([f"resume={template.path}"]) == 2
         assert files(template) == before
@@ -300,7 +299,7 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(broken, rows_fi
     mine.unlink()
     before = files(run)
     with pytest.raises((RequestError, Problems), match=r"rows\.jsonl"):
-        prepare(str(run.path), {})
+        prepare_resumption(str(run.path), {})
     assert files(run) == before
 
 
@@ -383,9 +382,9 @@ def test_losses_of_an_earlier_attempt_go_where_the_resumed_one_has_none(tmp_path
     write_document_losses(path, lines)
     run = SimpleNamespace(dir=SimpleNamespace(validation=path))
     data = SimpleNamespace(val_document_ids=lambda places: [str(place) for place in places])
-    fitting._note_documents(run, "tuned", data, None)
+    fit._note_documents(run, "tuned", data, None)
     assert read_document_losses(path) == lines[:1]
-    fitting._note_documents(run, "tuned", data, torch.tensor([[0.0, 0.0], [4.0, 2.0]]))
+    fit._note_documents(run, "tuned", data, torch.tensor([[0.0, 0.0], [4.0, 2.0]]))
     assert [(one["item_id"], one["loss"]) for one in read_document_losses(path)] == [
         ("a", 2.5),
         ("1", 4.0),

@@ -14,8 +14,7 @@ from mens_exp.config.compose import config_digest, from_yaml
 from mens_exp.errors import ConfigError, DataError, Problems, RequestError
 from mens_exp.plan.contract import contract_of
 from mens_exp.report import write
-from mens_exp.tasks.cancellation import Cancelled
-from mens_exp.tasks.run import open_run, reopen_run
+from mens_exp.tasks.run import Cancelled, open_run, reopen_run
 
 
 def closed(run):

@@ -8,7 +8,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.export.contents import run_files
+from mens_exp.export.bundle import run_files
 
 SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=64")
 EVERY = (*SUITE, "callbacks.scorecard.every_n_steps=2", "callbacks.scorecard.items=1")

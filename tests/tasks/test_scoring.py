@@ -4,18 +4,18 @@ import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.sandbox import NoSandbox
 from mens_exp.config.suite import (
     HeldoutSyntaxSuite,
     JsonlCheck,
     JsonlSuite,
     MiniPythonSuite,
+    NoSandbox,
     NoSuite,
 )
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tasks.run import open_run
 from mens_exp.tasks.scoring import score
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 ROW = TrainingPair(prompt="Write f.", response="def f(): pass")
 

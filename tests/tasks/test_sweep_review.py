@@ -12,7 +12,7 @@ import pytest
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.errors import DataError
 from mens_exp.report.sweep_page import page
-from mens_exp.tasks.sweep_review import read_sweep, write_sweep_page
+from mens_exp.tasks.study_runs import read_sweep, write_sweep_page
 
 SEEDS = 3
 
@@ -110,7 +110,7 @@ def test_equal_answers_of_several_cells_stand_there_once(sweep):
 
 def test_items_beyond_the_first_are_counted(sweep, monkeypatch):
     """The page stays small and says what it leaves out."""
-    monkeypatch.setattr("mens_exp.tasks.sweep_review._MOST_ITEMS", 1)
+    monkeypatch.setattr("mens_exp.tasks.study_runs._MOST_ITEMS", 1)
     review = read_sweep(sweep)
     assert len(review.predictions) == 6
     assert review.more_predictions == 6 * 3

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from mens_exp import cli
-from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.manifest import Destination, Manifest, Status, SyncRecord, delivery_at
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sync_record import Destination, SyncRecord, delivery_at
 from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.config.task import SyncConfig
 from mens_exp.tasks.study_runs import named_paths
-from mens_exp.tasks.sync_parcels import parcels
-from mens_exp.training.wandb_agent import agent_inputs
+from mens_exp.tasks.sync import parcels
+from mens_exp.training.wandb_names import agent_inputs
 
 STEPS = 3
 
@@ -191,9 +190,9 @@ def test_a_run_that_is_sent_by_another_process_is_not_sent_twice(
     sweep, sync, wandb_service, capsys
 ):
     """Its lock says so."""
-    from mens_exp.artifacts.run_lock import held
+    from mens_exp.artifacts.host import run_lock
 
-    with held(sweep.path / "0_runs" / "sync.lock"):
+    with run_lock(sweep.path / "0_runs" / "sync.lock"):
         assert sync(sweep.path / "0_runs") == 3
     assert "is sending it" in capsys.readouterr().err
     assert wandb_service.operations == []

@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from mens_exp import cli
-from mens_exp.artifacts.inspection import Outcome
+from mens_exp.artifacts.certificate import Outcome
 from mens_exp.artifacts.run_dir import RunDir
 
 TENSORS = "adapter/adapter.safetensors"

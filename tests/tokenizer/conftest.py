@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from mens_exp.tokenizer import byte_level
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.model import sources
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 @pytest.fixture
 def written(tmp_path):
     """A directory with the byte-level tokenizer's files."""
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     return tmp_path
 
 

@@ -5,9 +5,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mens_exp.config.model import RandomModel
-from mens_exp.tokenizer import byte_level
-from mens_exp.tokenizer.byte_level import VOCAB_SIZE
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.model import sources
+from mens_exp.model.sources import BYTE_LEVEL_VOCAB_SIZE
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 USED = 259  # 3 control tokens and 256 bytes
 
@@ -15,7 +15,7 @@ USED = 259  # 3 control tokens and 256 bytes
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("byte_level")
-    byte_level.write_files(directory)
+    sources.write_byte_level_tokenizer(directory)
     return HfTokenizer.from_directory(directory)
 
 
@@ -28,7 +28,7 @@ def test_any_text_survives(tokenizer, text):
     """One id a byte of UTF-8, back to the same text, all inside the vocabulary."""
     (ids,) = tokenizer.encode_all([text])
     assert len(ids) == len(text.encode())
-    assert all(3 <= token < USED <= VOCAB_SIZE for token in ids)
+    assert all(3 <= token < USED <= BYTE_LEVEL_VOCAB_SIZE for token in ids)
     assert tokenizer.decode(ids) == text
 
 
@@ -43,14 +43,14 @@ def test_markers_are_one_id_each(tokenizer):
 def test_vocabulary_fits_the_random_model(tokenizer):
     """The table has a row for each id, and the size that is stated is the default one."""
     assert tokenizer.last_id == USED - 1
-    assert RandomModel(name="tiny").vocab_size == VOCAB_SIZE
+    assert RandomModel(name="tiny").vocab_size == BYTE_LEVEL_VOCAB_SIZE
 
 
 def test_transformers_reads_the_same_tokenizer(tokenizer, tmp_path):
     """Ids, markers and padding agree with AutoTokenizer's."""
     from transformers import AutoTokenizer
 
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(str(tmp_path))
     text = "<|im_start|>user\nGrüße 🐍<|im_end|>"
     assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode_all([text])[0]

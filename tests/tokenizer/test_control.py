@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mens_exp.errors import DataError
-from mens_exp.tokenizer import byte_level
+from mens_exp.model import sources
 from mens_exp.tokenizer.control import ControlText
 
 TEXTS = st.lists(
@@ -18,7 +18,7 @@ TEXTS = st.lists(
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
     directory = tmp_path_factory.mktemp("core")
-    byte_level.write_files(directory)
+    sources.write_byte_level_tokenizer(directory)
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 

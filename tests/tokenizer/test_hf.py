@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from mens_exp.errors import ModelFileError
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.tokenizer.templates import CHATML
 
 TURN = [{"role": "user", "content": "U"}]

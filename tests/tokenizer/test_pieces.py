@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from mens_exp.tokenizer.pieces import pieces_of
+from mens_exp.tokenizer.control import pieces_of
 
 CONTROLS = ("<|a|>", "<|bb|>", "</s>")
 TEXTS = st.lists(

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.tokenizer import TokenizerConfig
+from mens_exp.config.model import TokenizerConfig
 from mens_exp.errors import ConfigError
-from mens_exp.tokenizer.hf import HfTokenizer
-from mens_exp.tokenizer.template_files import read_template
+from mens_exp.tokenizer.implementations import HfTokenizer
+from mens_exp.tokenizer.templates import read_template
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mens_exp.tokenizer import byte_level
-from mens_exp.tokenizer.hf import HfTokenizer
-from mens_exp.tokenizer.text_bytes import bits_per_byte, text_bytes
-from mens_exp.tokenizer.vox import VoxTokenizer
+from mens_exp.model import sources
+from mens_exp.tokenizer.implementations import HfTokenizer, VoxTokenizer
+from mens_exp.tokenizer.load import bits_per_byte, text_bytes
 
 TEXTS = ["def f(x):\n\treturn x", "héllo wörld", "日本語 🎉", "  two spaces", "▁"]
 # SentencePiece's form: pieces with ▁ for a space, bytes for what no piece has.
@@ -46,7 +45,7 @@ def counted(tokenizer, text):
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_level_tokens_are_counted_to_the_byte(tmp_path, text):
     """As UTF-8 itself counts, also where a token is a part of a character."""
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
     assert counted(tokenizer, text) == (len(text.encode()), None)
     first = tokenizer.encode_all(["é"])[0][:1]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.tokenizer.vox import COMPOUNDS, VOCAB_SIZE, VoxTokenizer
+from mens_exp.tokenizer.implementations import VOX_COMPOUNDS, VOX_VOCAB_SIZE, VoxTokenizer
 
 VOX = VoxTokenizer()
 
@@ -13,7 +13,7 @@ def ids_by_definition(text):
     """Encode place by place, as the specification is written."""
     data, ids, place = text.encode("utf-8", "surrogatepass"), [], 0
     while place < len(data):
-        for index, compound in enumerate(COMPOUNDS):
+        for index, compound in enumerate(VOX_COMPOUNDS):
             if data.startswith(compound.encode(), place):
                 ids.append(98 + index)
                 place += len(compound)
@@ -27,7 +27,7 @@ def ids_by_definition(text):
 
 def test_vocabulary_has_131_ids():
     """PAD, UNK, EOS, 95 printable characters and 33 compounds."""
-    assert VOCAB_SIZE == 3 + 95 + 33 == 131
+    assert VOX_VOCAB_SIZE == 3 + 95 + 33 == 131
     assert VOX.last_id == 130
 
 
@@ -66,9 +66,9 @@ def test_list_order_wins_over_length():
     assert VOX.encode("<=>") == [116, 62 - 32 + 3]
 
 
-compounded = st.lists(st.one_of(st.sampled_from(COMPOUNDS), st.text(max_size=4)), max_size=30).map(
-    "".join
-)
+compounded = st.lists(
+    st.one_of(st.sampled_from(VOX_COMPOUNDS), st.text(max_size=4)), max_size=30
+).map("".join)
 
 
 @given(compounded)

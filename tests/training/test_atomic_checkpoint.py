@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mens_exp.errors import DataError
-from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
+from mens_exp.training.build import AtomicCheckpointIO
 
 STATE = {"adapter": {"l0.q.lora_a": torch.arange(6.0).view(2, 3)}, "step": 7}
 

@@ -8,7 +8,7 @@ import torch
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.training.untouched import untouched
+from mens_exp.training.contract_probe import preserve_state
 
 
 def states():
@@ -22,7 +22,7 @@ def test_a_block_leaves_modes_gradients_and_generators_as_they_were():
     model[2].eval()
     model[0].weight.grad = torch.ones(3, 3)
     state, deterministic = states(), torch.are_deterministic_algorithms_enabled()
-    with untouched(model):
+    with preserve_state(model):
         assert [module.training for module in model] == [True, False, False]
         model(torch.rand(2, 3)).sum().backward()
         np.random.rand(5)  # the global one, which others may use

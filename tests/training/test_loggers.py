@@ -8,7 +8,7 @@ import pytest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.overrides import check
 from mens_exp.errors import MissingExtra
-from mens_exp.plan.checks import logger
+from mens_exp.plan.checks import machine
 
 
 def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):
@@ -78,13 +78,13 @@ def test_tensorboard_reads_every_steps_loss(train_in, tmp_path):
 def test_a_missing_tensorboard_names_the_extra(tiny_config, monkeypatch):
     """Before a weight is read; with it, nothing is said."""
     config = tiny_config("logger=tensorboard")
-    monkeypatch.setattr(logger, "find_spec", lambda _name: object())
-    assert list(logger.check(config)) == []
-    monkeypatch.setattr(logger, "find_spec", lambda _name: None)
-    (problem,) = logger.check(config)
+    monkeypatch.setattr(machine, "find_spec", lambda _name: object())
+    assert list(machine.check_logger(config)) == []
+    monkeypatch.setattr(machine, "find_spec", lambda _name: None)
+    (problem,) = machine.check_logger(config)
     assert isinstance(problem, MissingExtra)
     assert "mens-exp[tensorboard]" in str(problem)
-    assert list(logger.check(tiny_config("logger=csv"))) == []
+    assert list(machine.check_logger(tiny_config("logger=csv"))) == []
 
 
 def test_a_loggers_settings_are_its_own():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.training.loop_progress import for_processes
+from mens_exp.training.module import for_processes
 
 
 def saved(batches, **more):

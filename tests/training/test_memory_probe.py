@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mens_exp.artifacts import host_memory
-from mens_exp.training import memory_probe
+from mens_exp.artifacts import host
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(
@@ -26,18 +25,18 @@ def fresh(size):
 
 def test_resident_memory_grows_with_what_is_written():
     """64 MiB of ones show as at least 60."""
-    before = memory_probe.rss_bytes()
+    before = host.rss_bytes()
     with fresh(64 * MIB):
-        assert memory_probe.rss_bytes() - before > 60 * MIB
+        assert host.rss_bytes() - before > 60 * MIB
 
 
 @linux
 def test_the_peak_remembers_what_is_gone():
     """A block that was freed again still counts."""
-    assert memory_probe.reset_peak()
-    before = memory_probe.rss_bytes()
+    assert host.reset_peak()
+    before = host.rss_bytes()
     fresh(64 * MIB).close()
-    peak = memory_probe.peak_rss_bytes()
+    peak = host.peak_rss_bytes()
     assert peak is not None
     assert peak - before > 60 * MIB
 
@@ -46,10 +45,10 @@ def test_the_peak_remembers_what_is_gone():
 def test_a_reset_forgets_earlier_peaks():
     """After it the peak is what is resident now, to within a few MiB."""
     fresh(128 * MIB).close()
-    assert memory_probe.reset_peak()
-    peak = memory_probe.peak_rss_bytes()
+    assert host.reset_peak()
+    peak = host.peak_rss_bytes()
     assert peak is not None
-    assert abs(peak - memory_probe.rss_bytes()) < 16 * MIB
+    assert abs(peak - host.rss_bytes()) < 16 * MIB
 
 
 def test_a_system_that_cannot_reset_says_so(monkeypatch):
@@ -59,7 +58,7 @@ def test_a_system_that_cannot_reset_says_so(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    assert memory_probe.reset_peak() is False
+    assert host.reset_peak() is False
 
 
 @pytest.mark.parametrize(("own", "expected"), [({"peak_wset": 123}, 123), ({}, None)])
@@ -71,14 +70,14 @@ def test_without_proc_the_peak_is_windows_own_or_unknown(monkeypatch, own, expec
 
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(**own))
     monkeypatch.setattr(Path, "read_text", absent)
-    monkeypatch.setattr(host_memory.psutil, "Process", lambda _pid: process)
-    assert memory_probe.peak_rss_bytes() == expected
+    monkeypatch.setattr(host.psutil, "Process", lambda _pid: process)
+    assert host.peak_rss_bytes() == expected
 
 
 def test_without_torch_there_is_no_gpu_peak(monkeypatch):
     """The probe imports nothing to find out."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert memory_probe.peak_cuda_bytes() is None
+    assert host.peak_cuda_bytes() is None
     assert "torch" not in sys.modules
 
 
@@ -92,6 +91,6 @@ def test_the_gpu_peak_is_the_allocator_s(monkeypatch, available, expected):
         reset_peak_memory_stats=lambda: peaks.append(0),
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert memory_probe.peak_cuda_bytes() == expected
-    memory_probe.reset_peak()
-    assert memory_probe.peak_cuda_bytes() == (0 if available else None)
+    assert host.peak_cuda_bytes() == expected
+    host.reset_peak()
+    assert host.peak_cuda_bytes() == (0 if available else None)

@@ -13,8 +13,7 @@ from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import DataError, MensError
 from mens_exp.objective.causal import CrossEntropy, LossSum
-from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
-from mens_exp.training.build import lightning_quiet
+from mens_exp.training.build import AtomicCheckpointIO, lightning_quiet
 from mens_exp.training.module import TrainingModule
 
 EXACT = (

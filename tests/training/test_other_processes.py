@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from mens_exp.training import other_processes
-from mens_exp.training.other_processes import started
+from mens_exp.training import distributed
+from mens_exp.training.distributed import started_workers
 
 WAITS = ("-c", "import time; time.sleep(60)")
 FAILS = ("-c", "import sys; print('first'); print('what went wrong'); sys.exit(3)")
@@ -21,14 +21,14 @@ def never(error):
 
 def test_processes_that_end_well_leave_nothing(tmp_path):
     """No failure, and no empty log."""
-    with started({1: ENDS, 2: ENDS}, tmp_path / "processes", stuck=never) as others:
+    with started_workers({1: ENDS, 2: ENDS}, tmp_path / "processes", stuck=never) as others:
         assert others.failed_within(20) is None
     assert not (tmp_path / "processes").exists()
 
 
 def test_a_failed_process_is_named_with_its_last_words(tmp_path):
     """Its number, how it ended, its log, and how to go on."""
-    with started({1: WAITS, 2: FAILS}, tmp_path / "processes", stuck=never) as others:
+    with started_workers({1: WAITS, 2: FAILS}, tmp_path / "processes", stuck=never) as others:
         found = others.failed_within(20)
         assert found is not None
         others.end()
@@ -41,7 +41,7 @@ def test_a_failed_process_is_named_with_its_last_words(tmp_path):
 
 def test_a_killed_process_is_told_by_its_signal(tmp_path):
     """As the system's own killer leaves it, without a word."""
-    with started({1: KILLED}, tmp_path / "processes", stuck=never) as others:
+    with started_workers({1: KILLED}, tmp_path / "processes", stuck=never) as others:
         found = others.failed_within(20)
     assert found is not None
     assert found.found == "ended by SIGKILL"
@@ -51,7 +51,7 @@ def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path):
     """Nobody is left to train with."""
     with (
         pytest.raises(KeyError),
-        started({1: WAITS}, tmp_path / "processes", stuck=never) as others,
+        started_workers({1: WAITS}, tmp_path / "processes", stuck=never) as others,
     ):
         raise KeyError
     assert others.processes[1].returncode < 0
@@ -59,7 +59,7 @@ def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path):
 
 def test_who_waits_for_the_dead_is_told_in_the_end(tmp_path, monkeypatch):
     """The block goes on as if nothing were, like a collective on a GPU."""
-    monkeypatch.setattr(other_processes, "STUCK_S", 0.1)
+    monkeypatch.setattr(distributed, "STUCK_S", 0.1)
     told = []
     was_told = threading.Event()
 
@@ -67,6 +67,6 @@ def test_who_waits_for_the_dead_is_told_in_the_end(tmp_path, monkeypatch):
         told.append(error)
         was_told.set()
 
-    with started({1: FAILS}, tmp_path / "processes", stuck=stuck):
+    with started_workers({1: FAILS}, tmp_path / "processes", stuck=stuck):
         assert was_told.wait(20)
     assert "exit code 3" in str(told[0])

@@ -6,18 +6,18 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from mens_exp.plan.ranks import ALONE, Rank
-from mens_exp.training.process_group import (
+from mens_exp.plan.machine import ALONE, Rank
+from mens_exp.training.distributed import (
+    ShardedBase,
+    all_gather,
+    as_peer_failure,
     joined,
-    lost_touch,
     open_store,
+    publish,
+    receive,
     store_at,
     strategy_of,
-    tell,
-    told,
-    told_by_all,
 )
-from mens_exp.training.sharding import ShardedBase
 
 CPU = torch.device("cpu")
 
@@ -25,15 +25,15 @@ CPU = torch.device("cpu")
 def test_what_is_told_reaches_who_comes_to_the_port():
     """Before anyone has joined."""
     store = open_store(2)
-    tell(store, {"config": "seed: 1\n", "checkpoint": None})
-    assert told(store_at(store.port, 2)) == {"config": "seed: 1\n", "checkpoint": None}
+    publish(store, {"config": "seed: 1\n", "checkpoint": None})
+    assert receive(store_at(store.port, 2)) == {"config": "seed: 1\n", "checkpoint": None}
 
 
 def test_a_group_ends_with_its_block():
     """Also by an error; another can be joined after it."""
     for _ in range(2):
         with joined(ALONE, CPU, open_store(1)):
-            assert told_by_all({"peak": 3}, ALONE) == [{"peak": 3}]
+            assert all_gather({"peak": 3}, ALONE) == [{"peak": 3}]
         assert not torch.distributed.is_initialized()
     with pytest.raises(KeyError), joined(ALONE, CPU, open_store(1)):
         raise KeyError
@@ -64,7 +64,7 @@ def test_several_have_the_strategy_that_is_asked_for(
 )
 def test_a_broken_connection_is_told_as_such(error):
     """With the library's own words, and how to go on."""
-    found = lost_touch(error)
+    found = as_peer_failure(error)
     assert found is not None
     assert "cannot be reached" in str(found)
     assert "by peer" in str(found)
@@ -74,4 +74,4 @@ def test_a_broken_connection_is_told_as_such(error):
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo")])
 def test_any_other_error_is_what_it_is(error):
     """A bug stays one."""
-    assert lost_touch(error) is None
+    assert as_peer_failure(error) is None

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from mens_exp.config.schedule import ScheduleKind
-from mens_exp.training.schedule import multiplier
+from mens_exp.config.optim import ScheduleKind
+from mens_exp.training.optimizer import multiplier
 
 COSINE, LINEAR, CONSTANT = ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.constant
 

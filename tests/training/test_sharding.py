@@ -11,10 +11,9 @@ import torch
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.plan.ranks import ALONE
+from mens_exp.plan.machine import ALONE
 from mens_exp.quant.bnb import quantized_linears, quantizing_on
-from mens_exp.training.process_group import open_store
-from mens_exp.training.sharding import is_sharded
+from mens_exp.training.distributed import is_sharded, open_store
 
 USUAL = ("model=tiny_llama", "logger=none", "suite=none", "lora.dropout=0.1")
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")

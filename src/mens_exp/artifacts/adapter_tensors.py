@@ -1,7 +1,17 @@
-"""The tensors of an adapter, and what they must be given its header (schema v2 or v3)."""
+"""Tensors of an adapter: their file, their agreement with the header, and their spectrum.
+
+Schemas v2 and v3 share these rules. The singular values of an update ``s · B A`` are computed
+without the product: ``B A`` is ``Q_B (R_B R_Aᵀ) Q_Aᵀ`` with thin QRs of B and of Aᵀ; both Q are
+orthonormal, so the singular values are those of the small matrix in the middle. Where all experts
+of a layer are one tensor, A is ``[E, R, I]`` and B ``[E, O, R]``. They act apart, as the blocks of
+one matrix, and the values of all of them are its values.
+
+Shapes: R rank, I inputs and O outputs of a projection, E experts.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -9,26 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mens_exp.artifacts.atomic import write_bytes
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import DataError, MensError
+from mens_exp.errors import DataError, MensError, expected_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     import numpy.typing as npt
-
-__all__ = [
-    "HALVES",
-    "HEAD",
-    "MAGNITUDE",
-    "Header",
-    "TensorFile",
-    "disagreements",
-    "few",
-    "header_problems",
-    "write_tensors",
-]
 
 _MATRIX_RANK, _STACK_RANK = 2, 3
 _SHOWN = 8
@@ -252,3 +249,52 @@ def _not_whole(path: Path, error: Exception) -> DataError:
 def _kind_of(dtype: np.dtype[Any]) -> str:
     """Return safetensors' name of float32, and numpy's of any other type."""
     return "F32" if dtype == np.float32 else str(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spectrum:
+    """The size and the shape of an update.
+
+    Attributes:
+        frobenius: root of the sum of squared singular values.
+        spectral: the largest of them.
+        effective_rank: exp of the entropy of the singular values divided by their sum (Roy and
+            Vetterli, The effective rank, EUSIPCO 2007), from 1 to the rank; None for nothing.
+        stable_rank: ``(frobenius / spectral)²``, from 1 to the rank; None for nothing.
+    """
+
+    frobenius: float
+    spectral: float
+    effective_rank: float | None
+    stable_rank: float | None
+
+
+def singular_values(
+    A_RI: npt.NDArray[np.floating], B_OR: npt.NDArray[np.floating], scale: float
+) -> npt.NDArray[np.float64]:
+    """Return the singular values of ``scale · B A``, largest first, in f64.
+
+    There are as many as the smallest of R, I and O; all others of the product are zero.
+    """
+    _, upper_B = np.linalg.qr(B_OR.astype(np.float64))
+    _, upper_A = np.linalg.qr(np.swapaxes(A_RI, -1, -2).astype(np.float64))
+    values = np.linalg.svd(upper_B @ np.swapaxes(upper_A, -1, -2), compute_uv=False)
+    return np.asarray(abs(scale) * np.sort(values, axis=None)[::-1], dtype=np.float64)
+
+
+def spectrum(
+    A_RI: npt.NDArray[np.floating], B_OR: npt.NDArray[np.floating], scale: float
+) -> Spectrum:
+    """Measure ``scale · B A``; the matrices must be finite."""
+    values = singular_values(A_RI, B_OR, scale)
+    frobenius, spectral = float(np.linalg.norm(values)), float(values[0])
+    if spectral == 0:
+        return Spectrum(frobenius=0.0, spectral=0.0, effective_rank=None, stable_rank=None)
+    shares = values[values > 0] / values.sum()
+    shares = shares[shares > 0]  # a share below the smallest number has no entropy
+    return Spectrum(
+        frobenius=frobenius,
+        spectral=spectral,
+        effective_rank=float(np.exp(-np.sum(shares * np.log(shares)))),
+        stable_rank=(frobenius / spectral) ** 2,
+    )

@@ -1,4 +1,4 @@
-"""The adapter on disk, schema v2, of the Candle QLoRA trainer; it lifts to v3 and back.
+"""Adapter schema v2, of the Candle QLoRA trainer, and reading either schema as v3.
 
 ``candle_qlora_adapter.safetensors`` holds ``{logical}.lora_a`` A_RI [r, in] and
 ``{logical}.lora_b`` B_OR [out, r], float32, ``candle_qlora_adapter_meta.json`` what they belong
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts import adapter_v3
 from mens_exp.artifacts.adapter_tensors import (
     HALVES,
     HEAD,
@@ -18,7 +19,7 @@ from mens_exp.artifacts.adapter_tensors import (
     write_tensors,
 )
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.artifacts.record import read_record, write_record
+from mens_exp.artifacts.record import parse_json, read_bytes, read_record, write_record
 from mens_exp.errors import DataError, Problems
 
 if TYPE_CHECKING:
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-
-__all__ = [
-    "FORMATS",
-    "META_NAME",
-    "TENSORS_NAME",
-    "AdapterMeta",
-    "embed_key_of",
-    "lift",
-    "lower",
-    "read_adapter_v2",
-    "read_meta",
-    "write_adapter_v2",
-]
 
 META_NAME = "candle_qlora_adapter_meta.json"
 TENSORS_NAME = "candle_qlora_adapter.safetensors"
@@ -164,7 +152,7 @@ def lower(manifest: AdapterManifest, *, embed_key: str | None = None) -> Adapter
     The quantization of the base is left out, and whatever else v2 has no word for.
 
     Args:
-        manifest: of schema v3; see :func:`mens_exp.artifacts.adapter_delta.portable` for one
+        manifest: of schema v3; see :func:`mens_exp.artifacts.adapter_v3.portable` for one
             whose layers have scales of their own.
         embed_key: key of the embedding table in the base checkpoint, where the manifest does
             not tell it.
@@ -233,4 +221,68 @@ def _cannot(place: str, found: object, expected: str) -> DataError:
         found=found,
         expected=expected,
         remedy="write it with format=v3 or format=peft",
+    )
+
+
+_FORMATS = (*adapter_v3.FORMATS, *FORMATS)
+
+
+def schema_in(directory: Path) -> str | None:
+    """Return ``v3`` or ``v2``, whichever schema's header lies in a directory, or None."""
+    names = {
+        adapter_v3.MANIFEST_NAME: "v3",
+        adapter_v3.OLDER_MANIFEST_NAME: "v3",
+        META_NAME: "v2",
+    }
+    return next((schema for name, schema in names.items() if (directory / name).is_file()), None)
+
+
+def read_adapter_directory(
+    directory: Path,
+) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
+    """Read an adapter under its schema's own file names; v3 where both lie there.
+
+    Args:
+        directory: holds the two files.
+
+    Raises:
+        DataError: a file is missing, truncated, of a newer version or breaks one rule.
+        Problems: several rules are broken, in either file.
+    """
+    if schema_in(directory) == "v2":
+        meta, tensors = read_adapter_v2(directory)
+        return lift(meta), tensors
+    return adapter_v3.read_adapter(directory)
+
+
+def read_adapter_files(
+    tensors: Path, meta: Path, *, double_quant: bool = True
+) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
+    """Read an adapter from two files of any names; `format` of the header tells the schema.
+
+    Args:
+        tensors: the safetensors file.
+        meta: the JSON header, of schema v2 or v3 or an older name of either.
+        double_quant: what a v2 is lifted with.
+
+    Returns:
+        The manifest in schema v3, and float32 tensors by name.
+
+    Raises:
+        DataError: a file is missing, truncated, of a newer version or breaks one rule.
+        Problems: several rules are broken, in either file.
+    """
+    value = parse_json(read_bytes(meta), str(meta))
+    named = value.get("format") if isinstance(value, dict) else None
+    if named in FORMATS:
+        header, found = read_meta(meta, tensors)
+        return lift(header, double_quant=double_quant), found
+    if named in adapter_v3.FORMATS:
+        return adapter_v3.read_manifest(meta, tensors)
+    raise DataError(
+        "no header of an adapter",
+        where=f"{meta}: format",
+        found="no such key" if named is None else named,
+        expected=f"one of {', '.join(_FORMATS)}",
+        remedy="name the adapter_manifest.json or the candle_qlora_adapter_meta.json beside it",
     )

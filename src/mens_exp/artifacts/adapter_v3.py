@@ -1,19 +1,24 @@
-"""The adapter on disk, schema v3: adapter_manifest.json and adapter.safetensors.
+"""Adapter schema v3: adapter_manifest.json and adapter.safetensors, and the deltas they stand for.
 
 Tensors are ``{logical}.lora_a`` A_RI [r, in] and ``{logical}.lora_b`` B_OR [out, r], float32.
 The layout is the Vox mens trainer's; our additions are the key `mens_exp` and, where its variant
-is ``dora``, ``{logical}.lora_magnitude`` [out].
+is ``dora``, ``{logical}.lora_magnitude`` [out]. Key `mens_exp.quantizer` records how the base was
+quantized, enough to reproduce its 4-bit values bit for bit.
 
 A reader that knows nothing of `mens_exp` takes ``(B @ A) * alpha / max(rank, 1)`` for every
 layer's delta. A training run writes the matrices that it trained, whose scale may be another one;
-:func:`mens_exp.artifacts.adapter_delta.portable` makes the header's scale true of every layer.
+:func:`portable` makes the header's scale true of every layer.
+
+Shapes: R rank, I inputs and O outputs of a projection.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
+
+import numpy as np
 
 from mens_exp.artifacts.adapter_tensors import (
     HALVES,
@@ -22,31 +27,69 @@ from mens_exp.artifacts.adapter_tensors import (
     header_problems,
     write_tensors,
 )
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.artifacts.quantizer import Quantizer, quantizer_problems
-from mens_exp.artifacts.record import read_record, write_record
-from mens_exp.artifacts.typed_json import check_keys
-from mens_exp.errors import DataError
+from mens_exp.artifacts.record import check_keys, read_record, write_record
+from mens_exp.errors import DataError, expected_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "FORMATS",
-    "MANIFEST_NAME",
-    "OLDER_MANIFEST_NAME",
-    "TENSORS_NAME",
-    "AdapterManifest",
-    "AdapterProvenance",
-    "Quant",
-    "read_adapter",
-    "read_manifest",
-    "write_adapter",
-]
+    Array = npt.NDArray[np.float32]
+
+_KNOWN = {
+    "quant_type": ("nf4", "fp4"),
+    "compute_dtype": ("bf16", "f32"),
+    "rounded_to": ("bf16", "f32"),
+}
+
+
+class Quantizer(TypedDict):
+    """The quantizer that made 4-bit values of a base's weights.
+
+    Attributes:
+        quant_type: ``nf4`` or ``fp4``.
+        block_size: weights that share a scale.
+        double_quant: whether the scales are quantized too.
+        compute_dtype: ``bf16`` or ``f32``: what values are rounded to before they are used.
+        rounded_to: ``bf16`` or ``f32``: what weights were rounded to before they were quantized.
+        skip: paths of the projections of decoder layers that were left unquantized.
+        library: its name and version.
+    """
+
+    quant_type: str
+    block_size: int
+    double_quant: bool
+    compute_dtype: str
+    rounded_to: str
+    skip: list[str]
+    library: str
+
+
+def quantizer_problems(stored: Mapping[str, Any], where: str) -> list[DataError]:
+    """List what is wrong with a record beyond its types.
+
+    Args:
+        stored: the record; a value of the wrong type is passed over.
+        where: its place, for the messages.
+    """
+    found = [
+        DataError(
+            "unknown",
+            where=f"{where}.{name}",
+            found=stored[name],
+            expected=expected_name(stored[name], known),
+        )
+        for name, known in _KNOWN.items()
+        if isinstance(stored.get(name), str) and stored[name] not in known
+    ]
+    block = stored.get("block_size")
+    if type(block) is int and block < 1:
+        place = f"{where}.block_size"
+        found.append(DataError("wrong value", where=place, found=block, expected="1 or more"))
+    return found
+
 
 MANIFEST_NAME = "adapter_manifest.json"
 TENSORS_NAME = "adapter.safetensors"
@@ -283,3 +326,63 @@ def read_manifest(
 
     manifest = read_record(AdapterManifest, path, older_formats=FORMATS[1:], further=further)
     return manifest, file[0].read()
+
+
+def deltas(
+    manifest: AdapterManifest, tensors: Mapping[str, Array]
+) -> dict[str, tuple[Array, Array, float]]:
+    """Return A_RI [r, in], B_OR [out, r] and the factor before ``B @ A`` of each logical layer.
+
+    Both float32 as they are stored, in the order of the manifest.
+
+    Raises:
+        DataError: the adapter is a DoRA, whose update depends on the weight that it changes.
+    """
+    if manifest.variant == "dora":
+        raise _no_delta()
+    return {
+        layer: (
+            tensors[f"{layer}.lora_a"],
+            tensors[f"{layer}.lora_b"],
+            manifest.scale_of(layer),
+        )
+        for layer in manifest.layer_order
+    }
+
+
+def portable(
+    manifest: AdapterManifest, tensors: Mapping[str, Array]
+) -> tuple[AdapterManifest, dict[str, Array]]:
+    """Return the same deltas under the header's own scale, ``alpha / rank`` in every layer.
+
+    B is multiplied by what a layer's scale is more than that (rsLoRA, patterns of alpha or rank);
+    where it is not, the bytes stay. A layer of another rank keeps it.
+
+    Raises:
+        DataError: the adapter is a DoRA, which is no delta.
+    """
+    if manifest.variant == "dora":
+        raise _no_delta()
+    usual, folded = manifest.alpha / manifest.rank, dict(tensors)
+    for layer in manifest.layer_order:
+        factor = manifest.scale_of(layer) / usual
+        if factor != 1:
+            B_OR = tensors[f"{layer}.lora_b"].astype(np.float64) * factor
+            folded[f"{layer}.lora_b"] = B_OR.astype(np.float32)
+    ours = dict(manifest.mens_exp or {})
+    ours.pop("alpha_pattern", None)
+    if "variant" in ours:
+        ours["variant"] = "lora"
+    if ours.get("rank_pattern"):
+        ours["scale"] = "header"
+    return replace(manifest, mens_exp=ours or None), folded
+
+
+def _no_delta() -> DataError:
+    return DataError(
+        "DoRA is no delta: it sets the length of each row of the weight that it changes",
+        where="mens_exp.variant",
+        found="dora",
+        expected="lora or rslora",
+        remedy="export it with format=peft, or train with lora.variant=lora",
+    )

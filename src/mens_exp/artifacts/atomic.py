@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = [
-    "directory",
-    "file",
-    "json_line",
-    "remove_stale",
-    "scratch",
-    "stream",
-    "write_bytes",
-    "write_json",
-    "write_text",
-]
-
 _FOREIGN_AGE_S = 24 * 3600  # another machine's processes cannot be asked; no write lasts a day
 _cleared: set[Path] = set()  # targets whose dead writers this process has cleared away
 _START_SLACK_S = 1.0  # file systems and process tables round their clocks differently

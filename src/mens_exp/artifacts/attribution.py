@@ -8,16 +8,6 @@ from typing import TypedDict
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
 
-__all__ = [
-    "Attribution",
-    "Comparison",
-    "ModuleRecord",
-    "PositionRecord",
-    "Suggestion",
-    "VariantError",
-    "WholeRecord",
-]
-
 
 class VariantError(TypedDict):
     """One module quantized one way.

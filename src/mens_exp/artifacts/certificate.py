@@ -1,15 +1,19 @@
-"""parity.json: how far a merged or exported model is from the model that was trained."""
+"""parity.json and inspection.json: parity certificates and the inspection of an artifact.
+
+A certificate measures how far a merged or exported model is from the model that was trained. An
+inspection says what an artifact is, what it was made from, and whether its records hold. A number
+that is not finite is not written: an empty delta has no rank. What is unknown is null, with the
+reason in `unknown`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
-
-__all__ = ["Certificate", "Comparison", "Evidence", "ProbeRecord", "TensorError", "WorstLayer"]
 
 
 class Evidence(StrEnum):
@@ -133,3 +137,221 @@ class Certificate(StoredRecord):
                 DataError("nothing had to be accepted", where=f"{where}: accepted", found=True)
             )
         return found
+
+
+class ArtifactKind(StrEnum):
+    """The kind of the inspected path."""
+
+    RUN = "run"
+    ADAPTER = "adapter"
+    CHECKPOINT = "checkpoint"
+    MODEL = "model"
+    TENSORS = "tensors"
+    SCORECARD = "scorecard"
+    COMPARISON = "comparison"
+    DECISION = "decision"
+
+
+class Link(StrEnum):
+    """A link of the chain of evidence, in its order; ``run`` is a run's own record."""
+
+    BASE = "base"
+    ROWS = "rows"
+    ENCODED = "encoded rows"
+    RUN = "run"
+    CHECKPOINT = "checkpoints"
+    ADAPTER = "adapter"
+    MERGED = "merged"
+    SCORECARD = "scorecard"
+    COMPARISON = "comparison"
+    DECISION = "decision"
+
+
+class Role(StrEnum):
+    """The role of an ancestor for its descendant."""
+
+    BASE = "base"
+    START = "starting adapter"
+    RUN = "run"
+    ADAPTER = "adapter"
+    WRITTEN = "written"
+    RECORD = "record"
+
+
+class Outcome(StrEnum):
+    """The result of a comparison; ``close`` is within the tolerance that its note states."""
+
+    EQUAL = "equal"
+    CLOSE = "close"
+    DIFFERS = "differs"
+    NOT_HERE = "not here"
+
+
+class BaseRecord(TypedDict):
+    """The base model, as the records name it; ``quantizer`` is adapter schema v3's."""
+
+    name: str | None
+    revision: str | None
+    weights_sha256: str | None
+    base_quant: str | None
+    double_quant: bool | None
+    quantizer: dict[str, Any] | None
+
+
+class LayerRecord(TypedDict):
+    """One adapted layer: ``shape`` [out, in] of its weight, and its delta ``scale · B A``.
+
+    ``scale`` is null where nobody tells it; the norms are then those of ``B A``.
+    ``magnitude_change`` is, in DoRA, ``|m - m0| / |m0|`` of the lengths of rows, m0 those of the
+    weight that training began with.
+    """
+
+    base_key: str | None
+    shape: list[int]
+    rank: int
+    scale: float | None
+    frobenius: float
+    spectral: float
+    effective_rank: float | None
+    stable_rank: float | None
+    magnitude_change: float | None
+
+
+class CertificateRecord(TypedDict):
+    """The content of a parity.json; ``worst`` is the tensor of the largest relative error."""
+
+    verdict: str
+    passed: bool
+    accepted: bool
+    evidence: Evidence
+    comparisons: dict[str, Comparison]
+    tensors: int
+    worst: dict[str, TensorError]
+
+
+class Ancestor(TypedDict):
+    """One of what the inspected thing came from, oldest first; ``place`` is null if not here."""
+
+    role: Role
+    name: str
+    place: str | None
+    hashes: dict[str, str]
+    missing: str | None
+
+
+class CheckpointRecord(TypedDict):
+    """A training state; ``optimizer_tensors`` is 0 where it holds no optimizer state."""
+
+    step: int
+    bytes: int
+    optimizer_tensors: int
+    optimizer_bytes: int
+    resumable: bool
+    why: str
+
+
+class Check(TypedDict):
+    """One value as it is recorded, and as it was found.
+
+    ``step`` is of a replay. ``link`` is the value's place in the chain of evidence and ``of`` the
+    run, file or entry that records it; both are null in a replay, and in records of version 1.
+    """
+
+    name: str
+    step: int | None
+    outcome: Outcome
+    recorded: Any
+    found: Any
+    note: str | None
+    link: Link | None
+    of: str | None
+
+
+class Verification(TypedDict):
+    """Every comparison of verify=true."""
+
+    checks: list[Check]
+
+
+class Replay(TypedDict):
+    """The first steps of a run, taken again; ``conditions`` are those that were other ones."""
+
+    steps: int
+    identical_through: int
+    conditions: list[str]
+    first_difference: str | None
+    checks: list[Check]
+
+
+def _inspection_of_1(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of version 1 as one of version 2: its checks named no link of the chain."""
+    try:
+        for part in (value.get("verification"), value.get("replay")):
+            for check in () if part is None else part["checks"]:
+                check.update(link=None, of=None)
+    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+        pass
+    return value
+
+
+@dataclass(kw_only=True, slots=True)
+class Inspection(StoredRecord):
+    """The findings of an inspection.
+
+    Attributes:
+        format: always ``mens_exp_inspection``.
+        version: of this layout.
+        kind: what lies there.
+        path: as it was inspected.
+        what: the same in words.
+        form: of its adapter, ``v3``, ``v2`` or ``peft``; None where there is none.
+        variant: ``lora``, ``rslora`` or ``dora``; None as above.
+        base: None where no record names one.
+        parameters: of the adapter.
+        layers: by logical name.
+        checkpoint: of a training state.
+        certificate: of something written by a merge or an export.
+        lineage: oldest first.
+        verification: of verify=true.
+        replay: of replay=true.
+        unknown: field that is null, or figure that is absent -> why.
+    """
+
+    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1}
+
+    format: str = "mens_exp_inspection"
+    version: int = 2
+    kind: ArtifactKind
+    path: str
+    what: str
+    form: str | None = None
+    variant: str | None = None
+    base: BaseRecord | None = None
+    parameters: int | None = None
+    layers: dict[str, LayerRecord] = field(default_factory=dict)
+    checkpoint: CheckpointRecord | None = None
+    certificate: CertificateRecord | None = None
+    lineage: list[Ancestor] = field(default_factory=list)
+    verification: Verification | None = None
+    replay: Replay | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return the comparisons whose outcome their own values deny."""
+        named: list[tuple[str, list[Check]]] = []
+        if self.verification is not None:
+            named.append(("verification", self.verification["checks"]))
+        if self.replay is not None:
+            named.append(("replay", self.replay["checks"]))
+        return [
+            DataError(
+                "the outcome is not that of its own values",
+                where=f"{where}: {name}.checks[{number}].outcome",
+                found=str(check["outcome"]),
+                expected=f"{check['recorded']!r} beside {check['found']!r}",
+            )
+            for name, checks in named
+            for number, check in enumerate(checks)
+            if check["outcome"] != Outcome.NOT_HERE
+            and (check["outcome"] == Outcome.EQUAL) != (check["recorded"] == check["found"])
+        ]

@@ -9,20 +9,6 @@ from typing import Any, ClassVar, TypedDict
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
 
-__all__ = [
-    "ArmRecord",
-    "Comparison",
-    "ContrastRecord",
-    "Curve",
-    "FrozenBy",
-    "KpiRecord",
-    "Looks",
-    "NoiseRecord",
-    "OtherLook",
-    "RunRecord",
-    "Verdict",
-]
-
 
 class Verdict(StrEnum):
     """The result of a comparison; only the primary KPI gets one of the first four."""

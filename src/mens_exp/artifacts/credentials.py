@@ -14,17 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "SECRETS",
-    "Pattern",
-    "found_in",
-    "looks_like_one",
-    "masked",
-    "possible",
-    "screened",
-    "without_secrets",
-]
-
 _MOST_SHOWN: Final = 4  # characters of a secret, and never over a quarter of it
 
 

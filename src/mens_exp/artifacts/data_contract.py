@@ -13,18 +13,6 @@ from mens_exp.errors import DataError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "Clash",
-    "DataContract",
-    "OverlapPart",
-    "ProbePart",
-    "ReferencePart",
-    "RowsPart",
-    "StoredReference",
-    "StoredTokens",
-    "TokenPart",
-]
-
 
 class TokenPart(TypedDict):
     """The training documents, token by token.

@@ -13,34 +13,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.host import file_lock
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.record import cut_torn_end, read_lines
-from mens_exp.artifacts.wait_lock import waiting
 from mens_exp.errors import DataError, MensError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-__all__ = [
-    "Answer",
-    "CycleEntry",
-    "DecisionEntry",
-    "EntryKind",
-    "EvidenceEntry",
-    "FrozenRules",
-    "FrozenRun",
-    "LedgerEntry",
-    "Outcome",
-    "RuleRecord",
-    "Thresholds",
-    "append",
-    "cycles_of",
-    "froze_runs",
-    "frozen_runs",
-    "is_ledger",
-    "read_ledger",
-]
 
 # Version 1 froze less of a cycle, version 2 no runs.
 _FORMAT, _VERSION = "mens_exp_decisions", 3
@@ -257,7 +237,7 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
     Raises:
         DataError: as `read_ledger`; nothing is added to a ledger that was tampered with.
     """
-    with waiting(path.with_name(f".{path.name}.lock")):
+    with file_lock(path.with_name(f".{path.name}.lock")):
         earlier = read_ledger(path)
         body = made(earlier)
         entry: dict[str, Any] = {

@@ -1,16 +1,28 @@
-"""SHA-256 of bytes, files and JSON values."""
+"""SHA-256 digests of values and files, and of the outputs and checkpoints of a run.
+
+A run's manifest records the digests of its outputs, and checkpoints/sha256.json those of its
+training states; both are compared before a file is read. A digest is written before its state is
+renamed into place, so a state without one is from an earlier version, not from a killed writer. A
+state that is written again has two digests until the rename.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import json
+import re
+from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.atomic import json_line
+from mens_exp.artifacts.manifest import Status
+from mens_exp.errors import DataError, Problems
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["canonical_json", "digest", "sha256_bytes", "sha256_file"]
+    from mens_exp.artifacts.run_dir import RunDir
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -44,3 +56,175 @@ def digest(obj: object) -> str:
         MensError: as `canonical_json`.
     """
     return sha256_bytes(canonical_json(obj))
+
+
+_ADAPTER = {".json", ".safetensors"}
+_DEPTH = 3  # adapter/peft/adapter_model.safetensors lies deepest
+
+
+def refuse_changed_outputs(*files: Path) -> None:
+    """Refuse files of a run that are not what it wrote.
+
+    Files of no run are not checked, nor are those that a run recorded no hash of; while a run is at
+    work its files change.
+
+    Args:
+        files: that are about to be read; one that is missing is left to its reader.
+
+    Raises:
+        Problems: files have another hash than the manifest of their run states.
+    """
+    Problems.raise_if([error for file in files for error in _changed(file)])
+
+
+def refuse_changed_adapter(directory: Path) -> None:
+    """Refuse the adapter of a run whose files, or whose configuration, are not what it wrote.
+
+    Args:
+        directory: that holds the adapter, in a run or elsewhere.
+
+    Raises:
+        Problems: files have another hash than the manifest of their run states.
+    """
+    files = [file for file in sorted(directory.glob("*")) if file.suffix in _ADAPTER]
+    configs = [parent / "config.yaml" for parent in directory.absolute().parents[:_DEPTH]]
+    refuse_changed_outputs(*files, *configs)
+
+
+def _changed(file: Path) -> Iterator[DataError]:
+    if not file.is_file():
+        return
+    place = file.absolute()
+    for directory in place.parents[:_DEPTH]:
+        expected = _outputs(directory).get(place.relative_to(directory).as_posix())
+        if expected is None:
+            continue
+        found = sha256_file(place)
+        if found != expected:
+            yield DataError(
+                "is not what its run wrote",
+                where=str(file),
+                found=found,
+                expected=f"{expected}, as {directory / 'manifest.json'} has it",
+                remedy="put the file back as it was, or make it again",
+            )
+        return
+
+
+def _outputs(directory: Path) -> dict[str, Any]:
+    """Return the hashes that a run at this place recorded; none while it is at work."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
+        outputs = manifest["outputs"]
+        is_at_work = manifest["status"] == Status.STARTED
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return outputs if isinstance(outputs, dict) and not is_at_work else {}
+
+
+CHECKPOINT_DIGESTS = "sha256.json"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def record_checkpoint_digest(path: Path, sha256: str) -> None:
+    """Record the digest of a training state that is about to be written.
+
+    Digests of states that are gone are dropped.
+    """
+    place = path.parent
+    kept = {
+        name: some
+        for name, some in _read_checkpoint_digests(place).items()
+        if (place / name).exists()
+    }
+    before = kept.get(path.name, [])[-1:]
+    atomic.write_json(place / CHECKPOINT_DIGESTS, {**kept, path.name: [*before, sha256]})
+
+
+def checkpoint_digests(path: Path) -> list[str]:
+    """Return the digests that a training state may have; none where none was recorded."""
+    return _read_checkpoint_digests(path.parent).get(path.name, [])
+
+
+def refuse_damaged_checkpoint(path: Path) -> None:
+    """Refuse a training state whose content is not what was written.
+
+    Raises:
+        DataError: its digest is another one.
+    """
+    expected = checkpoint_digests(path)
+    if not expected:
+        return
+    found = sha256_file(path)
+    if found not in expected:
+        raise DataError(
+            "is not the training state that was written",
+            where=str(path),
+            found=found,
+            expected=expected[-1],
+            remedy=f"resume={path.parent.parent} goes on from the last state that is whole",
+        )
+
+
+def last_intact_checkpoint(run: RunDir) -> tuple[Path | None, list[str]]:
+    """Return the last training state to go on from, and what to say of it and of later ones.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The state of the highest step whose content is what was written; None where there is none.
+        One without a recorded digest is taken, and said to be.
+    """
+    notes: list[str] = []
+    for path in reversed(run.states()):
+        expected = checkpoint_digests(path)
+        if not expected:
+            return path, [*notes, f"no digest of {path.name} was recorded, so it was not checked"]
+        if sha256_file(path) in expected:
+            return path, notes
+        notes.append(f"{path.name} is damaged and was passed over: its digest is another one")
+    return None, notes
+
+
+def rename_later_checkpoints(run: RunDir, step: int) -> None:
+    """Rename states of later steps than a run goes on from: what it writes now replaces them."""
+    for path in run.states():
+        if int(path.stem.removeprefix("step_")) > step:
+            path.rename(path.with_name(f"{path.name}.damaged"))
+
+
+def _read_checkpoint_digests(directory: Path) -> dict[str, list[str]]:
+    """Return the digests of a directory's states by name.
+
+    Raises:
+        DataError: it is not what `record_digest` writes.
+    """
+    path = directory / CHECKPOINT_DIGESTS
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_digests(path, str(error)) from error
+    if not isinstance(found, dict) or not all(map(_are_digests, found.values())):
+        raise _no_digests(path, type(found).__name__)
+    return dict(found)
+
+
+def _are_digests(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in value)
+    )
+
+
+def _no_digests(path: Path, found: str) -> DataError:
+    return DataError(
+        "holds no digests of training states",
+        where=str(path),
+        found=found,
+        expected="a name and a list of SHA-256 for each",
+        remedy=f"delete {path} to go on from a state that cannot be checked",
+    )

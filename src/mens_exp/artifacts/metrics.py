@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import MensError
-
-__all__ = ["METRICS", "Metric", "metric"]
+from mens_exp.errors import MensError, expected_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Provenance of a result: the code, the packages and the machine."""
+"""Provenance of a result: the code and its digest, the packages, and the machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import Any
 import psutil
 
 from mens_exp import __version__
-from mens_exp.artifacts.digest import sha256_bytes
-
-__all__ = ["PACKAGES", "collect"]
+from mens_exp.artifacts.digest import digest, sha256_bytes, sha256_file
 
 # What a result may depend on: our own dependencies and the optional packages we load.
 PACKAGES = (
@@ -156,3 +154,23 @@ def _environment() -> dict[str, str]:
         for name, text in sorted(os.environ.items())
         if _VARIABLE.fullmatch(name) and not _SECRET.search(name)
     }
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def code_digest(package: Path = _PACKAGE) -> str:
+    """Hash every file of the package by its path and content; compiled copies do not count.
+
+    Args:
+        package: the directory of the running code. Its config groups do not count: what was
+            composed of them is kept.
+    """
+    files = sorted(
+        path
+        for path in package.rglob("*")
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and path.relative_to(package).parts[0] != "conf"
+    )
+    return digest({path.relative_to(package).as_posix(): sha256_file(path) for path in files})

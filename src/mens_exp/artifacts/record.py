@@ -1,33 +1,192 @@
-"""Strict reading and writing of JSON records, driven by the declared types.
+"""Strict JSON records, read and written by their declared types.
 
 A record is a dataclass with `format` and `version`. Reading refuses another format, a newer
-version, an unknown or missing or repeated key and a value of the wrong type, all of one file
-together. Writing applies the same rules, so that nothing is written that cannot be read.
+version, an unknown, missing or repeated key, and a value of the wrong type, and reports all
+problems of a file together. Writing applies the same rules, so that what is written can be read.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, cast, get_type_hints
+from enum import Enum
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Protocol,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from mens_exp.artifacts.atomic import json_line, write_bytes, write_json
-from mens_exp.artifacts.typed_json import check, check_keys, is_enum, parse_json, wrong
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.errors import DataError, MensError, Problems, expected_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-__all__ = [
-    "Record",
-    "StoredRecord",
-    "cut_torn_end",
-    "read_bytes",
-    "read_lines",
-    "read_record",
-    "write_lines",
-    "write_record",
-]
+_SCALARS: dict[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    float: (float, int),
+    int: (int,),
+    str: (str,),
+    NoneType: (NoneType,),
+}
+_NAMES = {dict: "an object", list: "a list", NoneType: "null", str: "a string", int: "an integer"}
+_NAMES |= {float: "a finite number", bool: "true or false"}
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Parse one JSON value, refusing repeated keys and numbers that are not finite.
+
+    Raises:
+        DataError: `data` is not such a value; `where` names the place.
+    """
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unrepeated, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise DataError("not JSON", where=where, found=str(error)) from error
+
+
+def check_type(value: object, hint: Any, where: str) -> list[DataError]:
+    """Return what keeps `value` from being of the declared type.
+
+    Args:
+        value: a parsed JSON value.
+        hint: a scalar type, Any (any JSON), an Enum of strings, ``list[T]``,
+            ``dict[str, T]``, a union of these, or a TypedDict.
+        where: the file and the dotted place in it.
+    """
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return _check_union(value, get_args(hint), where)
+    if origin is list:
+        return _check_items(value, get_args(hint)[0], where)
+    if origin is dict:
+        return _check_values(value, get_args(hint)[1], where)
+    if is_typeddict(hint):
+        return check_keys(value, get_type_hints(hint), hint.__required_keys__, where)
+    return _check_json(value, where) if hint is Any else _check_one(value, hint, where)
+
+
+def check_keys(
+    value: object, declared: Mapping[str, Any], required: Iterable[str], where: str
+) -> list[DataError]:
+    """Return what keeps `value` from being an object of these keys.
+
+    Args:
+        value: a parsed JSON value.
+        declared: the known keys and their types.
+        required: those that must be there.
+        where: the file and the dotted place in it.
+    """
+    if not isinstance(value, dict):
+        return [wrong_value(value, "an object", where)]
+    problems = []
+    for name, item in value.items():
+        if name in declared:
+            problems += check_type(item, declared[name], _under(where, name))
+        else:
+            expected = expected_name(str(name), declared)
+            place = _under(where, str(name))
+            problems.append(DataError("unknown key", where=place, expected=expected))
+    missing = sorted(set(required) - set(value))
+    return problems + [DataError("missing key", where=_under(where, name)) for name in missing]
+
+
+def _check_union(value: object, options: tuple[Any, ...], where: str) -> list[DataError]:
+    attempts = [check_type(value, option, where) for option in options]
+    if not all(attempts):
+        return []
+    solid = [problems for problems, o in zip(attempts, options, strict=True) if o is not NoneType]
+    if len(solid) == 1:  # `T | None`: what is wrong with it as a T says most
+        return solid[0]
+    return [
+        wrong_value(
+            value, " or ".join(_NAMES.get(option, str(option)) for option in options), where
+        )
+    ]
+
+
+def _check_items(value: object, hint: Any, where: str) -> list[DataError]:
+    if not isinstance(value, list | tuple):
+        return [wrong_value(value, "a list", where)]
+    return [p for i, item in enumerate(value) for p in check_type(item, hint, f"{where}[{i}]")]
+
+
+def _check_one(value: object, hint: Any, where: str) -> list[DataError]:
+    if not is_enum(hint):
+        return [] if _is_scalar(value, hint) else [wrong_value(value, _NAMES[hint], where)]
+    known = [str(member.value) for member in hint]
+    return [] if value in known else [wrong_value(value, expected_name(str(value), known), where)]
+
+
+def _check_values(value: object, hint: Any, where: str) -> list[DataError]:
+    if not isinstance(value, dict):
+        return [wrong_value(value, "an object", where)]
+    problems = [
+        wrong_value(key, "a string key", where) for key in value if not isinstance(key, str)
+    ]
+    for key, item in value.items():
+        problems += check_type(item, hint, _under(where, str(key)))
+    return problems
+
+
+def _check_json(value: object, where: str) -> list[DataError]:
+    if isinstance(value, dict):
+        return _check_values(value, Any, where)
+    if isinstance(value, list | tuple):
+        return _check_items(value, Any, where)
+    if any(_is_scalar(value, scalar) for scalar in _SCALARS):
+        return []
+    return [wrong_value(value, "a JSON value (numbers finite)", where)]
+
+
+def _is_scalar(value: object, hint: Any) -> bool:
+    if isinstance(value, bool) and hint is not bool:  # Python counts True as an int, JSON does not
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, _SCALARS[hint])
+
+
+def is_enum(hint: Any) -> bool:
+    """Return whether a declared type is an Enum of strings."""
+    return isinstance(hint, type) and issubclass(hint, Enum)
+
+
+def _under(where: str, name: str) -> str:
+    return f"{where}.{name}" if ": " in where else f"{where}: {name}"
+
+
+def wrong_value(value: object, expected: str, where: str) -> DataError:
+    """Return the error for a value that shows its type, and what was expected of it."""
+    found = f"{value!r} ({type(value).__name__})"
+    return DataError("wrong value", where=where, found=found, expected=expected)
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"the number {name}, which is not finite")
 
 
 class Record(Protocol):
@@ -158,7 +317,7 @@ def read_lines(
         except DataError as error:
             problems.append(error)
         else:
-            problems += check(values[-1], hint, where)
+            problems += check_type(values[-1], hint, where)
     Problems.raise_if(problems)
     return values
 
@@ -180,7 +339,7 @@ def write_lines(path: Path, values: Iterable[object], hint: Any) -> None:
     """
     lines = []
     for number, value in enumerate(values, start=1):
-        found = check(value, hint, f"{path}:{number}")
+        found = check_type(value, hint, f"{path}:{number}")
         if found:
             raise MensError(str(found[0]))
         lines.append(json_line(value, f"{path}:{number}"))
@@ -203,14 +362,14 @@ def read_bytes(path: Path) -> bytes:
 
 def _check_identity(cls: type[Record], value: object, where: str, older: Iterable[str]) -> None:
     if not isinstance(value, dict):
-        raise wrong(value, "an object", where)
+        raise wrong_value(value, "an object", where)
     name, ours = cast("str", _default(cls, "format")), cast("int", _default(cls, "version"))
     if value.get("format") not in (name, *older):
         found = value.get("format", "no such key")
         raise DataError("not this format", where=f"{where}: format", found=found, expected=name)
     version = value.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise wrong(version, f"an integer from 1 to {ours}", f"{where}: version")
+        raise wrong_value(version, f"an integer from 1 to {ours}", f"{where}: version")
     if version > ours:
         raise DataError(
             "written by a newer version of this program",
@@ -220,7 +379,7 @@ def _check_identity(cls: type[Record], value: object, where: str, older: Iterabl
             remedy="upgrade mens-exp to read it",
         )
     if version < ours and version not in _migrations(cls):
-        raise wrong(version, f"{ours}; no reader for older versions", f"{where}: version")
+        raise wrong_value(version, f"{ours}; no reader for older versions", f"{where}: version")
 
 
 def _migrations(cls: type[Record]) -> dict[int, Callable[[dict[str, Any]], dict[str, Any]]]:

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.nearest import nearest
-from mens_exp.artifacts.record import read_bytes
-from mens_exp.artifacts.typed_json import parse_json
-from mens_exp.errors import DataError, RequestError
+from mens_exp.artifacts.record import parse_json, read_bytes
+from mens_exp.errors import DataError, RequestError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["RunDir", "resolve", "runs"]
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})\.ckpt")
 _MANIFEST = "manifest.json"

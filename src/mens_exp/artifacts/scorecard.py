@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = [
-    "EVENT_VERSION",
-    "UNSAFE",
-    "Condition",
-    "ItemEvent",
-    "Scorecard",
-    "event_of_today",
-    "read_item_events",
-    "write_item_events",
-]
-
 EVENT_VERSION: Final = 3
 UNSAFE: Final = "unsafe"
 """A scorecard's `sandbox` where programs ran outside of any; no evidence for a promotion."""

@@ -1,17 +1,161 @@
-"""sweep.json: what a sweep runs, how far each job has got, and why."""
+"""Records of a sweep: its directory, sweep.json with jobs and trials, job.json, and attempts.
+
+A batch system starts a job on its own schedule, and may restart it, whether or not the launcher is
+running. So each attempt is logged beside the job, one line for each begin and end, and the launcher
+reads the log.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
-from mens_exp.artifacts.record import StoredRecord
-from mens_exp.artifacts.search import SearchRecord  # noqa: TC001  # read by the record's reader
+from mens_exp.artifacts.atomic import json_line
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts.record import StoredRecord, cut_torn_end, read_lines
 from mens_exp.errors import DataError
 
-__all__ = ["JobAttempt", "JobState", "LeftOut", "SweepJob", "SweepRecord"]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SweepDir:
+    """One sweep's directory; nothing is made or read until asked for."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        """The record of the sweep, written by its launcher alone."""
+        return self.path / "sweep.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the launcher as long as it lives."""
+        return self.path / "sweep.lock"
+
+    @property
+    def batch(self) -> Path:
+        """Files to and from a batch system: scripts, output, attempts."""
+        return self.path / "batch"
+
+    def attempts(self, number: int) -> Path:
+        """Return the log of the attempts at a job that the launcher does not start itself."""
+        return self.batch / f"attempts_{number}.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        """In a search, Optuna's journal of its trials."""
+        return self.path / "search.journal"
+
+    @property
+    def search_page(self) -> Path:
+        """In a search, its record as a page."""
+        return self.path / "search.html"
+
+    @property
+    def page(self) -> Path:
+        """The sweep as a page, rendered from its record and those of its runs."""
+        return self.path / "sweep.html"
+
+    @property
+    def sync(self) -> Path:
+        """The parts of the sweep as a whole that W&B services have."""
+        return self.path / "sync.json"
+
+    @property
+    def sync_lock(self) -> Path:
+        """Held by the process that sends it."""
+        return self.path / "sync.lock"
+
+
+class TrialState(StrEnum):
+    """The state of a trial."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    PRUNED = "pruned"
+    FAILED = "failed"
+
+
+class Dimension(TypedDict):
+    """One key that a search draws values for.
+
+    ``kind`` is ``group`` or ``choice`` (one of ``values``), ``int`` or ``float`` (from ``low`` to
+    ``high``, both included, in multiples of ``step`` above ``low`` where there is one; even in the
+    logarithm where ``log``).
+    """
+
+    key: str
+    kind: str
+    values: list[str]
+    low: float | None
+    high: float | None
+    step: float | None
+    log: bool
+
+
+class Trial(TypedDict):
+    """One draw.
+
+    ``params`` are the overrides drawn, without those that would do nothing beside the others.
+    ``values`` are the objectives' in their order; null until it is complete. ``intermediate`` are
+    validation losses by optimizer step. ``job`` is the number of the job whose values these are:
+    its own, that of an earlier trial that comes to the same run, or null for one that cannot run.
+    ``meaning`` is a hash of what that run does and leaves.
+    """
+
+    number: int
+    state: TrialState
+    params: dict[str, str]
+    values: list[float] | None
+    intermediate: list[list[float]]
+    reason: str | None
+    job: int | None
+    meaning: str | None
+
+
+class SearchRecord(TypedDict):
+    """A search.
+
+    Attributes:
+        sampler: ``tpe`` or ``random``.
+        seed: that each draw derives from, with the number of its trial.
+        startup_trials: random draws before the sampler models anything.
+        n_trials: in all.
+        pruner: ``none``, ``median`` or ``hyperband``.
+        pruner_startup_trials: complete trials before any is pruned; null where the pruner has none.
+        pruner_min_steps: optimizer steps before which none is pruned.
+        objectives: KPIs of the runs.
+        directions: ``minimize`` or ``maximize`` of each.
+        fixed: overrides that all trials share.
+        space: what is drawn.
+        trials: the draws so far.
+        best: trials that no other is better than in all objectives.
+        importance: objective -> key -> share of what it decides; empty while unknown.
+        importance_unknown: why it is.
+    """
+
+    sampler: str
+    seed: int
+    startup_trials: int
+    n_trials: int
+    pruner: str
+    pruner_startup_trials: int | None
+    pruner_min_steps: int
+    objectives: list[str]
+    directions: list[str]
+    fixed: list[str]
+    space: list[Dimension]
+    trials: list[Trial]
+    best: list[int]
+    importance: dict[str, dict[str, float]]
+    importance_unknown: str | None
+
 
 _LAUNCHERS_OF_1 = {
     "joblib": "local",
@@ -177,3 +321,118 @@ class SweepRecord(StoredRecord):
 def _is_below(name: str) -> bool:
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+@dataclass(kw_only=True, slots=True)
+class Job(StoredRecord):
+    """One job, frozen at launch.
+
+    Attributes:
+        format: always ``mens_exp_job``.
+        version: of this layout.
+        number: its place in the sweep.
+        overrides: what its configuration was composed from.
+        choices: the option chosen in each config group.
+        config_digest: of the configuration in config.yaml.
+        code_sha256: of the code that composed it.
+        own_files: the user's own modules that it names, relative path -> SHA-256.
+        contract: digest of what it means; None for a task that trains nothing.
+    """
+
+    format: str = "mens_exp_job"
+    version: int = 1
+    number: int
+    overrides: list[str]
+    choices: dict[str, str | None]
+    config_digest: str
+    code_sha256: str
+    own_files: dict[str, str] = field(default_factory=dict)
+    contract: str | None = None
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return nothing: its hashes are compared where it is used."""
+        del where
+        return []
+
+
+_UNSEEN = "it was killed, and began again"
+
+
+class _Line(TypedDict, total=False):
+    """One line: `event` is ``began`` or ``ended``; the rest is of a :class:`JobAttempt`."""
+
+    event: str
+    utc: str
+    pid: int
+    process_started: float
+    queue_id: str
+    host: str
+    exit_code: int | None
+    peak_rss_bytes: int | None
+    why: str | None
+
+
+class AttemptLog:
+    """The log of one job."""
+
+    def __init__(self, path: Path) -> None:
+        """Take a file, which the first line makes."""
+        self._path = path
+
+    def began(self, pid: int, process_started: float, *, host: str, queue_id: str | None) -> None:
+        """Note that a process began on the job."""
+        line = _Line(event="began", utc=utc_now(), pid=pid, process_started=process_started)
+        line["host"] = host
+        if queue_id is not None:
+            line["queue_id"] = queue_id
+        self._append(line)
+
+    def ended(
+        self, exit_code: int | None, *, peak_rss_bytes: int | None = None, why: str | None = None
+    ) -> None:
+        """Note that the last process has ended."""
+        line = _Line(event="ended", utc=utc_now(), exit_code=exit_code, why=why)
+        line["peak_rss_bytes"] = peak_rss_bytes
+        self._append(line)
+
+    def attempts(self) -> list[JobAttempt]:
+        """Read all attempts, in order; one without an end runs, or nobody saw how it ended.
+
+        Raises:
+            DataError: a line is not of this form.
+        """
+        if not self._path.exists():
+            return []
+        made: list[JobAttempt] = []
+        for line in read_lines(self._path, _Line, torn_end=True):
+            if line["event"] == "began":
+                if made and made[-1]["ended_utc"] is None:
+                    made[-1]["ended_utc"], made[-1]["why"] = line["utc"], _UNSEEN
+                made.append(_attempt(line))
+            elif made:  # the line of its begin may have been torn
+                made[-1]["ended_utc"], made[-1]["exit_code"] = line["utc"], line["exit_code"]
+                made[-1]["peak_rss_bytes"], made[-1]["why"] = line["peak_rss_bytes"], line["why"]
+        return made
+
+    def _append(self, line: _Line) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_end(self._path)
+        with self._path.open("ab") as file:
+            file.write(json_line(line, str(self._path)))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _attempt(line: _Line) -> JobAttempt:
+    made = JobAttempt(
+        pid=line["pid"],
+        process_started=line["process_started"],
+        started_utc=line["utc"],
+        ended_utc=None,
+        exit_code=None,
+        peak_rss_bytes=None,
+        host=line["host"],
+    )
+    if "queue_id" in line:
+        made["queue_id"] = line["queue_id"]
+    return made

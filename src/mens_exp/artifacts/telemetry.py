@@ -1,4 +1,4 @@
-"""telemetry.jsonl: what happened in a run, one event a line, as it happened."""
+"""telemetry.jsonl, the events of a run in order, and validation.jsonl, its loss per document."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 from mens_exp.artifacts.atomic import json_line, write_bytes
 from mens_exp.artifacts.credentials import screened
 from mens_exp.artifacts.metrics import METRICS, metric
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.artifacts.record import cut_torn_end, read_lines
-from mens_exp.artifacts.typed_json import check, parse_json
-from mens_exp.errors import MensError
+from mens_exp.artifacts.record import check_type, cut_torn_end, parse_json, read_lines, write_lines
+from mens_exp.errors import DataError, MensError, Problems, expected_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
-
-__all__ = ["EVENTS", "Event", "Telemetry", "events_after", "read_events", "rewind"]
 
 EVENTS = frozenset(
     {
@@ -215,7 +212,7 @@ def _refuse(record: Event) -> None:
     event, payload = record["event"], record["payload"]
     if event not in EVENTS:
         raise MensError("unknown event", found=event, expected=expected_name(event, EVENTS))
-    problems = check(payload, dict[str, Any], f"telemetry: {event}")
+    problems = check_type(payload, dict[str, Any], f"telemetry: {event}")
     if problems:
         raise MensError(str(problems[0]), remedy="record null and the reason instead")
     for key in payload:
@@ -238,3 +235,45 @@ def _is_first_validation(record: Event) -> bool:
 
 def _is_kept(record: Event, step: int) -> bool:
     return record["event"] not in _ENDS and record["payload"].get("step", step) <= step
+
+
+class DocumentLoss(TypedDict):
+    """One document under one condition.
+
+    ``item_id`` is made of its tokens and of which of them are learned, so that runs over the same
+    text name it alike. ``loss`` is the sum over its ``tokens`` supervised tokens, in nats.
+    """
+
+    item_id: str
+    condition: str
+    loss: float
+    tokens: int
+
+
+def write_document_losses(path: Path, losses: Iterable[DocumentLoss]) -> None:
+    """Write one line for each document and condition, atomically."""
+    write_lines(path, losses, DocumentLoss)
+
+
+def read_document_losses(path: Path) -> list[DocumentLoss]:
+    """Read what `write_document_losses` wrote.
+
+    Raises:
+        DataError: the file is missing, or a line is no such loss (``file:line``).
+        Problems: several are.
+    """
+    losses: list[DocumentLoss] = read_lines(path, DocumentLoss)
+    seen: set[tuple[str, str]] = set()
+    problems = []
+    for number, one in enumerate(losses, start=1):
+        where = f"{path}:{number}"
+        key = (one["condition"], one["item_id"])
+        if key in seen:
+            problems.append(DataError("is there twice", where=where, found=one["item_id"]))
+        if one["tokens"] < 1 or one["loss"] < 0:
+            found = f"loss {one['loss']} over {one['tokens']} tokens"
+            expected = "a loss of at least 0 over at least 1 token"
+            problems.append(DataError("wrong value", where=where, found=found, expected=expected))
+        seen.add(key)
+    Problems.raise_if(problems)
+    return losses

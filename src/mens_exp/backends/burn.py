@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.backends.adapting import ADAPTER
-from mens_exp.backends.frozen_base import frozen_weights, load_base
+from mens_exp.backends.adapters import ADAPTER
+from mens_exp.backends.base_model import frozen_weights, load_base
 from mens_exp.backends.lora import LoraBackend
 from mens_exp.backends.saved_model import write_model
 from mens_exp.config.backend import trains_base
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.model.resolve import BaseModel
-
-__all__ = ["LANE", "BurnBackend", "objective_note"]
+    from mens_exp.model.sources import BaseModel
 
 LANE = "research"
 _NOTE = "lane: research; promotion needs its own evidence (burn against qlora, two cycles)"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from mens_exp.backends.frozen_base import load_base, published_config
-from mens_exp.backends.own_form import OwnForm
+from mens_exp.backends.base_model import load_base, published_config
+from mens_exp.backends.protocol import NonPeftBackend
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.saved_model import write_model
 from mens_exp.errors import RequestError
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.root import RunConfig
-    from mens_exp.layout.experts import Stack
-    from mens_exp.model.resolve import BaseModel
-
-__all__ = ["FullBackend"]
+    from mens_exp.layout.peft_format import Stack
+    from mens_exp.model.sources import BaseModel
 
 
-class FullBackend(OwnForm, QloraBackend):
+class FullBackend(NonPeftBackend, QloraBackend):
     """The causal graph without adapters; forward, head and generation are the same."""
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:

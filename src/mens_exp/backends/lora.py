@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mens_exp.backends.qlora import QloraBackend
 
-__all__ = ["LoraBackend"]
-
 
 class LoraBackend(QloraBackend):
     """The same graph as QLoRA's over a base in f32 or bf16; ``quant=none`` makes the difference."""

@@ -11,27 +11,32 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mens_exp.artifacts import atomic
-from mens_exp.backends import causal_forward
-from mens_exp.backends.adapter_form import (
+from mens_exp.backends import base_model
+from mens_exp.backends.adapters import (
+    ADAPTER,
+    adapted,
+    parameters_of,
+    start_all,
+    start_facts,
+    tied_head_is_meant,
+)
+from mens_exp.backends.base_model import frozen_weights, load_base
+from mens_exp.backends.generation import greedy, trace
+from mens_exp.backends.protocol import step
+from mens_exp.backends.saved_model import (
     in_fixed_order,
     manifest_of,
     peft_form,
     stacked_tensors,
     unstacked_tensors,
 )
-from mens_exp.backends.adapting import ADAPTER, adapted, parameters_of, tied_head_is_meant
-from mens_exp.backends.frozen_base import frozen_weights, load_base
-from mens_exp.backends.greedy import greedy
-from mens_exp.backends.starting import start_all, start_facts
-from mens_exp.backends.streaming import step
-from mens_exp.backends.tracing import trace
-from mens_exp.config.checkpointing import is_wanted
+from mens_exp.config.model import checkpointing_wanted
 from mens_exp.errors import ConfigError
-from mens_exp.layout.experts import joined, split, stacks_of
+from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
-from mens_exp.model import checkpointing
+from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import (
@@ -49,13 +54,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.backends.sampling import Sampling, Stops
-    from mens_exp.backends.tracing import Trace
+    from mens_exp.backends.generation import Sampling, Stops, Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
-    from mens_exp.model.resolve import BaseModel
-
-__all__ = ["QloraBackend"]
+    from mens_exp.model.sources import BaseModel
 
 _MATRIX = 2
 
@@ -103,12 +105,12 @@ class QloraBackend(torch.nn.Module):
         self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
         self.total_parameters = int(self.causal_lm.num_parameters())
-        if is_wanted(
+        if checkpointing_wanted(
             config.model.gradient_checkpointing,
             parameters=self.total_parameters,
             on_gpu=device.type == "cuda",
         ):
-            checkpointing.enable(self.causal_lm)
+            attention.enable_checkpointing(self.causal_lm)
         self.residuals, self.errors, self.start_s = start_all(
             config, [*plain, *self.stacks], self.layers, weights
         )
@@ -122,12 +124,12 @@ class QloraBackend(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
         with self._compute():
-            return causal_forward.hidden_states(self.causal_lm, batch)
+            return base_model.hidden_states(self.causal_lm, batch)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
         with self._compute():
-            return causal_forward.logits(self.causal_lm, hidden_MD)
+            return base_model.logits(self.causal_lm, hidden_MD)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; what is frozen through and through evaluates in either.
@@ -256,7 +258,7 @@ class QloraBackend(torch.nn.Module):
             quantizer=quantizer_in(self.causal_lm, config.quant, self.shape),
         )
         arrays = {name: values.numpy() for name, values in stacked.items()}
-        return manifest, split(arrays, self.stacks)
+        return manifest, split_experts(arrays, self.stacks)
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Copy an adapter's tensors into the graph, and rebuild the base that it was trained on.
@@ -268,7 +270,7 @@ class QloraBackend(torch.nn.Module):
         graph = {name: parameter.detach().to("cpu") for name, parameter in parameters.items()}
         written = {name: v.float().numpy() for name, v in stacked_tensors(graph, taken).items()}
         theirs = {(name, tuple(values.shape)) for name, values in tensors.items()}
-        ours = {(name, tuple(v.shape)) for name, v in split(written, self.stacks).items()}
+        ours = {(name, tuple(v.shape)) for name, v in split_experts(written, self.stacks).items()}
         if theirs != ours:  # copying would stretch a matrix of rank 1 to any rank, in silence
             odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
@@ -277,7 +279,7 @@ class QloraBackend(torch.nn.Module):
                 found=", ".join(odd[:8]),
                 expected="the layers and the rank of the run's own configuration",
             )
-        arrays = joined(tensors, self.stacks, "adapter")
+        arrays = join_experts(tensors, self.stacks, "adapter")
         values = {name: torch.from_numpy(array) for name, array in arrays.items()}
         tuned, theirs_taken = unstacked_tensors(values, taken)
         self.residuals.restore(theirs_taken)

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mens_exp.backends.adapting import ADAPTER, parameters_of
-from mens_exp.backends.frozen_base import published_config
-from mens_exp.backends.leak_trial import OF_FOREIGN_CODE
+from mens_exp.backends.adapters import ADAPTER, parameters_of
+from mens_exp.backends.base_model import MODEL_CODE_ERRORS, published_config
 from mens_exp.errors import ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.data.batch import Batch
-    from mens_exp.layout.experts import Stack
+    from mens_exp.layout.peft_format import Stack
     from mens_exp.rows.encode import Encoded
-
-__all__ = ["Agreement", "agreement", "f32_bytes", "in_f32"]
 
 _CHUNK = 48  # tokens; several chunks of a head, the last one shorter
 _FILLED = 0.02  # standard deviation of a filled B; the usual one of weights
@@ -82,7 +79,7 @@ def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreem
         try:
             reference, leaves = _reference(backend)
             theirs, their_gradients = _theirs(reference, leaves, names, documents, device)
-        except OF_FOREIGN_CODE as error:
+        except MODEL_CODE_ERRORS as error:
             raise ModelFileError(
                 "the model's own forward pass cannot be compared with",
                 where=type(backend.causal_lm).__name__,

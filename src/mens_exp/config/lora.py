@@ -9,8 +9,6 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting, when
 
-__all__ = ["LoraConfig", "LoraInit", "LoraVariant"]
-
 
 class LoraVariant(Enum):
     """The effect of the two matrices on a weight."""

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.data import DataConfig, MixData, WrittenData
-from mens_exp.config.store import SCHEMAS
-from mens_exp.errors import ConfigError, MensError, Problems
+from mens_exp.config.loader import SCHEMAS
+from mens_exp.errors import ConfigError, MensError, Problems, expected_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["MixSource", "in_source", "sources_of"]
 
 _OWN: Final = ("name", "weight", "source")
 # Rows to validate on are those of the whole mix, which says for all sources what is read how.

@@ -1,23 +1,14 @@
-"""The base model: where its frozen weights come from."""
+"""The base model: the source of its frozen weights, its tokenizer, and activation checkpointing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting, unless, when
-
-__all__ = [
-    "BundledModel",
-    "HfModel",
-    "ModelConfig",
-    "ModelFamily",
-    "RandomModel",
-    "ShapedModel",
-    "WeightsDtype",
-]
 
 
 class ModelFamily(Enum):
@@ -163,3 +154,85 @@ class HfModel(ModelConfig):
         "Run code that comes with the model; where false, no file of code is even fetched.",
         changes=Effect.NOTHING,
     )
+
+
+# Below it, activations of a usual micro-batch fit any GPU that computes in bf16, and computing
+# them again costs a third of a step (measured on CPU: experiments/LOG.md; on a GPU a guess).
+_BILLION = 1_000_000_000
+
+
+class Checkpointing(Enum):
+    """When a decoder layer's activations are computed again in the backward pass."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+    @classmethod
+    def read(cls, text: str) -> Checkpointing | None:
+        """Return what a value of ``model.gradient_checkpointing`` means, or None.
+
+        YAML 1.1 reads a bare ``on`` as true and ``off`` as false, so both spellings are accepted;
+        that is also why the field is text: an Enum of OmegaConf's refuses truth values.
+        """
+        word = text.lower()
+        return cls.__members__.get({"true": "on", "false": "off"}.get(word, word))
+
+
+def checkpointing_wanted(setting: str, *, parameters: int, on_gpu: bool) -> bool:
+    """Resolve ``model.gradient_checkpointing``.
+
+    Args:
+        setting: auto, on or off, however spelled.
+        parameters: of the base model.
+        on_gpu: whether a GPU does the work.
+
+    Returns:
+        For auto, whether a GPU trains a base of at least a billion parameters. On CPU, memory is
+        cheaper than the time of a second forward pass.
+    """
+    wanted = Checkpointing.read(setting)
+    if wanted is Checkpointing.auto:
+        return on_gpu and parameters >= _BILLION
+    return wanted is Checkpointing.on
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenizerConfig:
+    """The tokenizer; `hf` reads the base model's tokenizer.json and chat template."""
+
+    name: str = setting(
+        MISSING, "Its name in records; set by the option.", contract=("data.tokenizer_mode",)
+    )
+    chat_template: str | None = setting(
+        None,
+        "The chat template to use: a file with Jinja source, `chatml`, or `plain` (the texts, a "
+        "newline between them, and one before a row without a system prompt); null is the "
+        "tokenizer's own, or ChatML where it has none.",
+        aliases={"chat_template": "Axolotl and TRL"},
+    )
+    date: str = setting(
+        "2024-07-26",  # what Llama 3's template falls back to
+        "The day, YYYY-MM-DD, that a chat template gets where it asks for today's date; fixed, so "
+        "that the same rows are the same tokens tomorrow.",
+    )
+    allow_control_text: bool = setting(
+        False,  # the value of the setting, named by its position in the schema
+        "Read text of a row that spells a control token (<|im_end|>) as that token; false encodes "
+        "it as the text that it is.",
+    )
+    allow_unrelated_rows: bool = setting(
+        False,  # as above
+        "Accept ids that select unrelated rows of a pretrained model's embedding, as those of "
+        "tokenizer=vox do; false refuses them.",
+        changes=Effect.NOTHING,
+        only_if=(
+            when("tokenizer.name", "vox"),
+            unless("model.source", "random", why="whose embedding has learned nothing yet"),
+        ),
+    )
+
+
+def default_tokenizer_of_random(source: str, then: Any, otherwise: Any) -> Any:
+    """Return the first value for a model with random weights, the second for a pretrained one."""
+    return then if source == "random" else otherwise

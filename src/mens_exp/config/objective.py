@@ -9,16 +9,6 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting
 
-__all__ = [
-    "LABELLINGS",
-    "AssistantObjective",
-    "CausalObjective",
-    "CrossEntropyConfig",
-    "LastKObjective",
-    "ObjectiveConfig",
-    "Turns",
-]
-
 LABELLINGS = ("assistant", "causal", "last_k")  # what rows/encode knows how to label
 
 

@@ -1,23 +1,14 @@
-"""The optimizer."""
+"""The optimizer and the learning-rate schedule."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting
-
-__all__ = [
-    "DEFAULT_LR",
-    "Adamw8bitConfig",
-    "AdamwConfig",
-    "LionConfig",
-    "OptimConfig",
-    "OptimizerConfig",
-    "PagedAdamw8bitConfig",
-    "lr_beside",
-]
 
 DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training loss
 
@@ -105,3 +96,48 @@ class LionConfig(OptimConfig):
     betas: list[float] = setting(
         [0.9, 0.99], "Decay of the average in the update and in the state (the paper's)."
     )
+
+
+DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60
+_DECIMALS = 9  # of a product of a fraction and steps; 0.07 * 100 is 7.000000000000001
+
+
+class ScheduleKind(Enum):
+    """Shape of the decay after warm-up."""
+
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """Linear warm-up, then a decay to zero over the remaining steps (constant: none)."""
+
+    kind: ScheduleKind = setting(MISSING, "Shape of the decay; set by the option.")
+    warmup_steps: int | None = setting(
+        None,
+        "Optimizer steps over which the rate rises to optim.lr; null: by fraction.",
+        ge=0,
+        contract=("exec.warmup_steps",),
+        aliases={
+            "warmup_steps": "Transformers and TRL, Axolotl and LLaMA-Factory",
+            "num_warmup_steps": "torchtune",
+        },
+    )
+    warmup_frac: float | None = setting(
+        None,
+        "The same as a share of the run's optimizer steps, rounded up; null: warmup_steps, and "
+        f"{DEFAULT_WARMUP_FRAC:g} where neither is set.",
+        ge=0,
+        lt=1,
+        aliases={"warmup_ratio": "Transformers and TRL, Axolotl and LLaMA-Factory"},
+    )
+
+
+def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
+    """Return the optimizer steps of warm-up in a run of ``total_steps``."""
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    frac = DEFAULT_WARMUP_FRAC if schedule.warmup_frac is None else schedule.warmup_frac
+    return math.ceil(round(frac * total_steps, _DECIMALS))

@@ -1,13 +1,19 @@
-"""Judge one override of a value against composed configurations: its key, then its type."""
+"""Check one override: its key, its type, its place in a sweep, and other tools' names for it.
+
+Aliases are the names that other fine-tuners use for our settings, as their documentation has them;
+a message can then name ours. A name that several tools use stands for all of them.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import (
     BooleanNode,
     DictConfig,
@@ -20,20 +26,13 @@ from omegaconf import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
-from mens_exp.artifacts.nearest import expected_name, nearest
-from mens_exp.config.compose import compose, group_options
+from mens_exp.config.compose import compose
 from mens_exp.config.fields import shown
-from mens_exp.config.peers import peer_of
+from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, declarations, is_open
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS, SET_BY_OPTION, is_open
-from mens_exp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from hydra.core.override_parser.types import Override
-
-__all__ = ["NO_KEY", "exists", "override_of", "value_problems"]
+from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, LocalLauncher
+from mens_exp.config.user_config import group_options
+from mens_exp.errors import ConfigError, MensError, NoEffectError, expected_name, nearest
 
 NO_KEY = "is no key of the chosen"
 
@@ -215,15 +214,15 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    peer = _peer(key, found)
+    peer = _alias(key, found)
     return peer or ConfigError(
         "unknown key", where=key, found=found, expected=_expected_key(key, reference)
     )
 
 
-def _peer(key: str, found: str) -> ConfigError | None:
+def _alias(key: str, found: str) -> ConfigError | None:
     """Say what a setting of another fine-tuner is called here, where the key is one."""
-    peer = peer_of(key)
+    peer = alias_of(key)
     if peer is None:
         return None
     what = f"is what {peer.used_by} call{'' if ' and ' in peer.used_by else 's'} it"
@@ -271,3 +270,182 @@ def _options_with(group: str, field: str) -> list[str]:
     # First the options that leave the key to the user, then those that are a choice of it.
     owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
     return [owner.choices[group] or "" for owner in owners]
+
+
+IN_PROCESS = "basic"
+_JOBLIB = "joblib"  # a launcher of earlier releases
+_PLUGINS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+_PREFIXES = ("sweep.", "hydra.launcher.", "hydra.sweeper.")
+_OF_LOCAL = {field.name for field in fields(LocalLauncher)}
+
+
+def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
+    """Return the launcher that the overrides choose; None is a single run."""
+    if not multirun:
+        return None
+    chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/launcher=")]
+    return EARLIER.get(chosen[-1], chosen[-1]) if chosen else LOCAL_LAUNCHER
+
+
+def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:
+    """Refuse the launcher `joblib`, and write the command for `local`, which does the same.
+
+    Returns:
+        The overrides for `local`, so that the rest of the command is judged too, and the refusal.
+    """
+    if launcher_of(texts, multirun=multirun) != _JOBLIB:
+        return list(texts), []
+    keys = {text: text.lstrip("+").partition("=")[0] for text in texts}
+    settings = [text for text in texts if keys[text].startswith("hydra.launcher.")]
+    kept = [text for text in settings if keys[text].rpartition(".")[2] in _OF_LOCAL]
+    if not any(keys[text] == "hydra.launcher.n_jobs" for text in kept):
+        kept.insert(0, "hydra.launcher.n_jobs=-1")  # joblib's default
+    gone = [text for text in settings if text not in kept]
+    ours = [f"hydra/launcher={LOCAL_LAUNCHER}", *kept]
+    rest = [text for text in texts if keys[text] != "hydra/launcher" and text not in settings]
+    refusal = ConfigError(
+        "there is no launcher joblib any more; local runs the same jobs without it",
+        where="hydra/launcher",
+        found=_JOBLIB,
+        remedy=f"write {' '.join(ours)}" + (f", and drop {', '.join(gone)}" if gone else ""),
+    )
+    return [*rest, *ours], [refusal]
+
+
+def sweep_override_problems(override: Override, *, launcher: str | None) -> Iterator[ConfigError]:
+    """Yield what is wrong with an override that is meant for a whole sweep.
+
+    Args:
+        override: any override of the command.
+        launcher: of the sweep; None where there is none.
+    """
+    key, line = override.key_or_group, str(override.input_line)
+    if key == "hydra.mode":
+        yield ConfigError("is told by -m", where=key, found=line, remedy=f"drop {key}")
+        return
+    if not key.startswith(_PREFIXES) and key not in {"sweep", *_PLUGINS}:
+        return
+    if launcher is None:
+        yield NoEffectError(
+            "on a single run",
+            where=key,
+            found=line,
+            expected="-m, which makes a sweep",
+            remedy=f"add -m, or drop {key}",
+        )
+    elif override.is_sweep_override():
+        yield ConfigError(
+            "holds for the whole sweep, and takes one value",
+            where=key,
+            found=line,
+            remedy="start one sweep for each value",
+        )
+    elif key == "hydra/launcher" and launcher not in {*LAUNCHERS, IN_PROCESS}:
+        yield ConfigError(
+            "is no launcher that starts jobs here",
+            where=key,
+            found=launcher,
+            expected=f"{', '.join(LAUNCHERS)}, a process for each job; or {IN_PROCESS}, which runs "
+            "them one after the other in the launcher's own process",
+        )
+    elif launcher == IN_PROCESS and line == f"hydra/sweeper={OPTUNA}":
+        yield NoEffectError(
+            f"with hydra/launcher={IN_PROCESS}, which takes the cells as they stand",
+            where=key,
+            found=line,
+            remedy=f"drop hydra/launcher={IN_PROCESS}: {', '.join(LAUNCHERS)} take trials as they "
+            "come",
+        )
+    elif launcher == IN_PROCESS and key.startswith("sweep"):
+        yield NoEffectError(
+            f"with hydra/launcher={IN_PROCESS}, which keeps no record of a sweep",
+            where=key,
+            found=line,
+            remedy=f"drop {key}, or hydra/launcher={IN_PROCESS}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """One foreign name.
+
+    Attributes:
+        ours: the key or the group that it means here; None where we offer no such thing.
+        used_by: who calls it so.
+        how: what to write, where a key alone would not do.
+    """
+
+    ours: str | None
+    used_by: str
+    how: str | None = None
+
+
+_HF = "Transformers and TRL"
+_AX = "Axolotl"
+_LF = "LLaMA-Factory"
+_PEFT = "PEFT"
+_BNB = "bitsandbytes"
+_UN = "Unsloth"
+
+# Names of what is more, or other, than one setting of ours; the rest stand in the declarations.
+_OTHERS: dict[str, Alias] = {
+    "adam_beta1": Alias("optim.betas", _HF, "optim.betas=[<beta1>,<beta2>]"),
+    "adam_beta2": Alias("optim.betas", f"{_HF} and {_AX}", "optim.betas=[<beta1>,<beta2>]"),
+    "optimizer": Alias("optim", f"{_AX}, torchtune and LitGPT", "optim=adamw"),
+    "global_batch_size": Alias(
+        "trainer.accumulate_grad_batches",
+        "LitGPT",
+        "data.micro_batch_size=… and trainer.accumulate_grad_batches=…, whose product it is",
+    ),
+    "lora_target_linear": Alias("lora", _AX, "lora=all_linear"),
+    "finetuning_type": Alias("backend", _LF, "backend=qlora"),
+    "load_in_4bit": Alias("backend", f"Transformers, {_AX} and {_UN}", "backend=qlora"),
+    "load_in_8bit": Alias("quant", f"Transformers, {_AX} and {_UN}", "quant=int8"),
+    "quantization_bit": Alias("backend", _LF, "backend=qlora"),
+    "lr_scheduler_type": Alias("schedule", f"{_HF} and {_LF}", "schedule=cosine"),
+    "lr_scheduler": Alias("schedule", _AX, "schedule=cosine"),
+    "base_model": Alias("model.id", _AX, "model=hf model.id=<hub id or directory>"),
+    "model_name_or_path": Alias(
+        "model.id", f"{_HF} and {_LF}", "model=hf model.id=<hub id or directory>"
+    ),
+    "model_name": Alias("model.id", _UN, "model=hf model.id=<hub id or directory>"),
+    "checkpoint_dir": Alias(
+        "model.id", "torchtune and LitGPT", "model=hf model.id=<hub id or directory>"
+    ),
+    "dataset_path": Alias("data.path", "TRL", "data=jsonl data.path=<file>"),
+    "dataset_name": Alias(
+        "data.id", "TRL", "data=hub data.id=<id>, or data=jsonl data.path=<file>"
+    ),
+    "dataset": Alias("data.path", _LF, "data=jsonl data.path=<file>"),
+    "datasets": Alias("data.path", _AX, "data=jsonl data.path=<file>"),
+    "train_on_inputs": Alias("objective", _AX, "objective=causal (true), objective=assistant"),
+    "train_on_prompt": Alias("objective", _LF, "objective=causal (true), objective=assistant"),
+    "assistant_only_loss": Alias("objective", "TRL", "objective=assistant (true)"),
+    "mask_prompt": Alias("objective", "LitGPT", "objective=assistant (true)"),
+    "output_dir": Alias("hydra.run.dir", f"{_HF}, {_AX} and {_LF}"),
+    "out_dir": Alias("hydra.run.dir", "LitGPT"),
+    "report_to": Alias("logger", _HF, "logger=wandb, logger=tensorboard or logger=csv"),
+    "use_wandb": Alias("logger", _AX, "logger=wandb"),
+    "load_best_model_at_end": Alias("adapter.select", _HF, "adapter.select=best"),
+    "resume_from_checkpoint": Alias("resume", f"{_HF}, {_AX} and torchtune", "resume=<run>|latest"),
+    "neftune_noise_alpha": Alias(None, f"TRL, {_AX} and {_LF}"),
+    "use_flash_attention_2": Alias(None, "Transformers"),
+    "flash_attention": Alias(None, _AX),
+    "deepspeed": Alias(None, f"{_HF} and {_AX}"),
+}
+
+
+def _of_settings() -> Iterator[tuple[str, Alias]]:
+    """Yield the names that declarations of settings say others have for them."""
+    for path, several in declarations().items():
+        for about in several:
+            for name, used_by in (about.aliases or {}).items():
+                yield name, Alias(path, used_by)
+
+
+ALIASES: dict[str, Alias] = {**dict(_of_settings()), **_OTHERS}
+
+
+def alias_of(key: str) -> Alias | None:
+    """Return what a key that we do not know means elsewhere; its last part counts."""
+    return ALIASES.get(key.rpartition(".")[2])

@@ -18,23 +18,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.credentials import looks_like_one
-from mens_exp.artifacts.nearest import nearest
-from mens_exp.config.compose import Composed, compose, group_options, typed
+from mens_exp.config.compose import Composed, compose, typed
 from mens_exp.config.fields import shown
-from mens_exp.config.override_values import exists, value_problems
-from mens_exp.config.own_conf import own_problems
+from mens_exp.config.override_values import (
+    exists,
+    launcher_of,
+    sweep_override_problems,
+    value_problems,
+    without_joblib,
+)
 from mens_exp.config.root import RunConfig
-from mens_exp.config.sweep_overrides import launcher_of, sweep_override_problems, without_joblib
+from mens_exp.config.user_config import group_options, user_config_problems
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
-from mens_exp.errors import ConfigError, MensError, NoEffectError
+from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
-
-__all__ = ["Cell", "Checked", "Faulty", "check", "parsed_override", "spelled_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,7 @@ def check(
         The cells that composed, in Hydra's own order, and all problems: of the overrides in
         their order, then of the values that the accepted ones make.
     """
-    own = tuple(own_problems())
+    own = tuple(user_config_problems())
     if own:  # what ./conf adds cannot be told before it is in order
         return Checked(cells=(), problems=own, general=own)
     texts = spelled_out(texts)

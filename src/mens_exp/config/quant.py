@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mens_exp.config.evaluation import OWN_GRAPH_ANSWERS
 from mens_exp.config.fields import Effect, setting, unless, when
-
-__all__ = ["ComputeDtype", "QuantConfig", "QuantType", "StorageDtype"]
+from mens_exp.config.suite import OWN_GRAPH_ANSWERS
 
 
 class QuantType(Enum):

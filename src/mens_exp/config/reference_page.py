@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING
 from yaml import safe_load
 
-from mens_exp.config.callbacks import EarlyStoppingConfig
 from mens_exp.config.fields import Effect, declared, range_of
-from mens_exp.config.launcher import LAUNCHERS
-from mens_exp.config.own_conf import config_directory, our_options
+from mens_exp.config.loader import SCHEMAS, effect_of
 from mens_exp.config.root import RunConfig
-from mens_exp.config.store import SCHEMAS, effect_of
+from mens_exp.config.sweep import LAUNCHERS
+from mens_exp.config.trainer import EarlyStoppingConfig
+from mens_exp.config.user_config import config_directory, our_options
 from mens_exp.config.validate import TASK_READS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["page"]
 
 _HEAD = """# Configuration
 

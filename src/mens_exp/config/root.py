@@ -8,27 +8,23 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.adapter import AdapterConfig
 from mens_exp.config.backend import BackendConfig
-from mens_exp.config.callbacks import CallbackConfig
-from mens_exp.config.checkpoint import CheckpointConfig
-from mens_exp.config.compare import CompareConfig
 from mens_exp.config.corpus import COUNTS_TOKENS, CorpusConfig
 from mens_exp.config.data import DataConfig
-from mens_exp.config.evaluation import GRAPH_ANSWERS, OWN_GRAPH_ANSWERS, EvalConfig
 from mens_exp.config.fields import TRAINING, Condition, Effect, section, setting, unless, when
-from mens_exp.config.logger import LoggerConfig
 from mens_exp.config.lora import LoraConfig
-from mens_exp.config.merge import MergeConfig
-from mens_exp.config.model import ModelConfig
+from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimizerConfig
-from mens_exp.config.parity import ParityConfig
-from mens_exp.config.policy import DECIDES, PolicyConfig, PromoteConfig
+from mens_exp.config.optim import OptimizerConfig, ScheduleConfig
+from mens_exp.config.promotion import DECIDES, CompareConfig, PolicyConfig, PromoteConfig
 from mens_exp.config.quant import QuantConfig
-from mens_exp.config.sandbox import SandboxConfig
-from mens_exp.config.schedule import ScheduleConfig
-from mens_exp.config.suite import SuiteConfig
+from mens_exp.config.suite import (
+    GRAPH_ANSWERS,
+    OWN_GRAPH_ANSWERS,
+    EvalConfig,
+    SandboxConfig,
+    SuiteConfig,
+)
 from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (
     EXPORT,
@@ -41,16 +37,21 @@ from mens_exp.config.task import (
     ExportFormat,
     GgufConfig,
     InspectConfig,
+    MergeConfig,
     OllamaConfig,
+    ParityConfig,
     PushConfig,
     ServeConfig,
     SyncConfig,
     TaskConfig,
 )
-from mens_exp.config.tokenizer import TokenizerConfig
-from mens_exp.config.trainer import TrainerConfig
-
-__all__ = ["DeploymentTarget", "RunConfig"]
+from mens_exp.config.trainer import (
+    AdapterConfig,
+    CallbackConfig,
+    CheckpointConfig,
+    LoggerConfig,
+    TrainerConfig,
+)
 
 
 class DeploymentTarget(Enum):

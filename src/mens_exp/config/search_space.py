@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from mens_exp.artifacts.search import Dimension
-from mens_exp.config.compose import group_options
+from mens_exp.artifacts.sweep import Dimension
 from mens_exp.config.overrides import parsed_override
+from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError
-
-__all__ = ["Space", "read_space", "written"]
 
 _TAGS = frozenset({"log"})
 

@@ -1,13 +1,13 @@
-"""Treatment of cells that cannot run, of failed jobs, and of changes during a sweep (`-m`)."""
+"""Sweeps (`-m`): invalid cells and failed jobs, launchers, and the Optuna sweeper."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
 
 from mens_exp.config.fields import setting
-
-__all__ = ["LOCAL_LAUNCHER", "Changes", "Invalid", "LocalLauncher", "SweepConfig"]
 
 LOCAL_LAUNCHER = "local"
 
@@ -69,3 +69,151 @@ class LocalLauncher:
         "else the cores of this machine shared out among the jobs that run at a time.",
         ge=1,
     )
+
+
+SLURM = "slurm"
+# What earlier releases call an option; commands may still say so.
+EARLIER = {"submitit_slurm": SLURM}
+
+
+@dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
+class SlurmLauncher:
+    """`hydra/launcher=slurm`: one array of Slurm jobs, one task on one node each."""
+
+    _target_: str = "mens_exp.sweeps.launcher.Launcher"
+    name: str = setting("mens_exp", "Name of the array in Slurm's queue.")
+    partition: str | None = setting(None, "Partition; null: the cluster's default.")
+    account: str | None = setting(None, "Account to charge; null: the user's default.")
+    qos: str | None = setting(None, "Quality of service; null: the user's default.")
+    constraint: str | None = setting(None, "Features that a node must have; null: none.")
+    exclude: str | None = setting(None, "Nodes to leave out; null: none.")
+    comment: str | None = setting(None, "Comment in Slurm's records; null: none.")
+    timeout_min: int = setting(
+        60,  # as hydra-submitit-launcher
+        "Time limit of a job in minutes.",
+        ge=1,
+    )
+    cpus_per_task: int = setting(
+        1, "Cores of a job, and its threads: one at least for each of its processes.", ge=1
+    )
+    gpus_per_node: int | None = setting(
+        None, "GPUs of a job, one for each of its processes; null: none are asked for.", ge=1
+    )
+    gres: str | None = setting(None, "Generic resources, such as gpu:a100:1; null: none.")
+    mem_gb: float | None = setting(
+        None, "Memory of a job in GiB; null: what the cluster gives by default.", gt=0
+    )
+    array_parallelism: int = setting(
+        256,  # as above
+        "Jobs at a time; in a search, trials that are in the queue or at work at a time.",
+        ge=1,
+    )
+    signal_delay_s: int = setting(
+        120,  # as above
+        "Seconds before the time limit at which a job is told to close its record and is put back "
+        "into the queue; Slurm looks every 30 seconds, so less would never be told.",
+        ge=30,  # measured on 22.05: a warning 5 seconds before the end was never sent
+    )
+    max_num_timeout: int = setting(
+        3,  # submitit's own default
+        "How often a job that reached its time limit is put back into the queue, to go on from "
+        "its last checkpoint.",
+        ge=0,
+    )
+    setup: list[str] = setting([], "Shell commands before the job, such as `module load cuda`.")
+    additional_parameters: dict[str, Any] = setting(
+        {}, "Further options of sbatch by name, without the dashes; true sets a bare flag."
+    )
+    poll_s: float = setting(
+        10.0,  # unverified guess: a scheduler of thousands of jobs answers one squeue easily
+        "Seconds between two questions to Slurm about the sweep's jobs.",
+        ge=0.5,
+    )
+
+
+Launcher = LocalLauncher | SlurmLauncher
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    LOCAL_LAUNCHER: LocalLauncher,
+    SLURM: SlurmLauncher,
+}
+
+
+def launcher_settings(values: dict[str, Any], name: str) -> Launcher:
+    """Type the settings of a launcher.
+
+    Args:
+        values: Hydra's node of it, or what `launcher_values` stored of it.
+        name: the option of hydra/launcher, also by an earlier name.
+    """
+    schema = LAUNCHERS[EARLIER.get(name, name)]
+    given = {field.name: values[field.name] for field in _settable(schema) if field.name in values}
+    return schema(**given)
+
+
+def launcher_values(launcher: Launcher) -> dict[str, Any]:
+    """Return the settings of a launcher as a record stores them."""
+    return {field.name: getattr(launcher, field.name) for field in _settable(type(launcher))}
+
+
+def _settable(schema: type[Launcher]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(schema) if field.name != "_target_"]
+
+
+OPTUNA = "optuna"
+
+
+class Sampler(Enum):
+    """The sampler of values."""
+
+    tpe = "tpe"
+    random = "random"
+
+
+class Pruner(Enum):
+    """The pruner that ends trials early."""
+
+    none = "none"
+    median = "median"
+    hyperband = "hyperband"
+
+
+@dataclass(kw_only=True)  # Hydra reads it as it reads its own sweepers
+class OptunaSweeper:
+    """`hydra.sweeper` of `hydra/sweeper=optuna`."""
+
+    _target_: str = "mens_exp.sweeps.searching.launch_search"
+    n_trials: int = setting(20, "Draws in all, those that cannot run and repeats included.", ge=1)
+    sampler: Sampler = setting(
+        Sampler.tpe, "tpe: Optuna's tree-structured Parzen estimator; random: evenly at random."
+    )
+    seed: int = setting(0, "Of the draws; each derives from it and the trial's number.", ge=0)
+    startup_trials: int = setting(
+        10, "Trials that tpe draws at random before it models their results (Optuna's).", ge=1
+    )
+    objectives: list[str] = setting(
+        ["val_loss"], "KPIs of a run to improve, named as task=compare names them."
+    )
+    directions: list[str] = setting(
+        [], "minimize or maximize, for each objective; empty: as the table of KPIs says."
+    )
+    pruner: Pruner = setting(
+        Pruner.none,
+        "median: ends a trial whose validation loss is above the median of the earlier ones at "
+        "that step; hyperband: Optuna's, with optimizer steps as the resource.",
+    )
+    pruner_startup_trials: int = setting(
+        5, "Complete trials before median ends any (Optuna's default).", ge=0
+    )
+    pruner_min_steps: int = setting(1, "Optimizer steps before which no trial is ended.", ge=1)
+
+
+def search_settings(node: dict[str, Any]) -> OptunaSweeper:
+    """Type the composed node of the sweeper."""
+    return OptunaSweeper(**{one.name: node[one.name] for one in fields(OptunaSweeper)})
+
+
+def is_search(texts: list[str]) -> bool:
+    """Tell whether overrides choose the sweeper that searches."""
+    chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/sweeper=")]
+    return bool(chosen) and chosen[-1] == OPTUNA

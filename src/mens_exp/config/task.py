@@ -1,4 +1,4 @@
-"""The task to run, and the settings of the tasks that have some."""
+"""Tasks and their settings, with merging and the parity budget of what is merged or exported."""
 
 from __future__ import annotations
 
@@ -8,33 +8,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Condition, setting, unless, when
+from mens_exp.config.fields import Condition, section, setting, unless, when
 from mens_exp.config.quant import QuantType
-
-__all__ = [
-    "EXPORT",
-    "RUNS_GRAPH",
-    "TASKS",
-    "WRITES_ADAPTER",
-    "WRITES_MERGED",
-    "WRITES_WEIGHTS",
-    "AttributeConfig",
-    "ChatConfig",
-    "ExportConfig",
-    "ExportFormat",
-    "ExportKind",
-    "GgufConfig",
-    "GgufDtype",
-    "InspectConfig",
-    "OllamaConfig",
-    "OllamaForm",
-    "PushConfig",
-    "ServeConfig",
-    "SyncConfig",
-    "TaskConfig",
-    "export_kind",
-]
-
 
 TASKS = (
     *("train", "plan", "evaluate", "compare", "promote", "chat", "serve", "inspect", "attribute"),
@@ -254,3 +229,110 @@ class InspectConfig:
         ge=1,
         only_if=when("replay", True, remedy="add replay=true, or drop inspect.replay_steps"),
     )
+
+
+class MergeMode(Enum):
+    """The part of the model that a merge writes."""
+
+    full = "full"
+    subset = "subset"
+
+
+class MergeDtype(Enum):
+    """Number format of merged weights."""
+
+    f32 = "f32"
+    bf16 = "bf16"
+    f16 = "f16"
+
+
+class MergeBase(Enum):
+    """The weights that the delta is added to."""
+
+    original = "original"
+    dequantized = "dequantized"
+
+
+@dataclass(kw_only=True, slots=True)
+class MergeConfig:
+    """The output of task=merge; `out` names the directory, or in a subset the file."""
+
+    mode: MergeMode | None = setting(
+        None,
+        "full: a complete Hugging Face directory; subset: one safetensors file of the merged "
+        "tensors alone. null is full, but subset for base_shard and for proxy adapters.",
+    )
+    dtype: MergeDtype | None = setting(
+        None,
+        "Format of what is written: f32, bf16 or f16. Sums are taken in f32 and rounded once, to "
+        "the nearest. null is bf16 for a base in bf16, else f32.",
+    )
+    base: MergeBase | None = setting(
+        None,
+        "original: the published weights; dequantized: the 4-bit values that the adapter was "
+        "trained against. null is dequantized for an adapter of a quantized base, else original, "
+        "as for base_shard where the adapter does not say what quantized its base.",
+    )
+    untie: bool = setting(
+        True,  # the value of the setting, named by its position in the schema
+        "Give a tied head with a delta a weight of its own, in weights and config.json; false "
+        "merges it into the embedding table, as the seeds' merge does. The input embedding then "
+        "moves too: the result is not the trained model, and the certificate measures how far off.",
+    )
+    any_base: bool = setting(
+        False,  # as above
+        "Merge even where the base's content hash is not the one that the adapter was trained on.",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class BudgetConfig:
+    """The largest allowed difference of an output from the trained model; null sets no limit."""
+
+    mean_kl: float | None = setting(
+        0.005,
+        "Mean KL(trained‖written) over the probe's tokens, nats (measured: a right merge of a "
+        "bf16 run of SmolLM2 has 0.0016, its delta on the unquantized base 0.29).",
+        gt=0,
+    )
+    max_kl: float | None = setting(None, "The same of the worst token, nats.", gt=0)
+    top1_agreement: float | None = setting(
+        0.95,
+        "Least share of tokens whose likeliest next token is the same (measured: a right merge "
+        "has 0.975, on the unquantized base 0.78).",
+        gt=0,
+        le=1,
+    )
+    nll_difference: float | None = setting(
+        0.02, "Mean negative log likelihood, written less trained, either sign, nats.", gt=0
+    )
+    hidden_error: float | None = setting(
+        None, "Relative error of the hidden states after any layer, Frobenius.", gt=0
+    )
+    weight_error: float | None = setting(
+        0.05,
+        "What a written tensor differs by from W + ΔW, rounded to its format, as a share of ΔW, "
+        "Frobenius (an adapter's form: ΔW alone). A wrong scale, layer or side is near 1.",
+        gt=0,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ParityConfig:
+    """The certificate that a merge or an export carries, parity.json."""
+
+    tokens: int = setting(
+        2048,
+        "Tokens of real text to compare on, at least; held-out rows come first.",
+        ge=2,
+        only_if=RUNS_GRAPH,
+    )
+    text: str | None = setting(
+        None,
+        "A file of plain text to compare on; null takes the run's held-out rows.",
+        only_if=RUNS_GRAPH,
+    )
+    accept: bool = setting(
+        False, "Keep what is over the budget; the certificate and the card say that it was."
+    )
+    budget: BudgetConfig = section(BudgetConfig)

@@ -1,4 +1,7 @@
-"""Arguments of the Lightning Trainer; the names are its own."""
+"""The training loop: Trainer arguments, checkpoints, callbacks, the kept adapter, and loggers.
+
+The names of Trainer arguments are Lightning's own. Loggers mirror the JSON record.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting, when
-
-__all__ = ["DEFAULT_STEPS", "Strategy", "TrainerConfig", "steps_beside"]
+from mens_exp.config.fields import Condition, Effect, setting, unless, when
 
 DEFAULT_STEPS = 60  # measured: four minutes of SmolLM2 on two cores
 
@@ -129,3 +130,208 @@ class TrainerConfig:
     def world_size(self) -> int:
         """Processes of the run, on all machines."""
         return self.devices * self.num_nodes
+
+
+_SAVES = Condition(
+    holds=lambda config: "checkpoint" in config.callbacks,
+    words=lambda _: "without the checkpoint callback",
+    needs="callbacks=default, or another choice with checkpoint in it",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """The interval of saved training states, and the number of states that stay."""
+
+    every_n_steps: int = setting(
+        20,
+        "Optimizer steps between checkpoints.",
+        ge=1,
+        only_if=_SAVES,
+        idle=20,
+        aliases={"save_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
+    )
+    keep: int = setting(
+        2,
+        "Newest checkpoints kept.",
+        ge=1,
+        only_if=_SAVES,
+        idle=2,
+        aliases={"save_total_limit": "Transformers and TRL and Axolotl"},
+    )
+
+
+class Selection(Enum):
+    """The adapter of a run that is written, scored and reported."""
+
+    last = "last"
+    best = "best"
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterConfig:
+    """The adapter that is the run's result, and the one that a merge reads."""
+
+    file: str | None = setting(
+        None,
+        "A safetensors file of an adapter, with meta= beside it (merge); `adapter=<file>` on the "
+        "command line says the same.",
+        read_by={"merge"},
+        only_if=when(
+            "task.name",
+            "merge",
+            remedy="drop adapter=, or start from it with lora.init_from=<its directory>",
+        ),
+        idle=None,
+    )
+
+    select: Selection = setting(
+        Selection.last,
+        "last: the one of the last step; best: the one that adapter.metric holds best, by default "
+        "of the lowest validation loss seen, the final validation included (needs "
+        "trainer.val_check_interval).",
+        changes=Effect.TRAINING,
+    )
+    metric: str = setting(
+        "val/loss",
+        "What adapter.select=best goes by: val/loss, or a KPI such as task_success or parse_rate "
+        "that callbacks.scorecard measures while training runs.",
+        only_if=when("adapter.select", "best"),
+        idle="val/loss",
+        aliases={"metric_for_best_model": "Transformers and TRL"},
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CallbackConfig:
+    """A callback without settings."""
+
+    _target_: str = setting(MISSING, "Class of the callback; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class EarlyStoppingConfig(CallbackConfig):
+    """When a run ends before its last step, because validation no longer improves."""
+
+    patience: int = setting(
+        3,
+        "Validations without a lower loss before the run ends (Lightning's default).",
+        ge=1,
+        aliases={"early_stopping_patience": "Transformers and TRL and Axolotl"},
+    )
+    min_delta: float = setting(
+        0.0, "Nats a token by which a loss must fall to count as lower (Lightning's default).", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class FiniteGuardConfig(CallbackConfig):
+    """When a loss or gradient that is not finite stops the run."""
+
+    check_every_n_steps: int = setting(1, "Optimizer steps between checks.", ge=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class MemoryConfig(CallbackConfig):
+    """The interval at which freed memory goes back to the system."""
+
+    trim_every_n_steps: int = setting(
+        2, "Optimizer steps between returns of freed pages (measured: experiments/LOG.md).", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ProgressConfig(CallbackConfig):
+    """The terminal output during training."""
+
+    plain_every_n_steps: int = setting(
+        10, "Optimizer steps between lines where the output is no terminal.", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ScorecardConfig(CallbackConfig):
+    """The interval at which a run scores itself on its suite while it trains."""
+
+    every_n_steps: int | None = setting(
+        None,
+        "Optimizer steps between scorecards of the tuned model, one after the last step included; "
+        "null scores nothing before training has ended.",
+        ge=1,
+    )
+    items: int = setting(
+        8,
+        "Items of each, the suite's first (unverified guess: a minute on two cores, and a share "
+        "in steps of an eighth).",
+        ge=1,
+        only_if=unless(
+            "callbacks.scorecard.every_n_steps",
+            None,
+            needs="callbacks.scorecard.every_n_steps beside it",
+        ),
+        idle=8,
+    )
+
+
+class WandbMode(Enum):
+    """Whether the W&B client talks to a server."""
+
+    offline = "offline"
+    online = "online"
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggerConfig:
+    """Settings that every sink has."""
+
+    sink: str = setting(MISSING, "Name of the sink; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class NoLogger(LoggerConfig):
+    """The JSON record only."""
+
+    sink: str = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbLogger(LoggerConfig):
+    """Weights & Biases, offline unless told otherwise."""
+
+    sink: str = "wandb"
+    mode: WandbMode = setting(
+        WandbMode.offline,
+        "Both write into the run directory; with online, a process of its own uploads as it runs.",
+    )
+    project: str = setting("mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"})
+    entity: str | None = setting(None, "W&B entity; null is the account's default.")
+    group: str | None = setting(None, "W&B group; null is the sweep, or the experiment.")
+    name: str | None = setting(
+        None,
+        "W&B run name; null is made from what varies. Jobs of a sweep add their number to it.",
+        aliases={"run_name": "Transformers and TRL"},
+    )
+    tags: list[str] = setting([], "Tags beside those made from the overrides.")
+    wait_s: float = setting(
+        60.0,
+        "Seconds to wait for the upload once the run's record is closed (unverified guess); what "
+        "is not sent by then goes on in the background, or later by task=sync.",
+        ge=0,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CsvLogger(LoggerConfig):
+    """lightning.pytorch.loggers.CSVLogger."""
+
+    sink: str = "csv"
+    flush_every_n_steps: int = setting(
+        10, "Optimizer steps whose metrics a kill may lose; Lightning's own default is 100.", ge=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorboardLogger(LoggerConfig):
+    """lightning.pytorch.loggers.TensorBoardLogger."""
+
+    sink: str = "tensorboard"

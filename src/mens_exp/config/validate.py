@@ -7,26 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
-from mens_exp.config.rules import (
-    adapter,
-    backend,
-    compare,
-    corpus,
-    data,
-    lora,
-    merge,
-    model,
-    objective,
-    optim,
-    promote,
-    quant,
-    schedule,
-    sharded,
-    suite,
-    task,
-    trainer,
-)
-from mens_exp.config.store import declarations, declarations_of
+from mens_exp.config.loader import declarations, declarations_of
+from mens_exp.config.rules import corpus, data, graph, suite, task, training
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
 
@@ -35,13 +17,6 @@ if TYPE_CHECKING:
 
     from mens_exp.config.fields import Condition, Declaration
     from mens_exp.config.root import RunConfig
-
-__all__ = [
-    "TASK_READS",
-    "ineffective_overrides",
-    "problems_of",
-    "unread_overrides",
-]
 
 # Groups whose options set keys of the others.
 _BUNDLES = frozenset({"preset", "experiment"})
@@ -67,27 +42,27 @@ def problems_of(config: RunConfig) -> list[MensError]:
     """List everything wrong with typed values that can be told without looking at files."""
     problems: list[MensError] = [*range_problems(config), *_idle_values(config, config)]
     rules = (
-        trainer.problems,
-        schedule.problems,
-        optim.problems,
-        adapter.problems,
-        data.problems,
-        lora.problems,
-        objective.problems,
-        backend.problems,
-        quant.problems,
-        sharded.problems,
+        training.trainer_problems,
+        training.schedule_problems,
+        training.optim_problems,
+        training.adapter_problems,
+        data.data_problems,
+        graph.lora_problems,
+        training.objective_problems,
+        graph.backend_problems,
+        graph.quant_problems,
+        training.sharded_problems,
     )
     for rule in rules:
         problems += rule(config)
     if not any(range_problems(config.model, "model.")):  # its rules divide by its values
-        problems += model.problems(config)
-    problems += task.problems(config)
-    problems += merge.problems(config)
-    problems += corpus.problems(config)
-    problems += suite.problems(config)
-    problems += compare.problems(config)
-    problems += promote.problems(config)
+        problems += graph.model_problems(config)
+    problems += task.task_problems(config)
+    problems += task.merge_problems(config)
+    problems += corpus.corpus_problems(config)
+    problems += suite.suite_problems(config)
+    problems += task.compare_problems(config)
+    problems += task.promote_problems(config)
     return problems
 
 

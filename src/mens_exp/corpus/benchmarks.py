@@ -1,20 +1,36 @@
-"""The items of benchmarks by name: what training rows must have nothing of."""
+"""Benchmark items by name, and the overlap of rows with them.
+
+GPT-3 was decontaminated by 13-grams of words (Brown et al. 2020, arXiv:2005.14165, appendix C);
+so are rows here, with words taken as runs of letters, digits and underscores in either case, and
+single characters of Chinese and Japanese, which have no spaces; so that neither layout nor
+punctuation nor another spelling of the same characters (Unicode's NFKC) hides a copy. Words that
+are replaced hide one: a Python function is therefore also looked for by its syntax tree, without
+docstring, annotations and the names that it binds. The benchmark is small and held as an index;
+rows stream past it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.artifacts.record import read_bytes
-from mens_exp.artifacts.typed_json import parse_json
+import numpy as np
+
+from mens_exp.artifacts.record import parse_json, read_bytes
+from mens_exp.corpus.minhash import UNSPACED
+from mens_exp.corpus.python_source import KnownFunctions
 from mens_exp.errors import DataError, MissingExtra
 from mens_exp.rows.decode import decoded_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["NAMED", "benchmark_texts", "humaneval_file"]
+    from mens_exp.rows.schema import TrainingPair
 
 NAMED: Final = ("humaneval", "synthetic")
 _SEED: Final = 0  # of the synthetic tasks
@@ -127,3 +143,149 @@ def _synthetic(count: int) -> Iterator[tuple[str, str]]:
 
     for task in benchmark_tasks(_SEED, count):
         yield task.id, f"{task.prompt}\n{task.solution}"
+
+
+NGRAM_WORDS: Final = 13  # Brown et al. 2020, appendix C
+_WORD: Final = re.compile(rf"[^\W{UNSPACED}]+|[{UNSPACED}]")
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd; hits are verified, so that any would do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """The text that a row shares with one item.
+
+    Attributes:
+        item: the item's id.
+        shared: how many of the item's distinct n-grams the row has, or of its functions; 1 for a
+            short text.
+        share: these as a share of the item's n-grams, or of its functions.
+    """
+
+    item: str
+    shared: int
+    share: float
+
+
+def texts_of(pair: TrainingPair) -> list[str]:
+    """Return what a row says: each prompt and each answer."""
+    return [text for exchange in pair.exchanges for text in exchange]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+class OverlapIndex:
+    """The n-grams of a benchmark's items."""
+
+    def __init__(
+        self,
+        items: Iterable[tuple[str, str]],
+        ngram_words: int = NGRAM_WORDS,
+        *,
+        by_functions: bool = True,
+    ) -> None:
+        """Read the items.
+
+        Args:
+            items: id and text of each; prompt and reference together.
+            ngram_words: words of an n-gram. An item with fewer is looked for whole: a row has it
+                whose text, or one prompt or answer of it, is the same words.
+            by_functions: look for the items' Python functions under other names too.
+        """
+        self.ngram_words = ngram_words
+        self.ids: list[str] = []
+        self._sizes: list[int] = []
+        self._vocabulary: dict[str, int] = {}
+        self._items_of: dict[bytes, list[int]] = {}
+        self._short: dict[tuple[str, ...], list[int]] = {}
+        self.by_functions, self._known_functions = by_functions, KnownFunctions()
+        self._functions: dict[bytes, list[int]] = {}
+        self._function_counts: list[int] = []
+        hashes: list[np.ndarray] = []
+        for item, text in items:
+            hashes.append(self._add(item, text))
+        self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
+
+    def __len__(self) -> int:
+        """Count the items."""
+        return len(self.ids)
+
+    def overlaps(self, texts: Sequence[str]) -> list[Overlap]:
+        """Return every item that a row shares something with, the largest share of it first.
+
+        Args:
+            texts: the row's, in order; n-grams may reach from one into the next.
+        """
+        parts = [_words(text) for text in texts]
+        whole = [word for part in parts for word in part]
+        found: Counter[int] = Counter()
+        for words in {tuple(part) for part in (whole, *parts) if len(part) < self.ngram_words}:
+            found.update(self._short.get(words, ()))
+        ids = np.array([self._vocabulary.get(word, -1) for word in whole], np.int64)
+        for ngram in self._known(ids):
+            found.update(self._items_of.get(ngram, ()))
+        best = {item: (count / self._sizes[item], count) for item, count in found.items()}
+        for item, count in self._same_functions(texts).items():
+            share = count / self._function_counts[item]
+            best[item] = max(best.get(item, (0.0, 0)), (share, count))
+        overlaps = [
+            Overlap(item=self.ids[item], shared=count, share=share)
+            for item, (share, count) in best.items()
+        ]
+        return sorted(overlaps, key=lambda one: (-one.share, one.item))
+
+    def _same_functions(self, texts: Sequence[str]) -> Counter[int]:
+        """Count, by item, the functions that a row has under whatever names."""
+        found: Counter[int] = Counter()
+        for one in self._known_functions.find(texts):
+            found.update(self._functions.get(one, ()))
+        return found
+
+    def _add(self, item: str, text: str) -> np.ndarray:
+        """Add an item; return the hashes of its n-grams."""
+        number = len(self.ids)
+        self.ids.append(item)
+        functions = self._known_functions.add(text) if self.by_functions else set()
+        self._function_counts.append(len(functions))
+        for one in functions:
+            self._functions.setdefault(one, []).append(number)
+        words = _words(text)
+        if len(words) < self.ngram_words:
+            self._sizes.append(1)
+            if words:
+                self._short.setdefault(tuple(words), []).append(number)
+            return np.zeros(0, np.uint64)
+        vocabulary = self._vocabulary
+        ids = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in words], np.int64)
+        ngrams = {window.tobytes() for window in self._windows(ids)}
+        for ngram in ngrams:
+            self._items_of.setdefault(ngram, []).append(number)
+        self._sizes.append(len(ngrams))
+        return self._hashed(ids)
+
+    def _windows(self, ids: np.ndarray) -> np.ndarray:
+        return np.lib.stride_tricks.sliding_window_view(ids, self.ngram_words)
+
+    def _hashed(self, ids: np.ndarray) -> np.ndarray:
+        """Hash every window, ``[windows] uint64``."""
+        many = len(ids) - self.ngram_words + 1
+        found = np.zeros(many, np.uint64)
+        with np.errstate(over="ignore"):
+            for at in range(self.ngram_words):
+                found = found * _FACTOR + (ids[at : at + many] + 1).astype(np.uint64)
+        return found
+
+    def _known(self, ids: np.ndarray) -> set[bytes]:
+        """Return the distinct windows that may be an item's: all of its words are, and its hash."""
+        if len(ids) < self.ngram_words or not len(self._hashes):
+            return set()
+        unknown = np.concatenate([[0], np.cumsum(ids < 0)])
+        is_whole = unknown[self.ngram_words :] == unknown[: -self.ngram_words]
+        places = np.flatnonzero(is_whole)
+        if not len(places):
+            return set()
+        hashes = self._hashed(ids)[places]
+        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        windows = self._windows(ids)
+        return {windows[place].tobytes() for place in places[self._hashes[at] == hashes]}

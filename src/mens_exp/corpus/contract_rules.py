@@ -16,10 +16,8 @@ if TYPE_CHECKING:
         RowsPart,
         TokenPart,
     )
-    from mens_exp.config.data_contract import ContractConfig
+    from mens_exp.config.data import ContractConfig
     from mens_exp.rows.encode import Labelling
-
-__all__ = ["notes_of_tokens", "of_overlap", "of_probe", "of_rows", "of_tokens"]
 
 _SETTINGS = "data.contract"
 _MOST_OFF = 2  # rows; under a budget of tokens the last rows drawn leave a source that far behind

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import ConfigError, DataError, MissingExtra
+from mens_exp.errors import ConfigError, DataError, MissingExtra, expected_name
+from mens_exp.layout.hub import commit_of, dataset_files
 from mens_exp.layout.hub_errors import DATASET, translated
-from mens_exp.layout.hub_snapshot import commit_of, dataset_files
-from mens_exp.rows.decode import Located
-from mens_exp.rows.tables import EXTRA, rows_of_batches
+from mens_exp.rows.decode import EXTRA, Located, rows_of_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from mens_exp.config.data import HubData
-
-__all__ = [
-    "Dataset",
-    "examples",
-    "generated",
-    "name",
-    "opened",
-    "pinned",
-    "streamed",
-    "streamed_rows",
-]
 
 _AT_ONCE = 1_000  # rows
 

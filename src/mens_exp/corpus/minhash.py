@@ -1,26 +1,123 @@
-"""MinHash signatures, and the bands by which alike ones meet.
+"""Similarity of rows: hashed shingles, MinHash signatures with their bands, and both on disk.
+
+A token is a run of letters, digits and underscores, a letter of a script that is written without
+spaces, or any other single character; white space separates and does not count. A shingle is a
+fixed number of tokens in a row, and a shorter text is one shingle. Shingles are hashed to 32 bits:
+in two texts of 250 shingles each, two different ones coincide once in 70,000 pairs of texts.
 
 The probability that two signatures agree at a place is the Jaccard similarity of the two sets; that
 they agree in all rows of at least one band is ``1 - (1 - j**rows)**bands`` (Leskovec, Rajaraman and
-Ullman, Mining of Massive Datasets, 3.4).
+Ullman, Mining of Massive Datasets, 3.4). Fingerprints are made in several processes and kept on
+disk, little of them in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from mens_exp.corpus.shingles import mixed
+from mens_exp.config.corpus import DedupeBy
+from mens_exp.corpus.filters import normalised, response_key
+from mens_exp.corpus.large_files import map_in_order, pieces
 from mens_exp.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
     from datasketch import MinHash
 
-__all__ = ["MOST_MISSED", "Bands", "Signer", "band_keys", "bands_for"]
+    from mens_exp.rows.schema import TrainingPair
+
+UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Kana and Han, inside a character class: one character is about a word there."""
+_TOKEN: Final = re.compile(rf"[^\W{UNSPACED}]+|\S")
+_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 over the golden ratio
+_MOST_KNOWN: Final = 2**17  # token hashes kept, some 20 MB
+_known: dict[str, int] = {}
+
+
+def tokens(text: str) -> list[str]:
+    """Cut a text into tokens."""
+    return _TOKEN.findall(text)
+
+
+def shingles(text: str, size: int) -> np.ndarray:
+    """Return the set of a text's shingles.
+
+    Args:
+        text: any text.
+        size: tokens of a shingle.
+
+    Returns:
+        ``[shingles] uint32``, ascending, none twice, at least one; the same on every machine.
+    """
+    hashes = token_hashes(text)
+    found = runs(hashes, min(size, len(hashes)) or 1)
+    if not len(found):  # a text without any token
+        found = np.zeros(1, np.uint64)
+    return np.unique((found >> np.uint64(32)).astype(np.uint32))
+
+
+def token_hashes(text: str) -> np.ndarray:
+    """Return the 64-bit hash of each token of a text, in order."""
+    if len(_known) > _MOST_KNOWN:
+        _known.clear()
+    hashes = []
+    for token in tokens(text):
+        value = _known.get(token)
+        if value is None:
+            raw = token.encode("utf-8", "surrogatepass")
+            value = int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
+            _known[token] = value
+        hashes.append(value)
+    return np.array(hashes, np.uint64)
+
+
+def runs(hashes: np.ndarray, size: int) -> np.ndarray:
+    """Return the 64-bit hash of each run of so many tokens, in order.
+
+    Args:
+        hashes: those of the tokens.
+        size: tokens of a run, at least 1; runs of two sizes have nothing in common.
+    """
+    found = np.full(max(len(hashes) - size + 1, 0), size, np.uint64)
+    with np.errstate(over="ignore"):
+        for place in range(size):
+            found *= np.uint64(_MULTIPLIER)
+            found += hashes[place : place + len(found)]
+    return mixed(found)
+
+
+def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the share of all shingles of two sets that both have.
+
+    Args:
+        one: as `shingles` returns it.
+        other: as `shingles` returns it.
+    """
+    common = len(np.intersect1d(one, other, assume_unique=True))
+    return common / (len(one) + len(other) - common)
+
+
+def mixed(values: np.ndarray) -> np.ndarray:
+    """Spread the bits of 64-bit values (the finalizer of MurmurHash3, a bijection)."""
+    half = np.uint64(33)
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> half)) * np.uint64(0xFF51AFD7ED558CCD)
+        values = (values ^ (values >> half)) * np.uint64(0xC4CEB9FE1A85EC53)
+    spread: np.ndarray = values ^ (values >> half)
+    return spread
+
 
 MOST_MISSED: Final = 0.005  # of the pairs at the threshold, as long as the permutations allow it
-_MULTIPLIER: Final = 0x9E3779B97F4A7C15
 
 
 class Bands(NamedTuple):
@@ -112,3 +209,136 @@ def _empty(permutations: int) -> MinHash:
 def _as_it_is(value: int) -> int:
     """Return a shingle: it is a hash already."""
     return value
+
+
+KEY_WORDS: Final = 2  # 64-bit words of a content key: of a billion rows none coincide by chance
+_ROWS_AT_ONCE: Final = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Likeness:
+    """The criterion for near-duplicates, and the search for candidates."""
+
+    threshold: float
+    shingle_tokens: int
+    permutations: int
+    bands: Bands
+
+
+class _Made(NamedTuple):
+    """The fingerprints of some rows."""
+
+    keys: bytes
+    sizes: np.ndarray  # [rows] int64, shingles of each
+    shingles: np.ndarray  # [shingles] uint32
+    signatures: np.ndarray  # [rows, permutations] uint32
+    bands: np.ndarray  # [bands, rows] uint64
+
+
+def content_key(pair: TrainingPair, by: DedupeBy) -> bytes:
+    """Return 16 bytes that two rows share only if they are exact duplicates.
+
+    Args:
+        pair: the row.
+        by: `response` compares its answers, each by `response_key`; `row` the system prompt and
+            what the user asks as well, up to white space.
+    """
+    said = [response_key(answer) for _, answer in pair.exchanges]
+    if by is DedupeBy.row:
+        said += ["" if pair.system is None else f"system:{normalised(pair.system)}"]
+        said += [normalised(asked) for asked, _ in pair.exchanges]
+    text = "\0".join(said).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(text).digest()[: 8 * KEY_WORDS]
+
+
+def compared_text(pair: TrainingPair, by: DedupeBy) -> str:
+    """Return the text whose shingles are compared: the answers, or everything that is said."""
+    if by is DedupeBy.response:
+        return "\n".join(answer for _, answer in pair.exchanges)
+    turns = [text for exchange in pair.exchanges for text in exchange]
+    return "\n".join(turns if pair.system is None else [pair.system, *turns])
+
+
+class Fingerprints:
+    """Keys, shingles and signatures of rows, by the number of the row, in files.
+
+    Attributes:
+        rows: how many there are.
+        keys: file of content keys.
+        bands: files of band keys; none where no near-duplicates are looked for.
+    """
+
+    def __init__(self, directory: Path, like: Likeness | None) -> None:
+        """Name the files; `make` writes them."""
+        self.rows = 0
+        self.keys = directory / "keys"
+        self.bands = [directory / f"band{i}" for i in range(like.bands.bands if like else 0)]
+        self._like = like
+        self._shingles = directory / "shingles"
+        self._signatures = directory / "signatures"
+        self._offsets = np.zeros(1, np.int64)
+
+    def make(self, pairs: Iterable[TrainingPair], by: DedupeBy, processes: int) -> None:
+        """Write the fingerprints of rows.
+
+        Args:
+            pairs: the rows.
+            by: what of a row is compared.
+            processes: how many work.
+
+        Raises:
+            MissingExtra: datasketch is needed, and is not installed.
+        """
+        work = functools.partial(_made, by=by, like=self._like)
+        sizes = [np.zeros(1, np.int64)]
+        with contextlib.ExitStack() as stack:
+            keys = stack.enter_context(self.keys.open("wb"))
+            marks = stack.enter_context(self._shingles.open("wb"))
+            signatures = stack.enter_context(self._signatures.open("wb"))
+            bands = [stack.enter_context(path.open("wb")) for path in self.bands]
+            for made in map_in_order(work, pieces(pairs, _ROWS_AT_ONCE), processes):
+                keys.write(made.keys)
+                made.shingles.tofile(marks)
+                made.signatures.tofile(signatures)
+                for file, band in zip(bands, made.bands, strict=True):
+                    band.tofile(file)
+                sizes.append(made.sizes)
+                self.rows += len(made.keys) // (8 * KEY_WORDS)
+        self._offsets = np.cumsum(np.concatenate(sizes))
+
+    def shingles(self, row: int) -> np.ndarray:
+        """Return the shingles of a row."""
+        start, end = self._offsets[row], self._offsets[row + 1]
+        return np.fromfile(self._shingles, "<u4", end - start, offset=4 * start)
+
+    def signatures(self) -> np.ndarray:
+        """Map the signatures, ``[rows, permutations] uint32``.
+
+        What was read of a map counts as this process's memory for as long as the map is held.
+        """
+        assert self._like is not None, "nothing was signed"
+        shape = (self.rows, self._like.permutations)
+        return np.memmap(self._signatures, "<u4", "r", shape=shape)
+
+
+def _made(pairs: Sequence[TrainingPair], by: DedupeBy, like: Likeness | None) -> _Made:
+    keys = b"".join(content_key(pair, by) for pair in pairs)
+    if like is None:
+        nothing = np.zeros((0, 0), np.uint32)
+        sizes = np.zeros(len(pairs), np.int64)
+        return _Made(keys, sizes, nothing, nothing, nothing.astype(np.uint64))
+    signer = _signer(like.permutations)
+    sets = [shingles(compared_text(pair, by), like.shingle_tokens) for pair in pairs]
+    signatures = np.stack([signer.sign(one) for one in sets])
+    return _Made(
+        keys=keys,
+        sizes=np.array([len(one) for one in sets], np.int64),
+        shingles=np.concatenate(sets),
+        signatures=signatures,
+        bands=band_keys(signatures, like.bands),
+    )
+
+
+@functools.cache
+def _signer(permutations: int) -> Signer:
+    return Signer(permutations)

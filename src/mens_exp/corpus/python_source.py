@@ -20,17 +20,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = [
-    "DefinitionNode",
-    "FunctionNode",
-    "KnownFunctions",
-    "cut",
-    "decode",
-    "parse",
-    "same_but_docstring",
-    "signature",
-]
-
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 DefinitionNode: TypeAlias = FunctionNode | ast.ClassDef
 

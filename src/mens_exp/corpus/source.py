@@ -20,7 +20,10 @@ from mens_exp.config.data import (
 from mens_exp.config.mix import in_source, sources_of
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib, synthetic
-from mens_exp.corpus.files import (
+from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
+from mens_exp.corpus.mix import mixed
+from mens_exp.corpus.row_files import (
+    Rows,
     RowsFile,
     bytes_of,
     described,
@@ -28,14 +31,12 @@ from mens_exp.corpus.files import (
     pairs_of,
     read_apart,
     read_own,
+    refuse_empty,
     refuse_leakage,
 )
-from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
-from mens_exp.corpus.mix import mixed
-from mens_exp.corpus.sides import Rows, refuse_empty
 from mens_exp.corpus.split import Side, assert_disjoint, split
 from mens_exp.errors import DataError, MensError, Problems, RequestError
-from mens_exp.rows import quarantine
+from mens_exp.rows import readers
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.readers import rows_digest
@@ -46,11 +47,9 @@ if TYPE_CHECKING:
 
     from mens_exp.config.data import FilterConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.rows.quarantine import BadRow
+    from mens_exp.rows.readers import BadRow
     from mens_exp.rows.schema import TrainingPair
-    from mens_exp.tokenizer.protocol import Tokenizer
-
-__all__ = ["Rows", "cache_key", "labelling_of", "load_rows"]
+    from mens_exp.tokenizer.load import Tokenizer
 
 
 def load_rows(config: DataConfig, cache: Path) -> Rows:
@@ -74,15 +73,15 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
     if isinstance(config, RowsData) and config.streaming:
         return _first_rows(config)
     if isinstance(config, JsonlData) and is_large(config):
-        from mens_exp.corpus import bounded  # small files do without
+        from mens_exp.corpus import large_files  # small files do without
 
-        return bounded.load(config, cache)
+        return large_files.load(config, cache)
     taken: dict[str, Any] = {}
     corpora = _corpora(config, cache)
     bad = tuple(row for corpus in corpora.values() for row in corpus.bad)
     if isinstance(config, WrittenData) and config.on_bad_row is OnBadRow.quarantine:
         rows = len(bad) + sum(file.rows for corpus in corpora.values() for file in corpus.files)
-        taken["quarantined"] = quarantine.summary(bad, rows, config.max_bad_frac)
+        taken["quarantined"] = readers.quarantine_summary(bad, rows, config.max_bad_frac)
     if asked(config.filter):
         taken["filtered"] = _filtered(list(corpora.values()), config.filter)
     pairs = [pair for corpus in corpora.values() for pair in corpus.pairs]
@@ -107,7 +106,7 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
 
 def _first_rows(config: RowsData) -> Rows:
     """Read the first window of rows that are streamed, and those to validate on."""
-    from mens_exp.corpus.streamed import RowStream
+    from mens_exp.corpus.mix import RowStream
 
     apart = read_apart(config)
     val = None if apart is None else filtered(pairs_of(apart), config.filter)[0]

@@ -1,40 +1,31 @@
-"""Train, validation and held-out sides, decided by a row's group alone.
+"""Assign rows to train, validation and held-out sides by their group alone.
 
-Where a group goes is read off the SHA-256 of its name: no seed and no order of rows
-can move it, so runs with different seeds are validated on the same rows, and rows
-added later move none of the old ones. The exception is a corpus of few groups, see
-`split`.
+The side of a group is read off the SHA-256 of its name: no seed and no order of rows can move it,
+so runs with different seeds are validated on the same rows, and rows added later move none of the
+old ones. The exception is a corpus of few groups, see `split`. For millions of groups, 64-bit
+prefixes of the hashes stand for their names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from mens_exp.corpus.dedupe import normalised
+import numpy as np
+
+from mens_exp.corpus.filters import normalised
 from mens_exp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Mapping, Sequence
 
-    from mens_exp.rows.schema import TrainingPair
+    from numpy.typing import NDArray
 
-__all__ = [
-    "PROJECT_END",
-    "Side",
-    "assert_disjoint",
-    "check_fractions",
-    "group_of",
-    "head_of",
-    "position_of",
-    "project_of",
-    "ranks",
-    "side_at",
-    "side_of",
-    "split",
-]
+    from mens_exp.rows.schema import TrainingPair
 
 PROJECT_END: Final = "::"  # after the project in a group such as serde::src/lib.rs
 
@@ -83,7 +74,7 @@ def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
         ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
     """
     check_fractions(val_frac, heldout_frac)
-    return side_at(position_of(head_of(group)), val_frac, heldout_frac)
+    return side_at(position_of(hash_prefix(group)), val_frac, heldout_frac)
 
 
 def side_at(position: float, val_frac: float, heldout_frac: float) -> Side:
@@ -175,7 +166,7 @@ def _wanted(val_frac: float, heldout_frac: float) -> set[Side]:
     return {side for side, share in shares.items() if share > 0}
 
 
-def head_of(group: str) -> int:
+def hash_prefix(group: str) -> int:
     """Return the first 64 bits of the SHA-256 of a group's name, which place it."""
     return int.from_bytes(hashlib.sha256(group.encode("utf-8")).digest()[:8], "big")
 
@@ -187,7 +178,7 @@ def position_of(head: int) -> float:
 
 
 def _by_rank(groups: Iterable[str], val_frac: float, heldout_frac: float) -> dict[str, Side]:
-    ranked = sorted(groups, key=lambda group: (position_of(head_of(group)), group))
+    ranked = sorted(groups, key=lambda group: (position_of(hash_prefix(group)), group))
     total = len(ranked)
     heldout, val = ranks(total, val_frac, heldout_frac)
     sides = dict.fromkeys(ranked, Side.TRAIN)
@@ -211,3 +202,59 @@ def ranks(total: int, val_frac: float, heldout_frac: float) -> tuple[int, int]:
     spare = max(total - 1, 0)  # one group is train's before any other side gets one
     val = share(val_frac, spare - 1 if heldout_frac > 0 and spare > 1 else spare)
     return share(heldout_frac, spare - val), val
+
+
+HashPrefixes: TypeAlias = "NDArray[np.uint64]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The bounds of the sides among the heads: held out up to one, validated on from another.
+
+    ``ranked`` says that they follow the ranks of few groups, as `corpus.split.split` has it.
+    """
+
+    heldout_until: int
+    val_from: int
+    ranked: bool
+
+    def side(self, head: int) -> Side:
+        """Return the side of a group."""
+        if head <= self.heldout_until:
+            return Side.HELDOUT
+        return Side.VAL if head >= self.val_from else Side.TRAIN
+
+    def masks(self, heads: HashPrefixes) -> dict[Side, NDArray[np.bool_]]:
+        """Tell which groups are on each side."""
+        none = np.zeros(len(heads), bool)
+        held = heads <= np.uint64(self.heldout_until) if self.heldout_until >= 0 else none
+        val = heads >= np.uint64(self.val_from) if self.val_from < 2**64 else none
+        return {Side.TRAIN: ~(held | val), Side.VAL: val, Side.HELDOUT: held}
+
+
+def distinct(heads: array[int] | HashPrefixes) -> HashPrefixes:
+    """Return each head once, in their order."""
+    return np.unique(np.asarray(heads, dtype=np.uint64))
+
+
+def bounds_of(groups: HashPrefixes, val_frac: float, heldout_frac: float) -> Bounds:
+    """Return where the sides lie, for groups that are `distinct`.
+
+    Args:
+        groups: the heads of all groups.
+        val_frac: share of the groups for validation, in [0, 1).
+        heldout_frac: share of the groups to hold out, in [0, 1).
+    """
+    positions = np.ldexp((groups >> np.uint64(11)).astype(np.float64), -53)  # as position_of has it
+    total = len(groups)
+    heldout = int(np.searchsorted(positions, heldout_frac))
+    val = total - max(int(np.searchsorted(positions, 1 - val_frac)), heldout)
+    counts = [(1.0, total - heldout - val), (val_frac, val), (heldout_frac, heldout)]
+    ranked = any(share > 0 and not count for share, count in counts)
+    if ranked:
+        heldout, val = ranks(total, val_frac, heldout_frac)
+    return Bounds(
+        heldout_until=int(groups[heldout - 1]) if heldout else -1,
+        val_from=int(groups[total - val]) if val else 2**64,
+        ranked=ranked,
+    )

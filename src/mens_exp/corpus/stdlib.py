@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts import digest
-from mens_exp.corpus.dedupe import dedupe
-from mens_exp.corpus.functions import pairs_of
-from mens_exp.corpus.kept import keep, recall
+from mens_exp.corpus.extraction import python_pairs
+from mens_exp.corpus.filters import without_duplicates
 from mens_exp.corpus.python_source import decode
+from mens_exp.corpus.row_files import load_stored_rows, store_rows
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.rows.schema import TrainingPair
-
-__all__ = ["Extraction", "extract", "is_cached", "load", "source_bytes", "stdlib_digest"]
 
 CATEGORY: Final = "stdlib"
 CACHE_FORMAT: Final = "mens_exp_stdlib"
@@ -85,10 +83,10 @@ def extract(root: Path | None = None) -> Extraction:
         if text is None:
             dropped["file_does_not_decode"] += 1
             continue
-        pairs += pairs_of(
+        pairs += python_pairs(
             text, module=_module(name), group=name, category=CATEGORY, dropped=dropped
         )
-    kept, duplicates = dedupe(pairs)
+    kept, duplicates = without_duplicates(pairs)
     dropped["duplicate"] = duplicates
     return Extraction(
         pairs=kept,
@@ -139,7 +137,7 @@ def load(cache: Path, root: Path | None = None) -> Extraction:
         "files": extraction.files,
         "dropped": extraction.dropped,
     }
-    keep(path, header, extraction.pairs)
+    store_rows(path, header, extraction.pairs)
     return extraction
 
 
@@ -197,7 +195,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 def _read(path: Path, content: str) -> Extraction | None:
     """Read a cache file; None where there is none, or none that can be trusted."""
     try:
-        header, pairs = recall(path, content) or ({}, [])
+        header, pairs = load_stored_rows(path, content) or ({}, [])
         return Extraction(
             pairs=pairs,
             content_sha256=content,

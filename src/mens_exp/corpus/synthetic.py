@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.corpus import generator
-from mens_exp.corpus.kept import keep, recall
+from mens_exp.corpus.row_files import load_stored_rows, store_rows
 from mens_exp.corpus.split import Side
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from mens_exp.config.data import SyntheticData
     from mens_exp.rows.schema import TrainingPair
-
-__all__ = ["Corpus", "counts", "generator_sha256", "is_cached", "load", "made_by", "sides_of"]
 
 CACHE_FORMAT: Final = "mens_exp_synthetic"
 CACHE_VERSION: Final = 1
@@ -56,7 +54,7 @@ def load(config: SyntheticData, cache: Path) -> Corpus:
     """
     content = _content(config)
     path = _path(cache, content)
-    header, pairs = recall(path, content) or ({}, [])
+    header, pairs = load_stored_rows(path, content) or ({}, [])
     if isinstance(header.get("dropped"), dict):
         return Corpus(pairs=pairs, dropped=header["dropped"])
     from mens_exp.corpus.generator.generate import generate
@@ -78,7 +76,7 @@ def load(config: SyntheticData, cache: Path) -> Corpus:
         "content_sha256": content,
         "dropped": dropped,
     }
-    keep(path, header, corpus.pairs)
+    store_rows(path, header, corpus.pairs)
     return corpus
 
 
@@ -95,7 +93,7 @@ def is_cached(config: SyntheticData, cache: Path) -> bool:
 
 def sides_of(pairs: Iterable[TrainingPair]) -> dict[Side, list[TrainingPair]]:
     """Divide the rows of `load`: each goes where its family belongs, whatever the shares."""
-    from mens_exp.corpus.generator.families.catalogue import SIDES
+    from mens_exp.corpus.generator.generate import SIDES
 
     sides: dict[Side, list[TrainingPair]] = {side: [] for side in Side}
     for pair in pairs:

@@ -12,18 +12,15 @@ from lightning import LightningDataModule
 
 from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.config.data import RowsData
+from mens_exp.corpus.mix import RowStream, validates_apart
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
-from mens_exp.corpus.streamed import RowStream, validates_apart
-from mens_exp.data.packed import packed
-from mens_exp.data.packing import Blocks, pack, single
-from mens_exp.data.stream import MicroBatches
-from mens_exp.data.streamed import StreamedMicroBatches
+from mens_exp.data.batch import Blocks, cached_blocks, pack, single
+from mens_exp.data.stream import MicroBatches, StreamedMicroBatches
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded_parts
-from mens_exp.rows.encode import encode
-from mens_exp.rows.shards import encode_parts
-from mens_exp.tokenizer.text_bytes import text_bytes
+from mens_exp.rows.encode import encode, encode_parts
+from mens_exp.tokenizer.load import text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +28,9 @@ if TYPE_CHECKING:
 
     from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.corpus.source import Rows
+    from mens_exp.corpus.row_files import Rows
     from mens_exp.rows.encode import Encoded
-    from mens_exp.tokenizer.protocol import Tokenizer
-
-__all__ = ["RowsDataModule", "encoded_side", "sampled_stream"]
+    from mens_exp.tokenizer.load import Tokenizer
 
 
 class RowsDataModule(LightningDataModule):
@@ -92,7 +87,7 @@ class RowsDataModule(LightningDataModule):
         lengths, data = self.train_documents.lengths, self.config.data
         if not data.packing:
             return single(len(lengths))
-        return packed(cache, self.train_counts.sha256, lengths, data.seq_len)
+        return cached_blocks(cache, self.train_counts.sha256, lengths, data.seq_len)
 
     @property
     def max_steps(self) -> int:

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mens_exp.artifacts.foreign_patterns import problem_of, searches
+from mens_exp.artifacts.untrusted_input import pattern_problem, pattern_searches
 from mens_exp.config.suite import JsonlCheck
 from mens_exp.errors import ConfigError, DataError, MissingExtra
-from mens_exp.evals.answer_text import code_of
+from mens_exp.evals.completion_styles import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["Check", "check_named", "function_named"]
 
 _PATTERNS: Final = "suite.path: a pattern that is expected"
 _TOO_DEEP: Final = "it is nested too deeply to be read"
@@ -112,7 +110,7 @@ class Regex(_Text):
         """Take a pattern."""
         if not isinstance(expected, str) or not expected:
             return "must be a pattern"
-        problem = problem_of(expected, _PATTERNS)
+        problem = pattern_problem(expected, _PATTERNS)
         return None if problem is None else f"is no pattern: {problem}"
 
     def reference(self, expected: Any) -> str:
@@ -128,7 +126,9 @@ class Regex(_Text):
         """
         del prompt
         return (
-            None if searches(expected, answer, _PATTERNS) else "it does not have the form asked for"
+            None
+            if pattern_searches(expected, answer, _PATTERNS)
+            else "it does not have the form asked for"
         )
 
 
@@ -212,7 +212,7 @@ def _elsewhere(schema: Any, ids: set[str]) -> Iterator[str]:
 
 
 def _is_pattern(value: object) -> bool:
-    return not isinstance(value, str) or problem_of(value, _PATTERNS) is None
+    return not isinstance(value, str) or pattern_problem(value, _PATTERNS) is None
 
 
 @functools.cache
@@ -221,13 +221,13 @@ def _guarded(kind: Any) -> Any:
     import jsonschema
 
     def pattern(validator: Any, expected: str, value: Any, _: Any) -> Iterator[Any]:
-        if validator.is_type(value, "string") and not searches(expected, value, _PATTERNS):
+        if validator.is_type(value, "string") and not pattern_searches(expected, value, _PATTERNS):
             yield jsonschema.ValidationError(f"{value!r} does not match {expected!r}")
 
     def properties(validator: Any, expected: Any, value: Any, _: Any) -> Iterator[Any]:
         for name, one in expected.items() if validator.is_type(value, "object") else ():
             for key in value:
-                if searches(name, key, _PATTERNS):
+                if pattern_searches(name, key, _PATTERNS):
                     yield from validator.descend(value[key], one, path=key, schema_path=name)
 
     known = {"pattern": pattern, "patternProperties": properties}

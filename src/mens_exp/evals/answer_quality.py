@@ -1,6 +1,7 @@
 """Measures of an answer's code by reading it: strict, canonical, rich, or a stub.
 
-Nothing is executed. Python is read through its syntax tree, other languages by their words.
+Nothing is executed. Python is read through its syntax tree, other languages by their words. The
+part of a judgement that reading gives is the same in every suite.
 """
 
 from __future__ import annotations
@@ -14,16 +15,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "Quality",
-    "is_canonical",
-    "is_strict",
-    "is_trivial",
-    "parsed",
-    "placeholder_hits",
-    "quality_of",
-    "richness",
-]
+from mens_exp.evals.suite import Judgement
 
 _MARKERS: Final = re.compile(
     r"\b(?:TODO|FIXME|XXX)\b|NotImplemented(?:Error)?\b|\b(?:todo|unimplemented)!|"
@@ -225,3 +217,27 @@ def _is_not_implemented(node: ast.AST) -> bool:
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
+
+
+NO_SANDBOX: Final = (
+    "no sandbox: install bubblewrap, or say sandbox=unsafe to run generated code without one"
+)
+
+
+def judge_by_reading(completion: str, code: str, *, is_python: bool = True) -> Judgement:
+    """Return what can be told without compiling or running anything; the suite adds the rest.
+
+    Args:
+        completion: all that the model said.
+        code: the part of it that counts.
+        is_python: whether the code is Python; the layout of other languages is not judged.
+    """
+    quality = quality_of(completion, code, is_python=is_python)
+    return Judgement(
+        canonical=quality.canonical,
+        strict=quality.strictness,
+        placeholder_hits=quality.placeholder_hits,
+        trivial=quality.trivial,
+        richness=quality.richness,
+        anti_stub=quality.anti_stub,
+    )

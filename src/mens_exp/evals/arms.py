@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.config.compose import group_options
 from mens_exp.config.fields import Effect, shown
-from mens_exp.config.store import effect_of
-from mens_exp.errors import ConfigError
+from mens_exp.config.loader import effect_of
+from mens_exp.config.user_config import group_options
+from mens_exp.errors import ConfigError, expected_name
 from mens_exp.evals.contrast import without_seed
 from mens_exp.plan.contract import recorded_digest
 
@@ -19,19 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from mens_exp.artifacts.manifest import Manifest
-
-__all__ = [
-    "Arm",
-    "Trial",
-    "aliased",
-    "arms_of",
-    "factors_in",
-    "inner_differences",
-    "measured_otherwise",
-    "seed_labels",
-    "unlike_losses",
-    "unlike_sizes",
-]
 
 _DIGITS = 8  # of a digest, enough to tell arms of one study apart
 # How answers are made where a scorecard does not say: by version 1 alone, which knew no other way.

@@ -1,26 +1,34 @@
-"""Asking, judging, and asking again with the errors, until an answer is valid."""
+"""Ask, judge, and ask again with the errors; then sum the events up as a scorecard.
+
+Also a small scorecard of a model in training, from the first items of a suite.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-from mens_exp.artifacts.scorecard import EVENT_VERSION
-from mens_exp.evals.generation import Request, seed_of
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.metrics import METRICS
+from mens_exp.artifacts.scorecard import EVENT_VERSION, Condition, Scorecard
+from mens_exp.evals.completion_styles import GRADING
+from mens_exp.evals.engines import Request, seed_of
+from mens_exp.evals.kpis import summarise
+from mens_exp.evals.observations import kpi_named, observations, scores
 from mens_exp.evals.suite import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.scorecard import ItemEvent
-    from mens_exp.evals.generation import Completion, Engine
-    from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Item, Judgement, Suite
+    from mens_exp.evals.engines import Completion, Engine
+    from mens_exp.evals.observations import Score
+    from mens_exp.evals.suite import Item, Judgement, Runner, SelfTest, Suite
     from mens_exp.tokenizer.templates import Message
-
-__all__ = ["Plan", "answer_all", "judged_once", "repair_turns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,3 +250,118 @@ def _reason(name: str, unknown: dict[str, str], depth: int | None) -> str:
     if name not in _OF_JUDGEMENT:
         return "the answers were made before, and nobody counted"
     return unknown.get(_OF_JUDGEMENT[name], "not measured by this suite")
+
+
+def graded_digest(suite: Suite) -> str:
+    """Return what a scorecard, and a cycle that registers it, calls a suite by."""
+    return digest({"suite": suite.digest, "grading": GRADING})
+
+
+def to_scorecard(
+    suite: Suite,
+    events: Sequence[ItemEvent],
+    plan: Plan,
+    generation: dict[str, Any],
+    *,
+    sandbox: str | None = None,
+    self_test: SelfTest | None = None,
+) -> Scorecard:
+    """Sum up events by condition.
+
+    Args:
+        suite: the suite that was answered.
+        events: one for each sample of each item under each condition.
+        plan: how often each item was asked.
+        generation: how answers were made, for the record.
+        sandbox: the kind that answers were run in; None where none was run.
+        self_test: what came of the suite's own references.
+    """
+    conditions = {}
+    unknown: dict[str, str] = {}
+    for condition in dict.fromkeys(str(event["condition"]) for event in events):
+        mine = [event for event in events if event["condition"] == condition]
+        conditions[condition], why = summarise(
+            mine, items=len(suite.items), samples=plan.samples, max_retries=plan.max_retries
+        )
+        unknown |= {f"conditions.{condition}.{name}": reason for name, reason in why.items()}
+    return Scorecard(
+        suite=suite.name,
+        suite_digest=graded_digest(suite),
+        items=len(suite.items),
+        conditions=conditions,
+        generation={**generation, **dataclasses.asdict(plan), "grading": GRADING},
+        sandbox=sandbox,
+        self_test=None if self_test is None else dataclasses.asdict(self_test),
+        unknown=unknown,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """The scores of the items.
+
+    Attributes:
+        items: how many were asked.
+        values: metric, ``eval/<kpi>`` -> value.
+        unknown: metric that could not be measured -> why.
+        events: one for each sample of each item.
+    """
+
+    items: int
+    values: dict[str, float]
+    unknown: dict[str, str]
+    events: list[ItemEvent]
+
+
+class FirstItems:
+    """A suite of which only the first items are asked; they are judged as ever."""
+
+    def __init__(self, suite: Suite, items: int) -> None:
+        """Take the first ``items`` of ``suite``, or all where it has fewer."""
+        self._suite = suite
+        self.items: Sequence[Item] = suite.items[:items]
+        self.name, self.digest = suite.name, suite.digest
+        self.needs_sandbox = suite.needs_sandbox
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Judge as the whole suite does."""
+        return self._suite.judge(answers, runner)
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Test the whole suite."""
+        return self._suite.self_test(runner)
+
+
+def measure(
+    suite: FirstItems, engine: Engine, runner: Runner | None, plan: Plan, manifest: Manifest
+) -> Measured:
+    """Ask and judge, and sum up by KPI as a comparison of runs does.
+
+    Args:
+        suite: the items.
+        engine: the tuned model.
+        runner: executes answers; None executes none.
+        plan: how often each item is asked.
+        manifest: of the run.
+    """
+    tuned = str(Condition.TUNED)
+    events = answer_all(suite, engine, runner, plan, tuned)
+    card = to_scorecard(suite, events, plan, {})
+    found = scores(observations("run", manifest, tuned, card, events), len(suite.items))
+    ours = {metric: one for name, one in found.items() if (metric := f"eval/{name}") in METRICS}
+    return Measured(
+        items=len(suite.items),
+        values={name: one.mean for name, one in sorted(ours.items()) if one.mean is not None},
+        unknown={
+            name: _missing_reason(name, one, events)
+            for name, one in sorted(ours.items())
+            if one.mean is None
+        },
+        events=events,
+    )
+
+
+def _missing_reason(metric: str, score: Score, events: Sequence[ItemEvent]) -> str:
+    field = kpi_named(metric.removeprefix("eval/")).field
+    told = (event["unknown"].get(field or "") for event in events)
+    return next((reason for reason in told if reason), score.why or "not measured")

@@ -1,28 +1,184 @@
-"""Sources of a 4-bit base's error: each module alone, and all of them at once.
+"""Attribute a 4-bit base's error: each module alone, and all of them at once.
 
-Everything is computed in f32 on the unquantized model, of which one weight is exchanged at a time;
-what changes is then the weight's doing and nothing else's.
+Everything is computed in f32 on the unquantized model, of which one weight is exchanged at a time.
+Each decoder layer's output is kept once. A layer that is replayed gives back its output without
+computing, so that a change in layer n costs the layers from n on, and looking at a layer's modules
+costs that layer alone. The model's own forward pass does the rest, whatever its family.
+
+Shapes: B sequences, T tokens, D hidden width, M supervised positions and N tokens of one batch,
+O outputs and I inputs of a module.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.backends.causal_forward import hidden_states
-from mens_exp.evals.replay import Replay, replaced
-from mens_exp.quant.stored_as import Variant, activation_error, sqnr_db, stored_as
+from mens_exp.backends.base_model import hidden_states, logits
+from mens_exp.evals.logit_comparison import LogitComparison
+from mens_exp.quant.round_trip import Variant, activation_error, sqnr_db, stored_as
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.attribution import Comparison, ModuleRecord, VariantError, WholeRecord
+    from mens_exp.data.batch import Batch
     from mens_exp.layout.targets import LinearModule
 
-__all__ = ["Subject", "attribute_modules", "attribute_whole", "parity_with"]
+
+class Replay:
+    """A causal model, the batches it is looked at on, and what its layers gave for them."""
+
+    def __init__(
+        self, causal_lm: Any, layers: str, batches: Sequence[Batch], *, chunk_tokens: int
+    ) -> None:
+        """Run every batch once and keep the layers' outputs, T · D numbers a layer and sequence.
+
+        Args:
+            causal_lm: the model, in evaluation mode.
+            layers: path of its list of decoder layers.
+            batches: on the model's device.
+            chunk_tokens: positions whose logits exist at one time.
+        """
+        self.causal_lm = causal_lm
+        self.batches = batches
+        self.chunk_tokens = chunk_tokens
+        self.layers = list(causal_lm.get_submodule(layers))
+        self._outputs: list[list[Any]] = []
+        self.reference_MD: list[torch.Tensor] = []
+        for batch in batches:
+            with _kept_outputs(self.layers) as outputs, torch.inference_mode():
+                self.reference_MD.append(hidden_states(causal_lm, batch))
+            self._outputs.append(outputs)
+
+    def hidden_from(self, layer: int) -> Iterator[torch.Tensor]:
+        """Yield each batch's hidden states ``[M, D]``, computed anew from a layer on."""
+        for batch, outputs in zip(self.batches, self._outputs, strict=True):
+            with self._replayed(outputs, range(layer)), torch.inference_mode():
+                hidden_MD = hidden_states(self.causal_lm, batch)
+            yield hidden_MD  # outside of the block, so that whoever stops asking leaves no trace
+
+    def inputs_of(
+        self, layer: int, modules: Collection[torch.nn.Module]
+    ) -> list[list[torch.Tensor]]:
+        """Return what modules of one layer read, ``[N, I]``, by module and batch; N real tokens.
+
+        What fills a batch up is left out, unless a module of unknown code reads other rows than
+        there are tokens.
+
+        Args:
+            layer: number of the decoder layer, which alone is computed.
+            modules: of that layer.
+        """
+        found: list[list[torch.Tensor]] = [[] for _ in modules]
+        hooks = [
+            module.register_forward_pre_hook(lambda _, args, into=into: into.append(args[0]))
+            for module, into in zip(modules, found, strict=True)
+        ]
+        try:
+            for batch, outputs in zip(self.batches, self._outputs, strict=True):
+                others = [number for number in range(len(self.layers)) if number != layer]
+                with self._replayed(outputs, others), torch.inference_mode():
+                    hidden_states(self.causal_lm, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        real = [_real_tokens(batch) for batch in self.batches]
+        return [[_rows_of(*pair) for pair in zip(inputs, real, strict=True)] for inputs in found]
+
+    def compared(
+        self,
+        other: Iterable[torch.Tensor],
+        *,
+        other_lm: Any = None,
+        position_bounds: Sequence[int] = (0,),
+    ) -> LogitComparison:
+        """Compare next tokens under the model as it was with those under other hidden states.
+
+        Args:
+            other: hidden states ``[M, D]`` of each batch, on the batches' device.
+            other_lm: the model whose head makes logits of them; None is this one.
+            position_bounds: see :class:`LogitComparison`.
+        """
+        comparison = LogitComparison(position_bounds)
+        for batch, reference_MD, other_MD in zip(
+            self.batches, self.reference_MD, other, strict=True
+        ):
+            positions_M = batch.position_ids_BT.flatten()[batch.predict_M]
+            for start in range(0, len(batch.targets_M), self.chunk_tokens):
+                piece = slice(start, start + self.chunk_tokens)
+                with torch.inference_mode():
+                    comparison.add(
+                        logits(self.causal_lm, reference_MD[piece]),
+                        logits(other_lm or self.causal_lm, other_MD[piece]),
+                        batch.targets_M[piece],
+                        positions_M[piece],
+                    )
+        return comparison
+
+    @contextmanager
+    def _replayed(self, outputs: list[Any], numbers: Collection[int]) -> Iterator[None]:
+        """Let layers give back what they gave; the input of one that computes is the one before's.
+
+        Whatever reaches a replayed layer is not looked at, so that only its output need be right.
+        """
+        replayed = [self.layers[number] for number in numbers]
+        try:
+            for number, layer in zip(numbers, replayed, strict=True):
+                layer.forward = lambda *_, _output=outputs[number], **__: _output
+            yield
+        finally:
+            for layer in replayed:
+                layer.__dict__.pop("forward", None)
+
+
+def _real_tokens(batch: Batch) -> torch.Tensor:
+    """Tell for each place of the flattened batch whether a document's token is there, ``[B·T]``."""
+    if batch.attention_mask_BT is not None:
+        return batch.attention_mask_BT.flatten().bool()
+    places = torch.arange(batch.input_ids_BT.numel(), device=batch.input_ids_BT.device)
+    return places < batch.tokens  # documents follow each other; what fills up comes last
+
+
+def _rows_of(inputs: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    rows = inputs.flatten(0, -2)
+    return rows[real] if len(rows) == len(real) else rows
+
+
+@contextmanager
+def _kept_outputs(layers: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Collect what layers return inside the block."""
+    outputs: list[Any] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output: outputs.append(output))
+        for layer in layers
+    ]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def replaced(module: Any, weight_OI: torch.Tensor, *, transposed: bool) -> Iterator[None]:
+    """Give a module another weight inside the block.
+
+    Args:
+        module: torch's ``Linear``, or transformers' ``Conv1D``.
+        weight_OI: the other weight.
+        transposed: whether the module keeps its weight as ``[I, O]``.
+    """
+    before = module.weight.data
+    module.weight.data = weight_OI.T if transposed else weight_OI
+    try:
+        yield
+    finally:
+        module.weight.data = before
+
 
 _BITS = 8  # of a byte
 

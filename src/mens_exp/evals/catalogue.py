@@ -1,13 +1,23 @@
-"""A `suite` option to the suite it means."""
+"""The suite of each `suite` option, and suite=jsonl: answers checked against the user's rows.
+
+An expected answer is a text, texts, a pattern, a schema, or the arguments of the user's own
+function; nobody's answer is executed.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypedDict, get_type_hints
 
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
+from mens_exp.artifacts.record import check_type as type_problems
 from mens_exp.config.suite import (
     HeldoutSyntaxSuite,
     HumanEvalSuite,
+    JsonlCheck,
     JsonlSuite,
     LmEvalSuite,
     MiniPythonSuite,
@@ -15,12 +25,221 @@ from mens_exp.config.suite import (
     ScorecardSpecSuite,
     SuiteConfig,
 )
-from mens_exp.errors import MensError, Problems
+from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.evals.answer_checks import Check, check_named
+from mens_exp.evals.suite import Item, Judgement, SelfTest
 
 if TYPE_CHECKING:
-    from mens_exp.evals.suite import Suite
+    from collections.abc import Sequence
 
-__all__ = ["file_problems", "frozen_suite", "needs_rows"]
+    from mens_exp.evals.suite import Answer, Runner, Suite
+
+_NO_CODE: Final = "suite=jsonl judges texts, not code"
+_OF_CODE: Final = (
+    *("canonical", "strict", "placeholder_hits", "trivial", "richness", "anti_stub", "outcome"),
+)
+_MOST_PROBLEMS: Final = 20
+
+
+class Row(TypedDict, total=False):
+    """One line: `prompt`, or `messages` that end with the user's, and what is expected.
+
+    Attributes:
+        id: a name of its own; the number of the line without one.
+        prompt: what is asked.
+        system: the system turn beside `prompt`.
+        messages: the turns before the answer, instead of both.
+        expected: text, texts (contains), a pattern (regex), a schema (json_schema), or anything
+            that the function takes.
+        reference: an answer that must be judged right, for the suite's own test.
+        check: how this row is judged, instead of `suite.check`.
+        group: the part of the suite that it belongs to.
+    """
+
+    id: str
+    prompt: str
+    system: str
+    messages: list[dict[str, str]]
+    expected: Any
+    reference: str
+    check: JsonlCheck
+    group: str
+
+
+def jsonl_suite(config: JsonlSuite) -> Jsonl:
+    """Read the rows.
+
+    Raises:
+        DataError: the file cannot be read, or a row is no such row (``file:line``).
+        Problems: several are.
+        ConfigError: there is no such function.
+        MissingExtra: a schema is to be checked, and its library is not installed.
+    """
+    assert config.path is not None, "validation has asked for it"
+    path = Path(config.path).expanduser()
+    rows = _rows(path)
+    checks: dict[str, Check] = {}
+    kinds = {name: JsonlCheck(row.get("check", config.check)) for name, row in rows.items()}
+    of_kind = {kind: check_named(kind, config.function) for kind in set(kinds.values())}
+    for name, kind in kinds.items():
+        checks[name] = of_kind[kind]
+        problem = checks[name].refuses(rows[name].get("expected"))
+        if problem is not None:
+            raise DataError(problem, where=f"{path}: row {name}: expected")
+    return Jsonl(
+        rows=rows,
+        checks=checks,
+        content={
+            "rows": {name: [dict(row), kinds[name].value] for name, row in rows.items()},
+            "function": _function_digest(config.function),
+            "max_new_tokens": config.max_new_tokens,
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jsonl:
+    """The suite over the user's rows, by name."""
+
+    rows: dict[str, Row]
+    checks: dict[str, Check]
+    content: dict[str, Any]
+    name: str = "jsonl"
+    needs_sandbox: bool = False
+
+    @property
+    def items(self) -> list[Item]:
+        """An item for each row."""
+        return [
+            Item(
+                id=name,
+                messages=_messages(row),
+                reference=row.get("reference") or self.checks[name].reference(row.get("expected")),
+                group=row.get("group", ""),
+            )
+            for name, row in self.rows.items()
+        ]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the rows, how each is judged, the function's file and the longest answer."""
+        return digest(self.content)
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Judge each answer by its row's own check.
+
+        Raises:
+            DataError: the user's function fails, or returns no verdict.
+        """
+        del runner
+        return [self._judged(one) for one in answers]
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Judge every reference there is, and an empty answer to every row."""
+        del runner
+        items = self.items
+        known = [item for item in items if item.reference]
+        wrong = [item.id for item in known if self._error(item, item.reference) is not None]
+        stubs = [item.id for item in items if self._error(item, "") is None]
+        return SelfTest(
+            references={"whole": len(known)},
+            failed={"whole": wrong},
+            stubs=len(items),
+            stubs_passed=stubs,
+        )
+
+    def _judged(self, answer: Answer) -> Judgement:
+        error = self._error(answer.item, answer.text)
+        check = self.checks[answer.item.id]
+        return Judgement(
+            compiles=check.parses(answer.text),
+            success=error is None,
+            semantic=error is None,
+            errors=() if error is None else (error,),
+            unknown=dict.fromkeys((*_OF_CODE, "compiles"), _NO_CODE),
+        )
+
+    def _error(self, item: Item, text: str) -> str | None:
+        expected = self.rows[item.id].get("expected")
+        return self.checks[item.id].error(item.prompt, expected, text)
+
+
+def _rows(path: Path) -> dict[str, Row]:
+    """Return the rows by name, in the file's order."""
+    problems: list[DataError] = []
+    rows: dict[str, Row] = {}
+    for number, line in enumerate(read_bytes(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = parse_json(line, where)
+        except DataError as error:
+            problems.append(error)
+            continue
+        found = _row_problems(row, where)
+        name = row.get("id", str(number)) if isinstance(row, dict) else ""
+        if not found and name in rows:
+            found = [DataError("this id is there already", where=f"{where}: id", found=name)]
+        problems += found
+        if not found:
+            rows[name] = row
+        if len(problems) >= _MOST_PROBLEMS:
+            break
+    Problems.raise_if(problems)
+    if not rows:
+        raise DataError("holds no row", where=str(path), expected="one JSON object a line")
+    return rows
+
+
+def _row_problems(row: Any, where: str) -> list[DataError]:
+    found = check_keys(row, get_type_hints(Row), {"expected"}, where)
+    if found:
+        return found
+    if ("prompt" in row) == ("messages" in row):
+        return [
+            DataError(
+                "asks nothing, or twice",
+                where=where,
+                found=", ".join(sorted(row)),
+                expected="one of prompt and messages",
+            )
+        ]
+    turns = row.get("messages")
+    if turns is not None:
+        return _turn_problems(turns, where, has_system="system" in row)
+    return type_problems(row["prompt"], str, where)
+
+
+def _turn_problems(turns: list[dict[str, str]], where: str, *, has_system: bool) -> list[DataError]:
+    roles = "".join(turn.get("role", "?")[:1] for turn in turns)
+    plain = all(turn.keys() == {"role", "content"} for turn in turns)
+    known = {turn.get("role") for turn in turns} <= {"system", "user", "assistant"}
+    if plain and known and not has_system and re.fullmatch(r"s?(ua)*u", roles):
+        return []
+    return [
+        DataError(
+            "the turns are not in order",
+            where=f"{where}: messages",
+            found=", ".join(str(turn.get("role")) for turn in turns) or "none",
+            expected="role and content each; a system turn first or none, then user and "
+            "assistant in turns, the user's last; no system beside them",
+        )
+    ]
+
+
+def _messages(row: Row) -> tuple[dict[str, str], ...]:
+    if "messages" in row:
+        return tuple(row["messages"])
+    system = [{"role": "system", "content": row["system"]}] if "system" in row else []
+    return (*system, {"role": "user", "content": row["prompt"]})
+
+
+def _function_digest(function: str | None) -> str | None:
+    if function is None:
+        return None
+    file, _, name = function.rpartition(":")
+    return f"{sha256_file(Path(file).expanduser())}:{name}"
 
 
 def needs_rows(config: SuiteConfig) -> bool:
@@ -64,7 +283,7 @@ def frozen_suite(config: SuiteConfig, *, calls_functions: bool = False) -> Suite
         MensError: its files cannot be read, or there are not so many items.
     """
     if isinstance(config, MiniPythonSuite):
-        from mens_exp.evals.mini_python import mini_python
+        from mens_exp.evals.program_suite import mini_python
 
         return mini_python(config)
     if isinstance(config, LmEvalSuite):
@@ -73,8 +292,6 @@ def frozen_suite(config: SuiteConfig, *, calls_functions: bool = False) -> Suite
 
         return lm_eval_suite(config, writable_cache(), calls_functions=calls_functions)
     if isinstance(config, JsonlSuite):
-        from mens_exp.evals.jsonl import jsonl_suite
-
         return jsonl_suite(config)
     if isinstance(config, HumanEvalSuite):
         from mens_exp.evals.program_suite import humaneval

@@ -1,10 +1,11 @@
-"""From what a model wrote to the Python program that it meant.
+"""Extract the graded code from a completion: outside reasoning, and in any accepted style.
 
-A completion may continue the prompt, with or without its indentation, or give the function whole;
-it may stand in Markdown fences, between sentences, with helpers above, and with prints, examples
-and a main block below. A program's own errors are never repaired: what is cut is prose at the
-margin, and statements below the function that define nothing. Of several blocks that give the
-function the last complete one counts.
+A suite is given what stands outside reasoning and nothing else (`Answer`); the record keeps the
+whole completion. Of several Markdown blocks the last complete one counts; a block that was cut
+before it closed gives way to it. A completion may continue the prompt, with or without its
+indentation, or give the function whole; it may stand in fences, between sentences, with helpers
+above, and with prints, examples and a main block below. A program's own errors are never repaired:
+what is cut is prose at the margin, and statements below the function that define nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,124 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.evals.answer_text import blocks_in
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ANNOTATIONS", "Assembled", "Style", "above", "assemble"]
+GRADING: Final = 5
+"""Version of grading, which every scorecard records and every suite's digest contains.
+
+1: the first block, or everything; 2: the first block that defines the function, in any style, less
+the reasoning that a completion begins with; 3: the last complete one, less all reasoning; 4: tests
+of Python run in another process than the answer, which gives values alone; 5: so do those of Rust,
+and an answer in Rust keeps its macros and all that stands below an import in braces.
+"""
+
+_NAMES: Final = "think|thinking|thought|reasoning"
+# A prompt may have opened the tag. A tag between quotes is part of a program.
+_OPENED_BEFORE: Final = re.compile(
+    rf"\A(?:(?!<(?:{_NAMES})>).)*?</(?:{_NAMES})>(?![\"'])\n*", re.DOTALL
+)
+_FENCE: Final = r"^[ \t]*```+[ \t]*(?P<language>[^\s`]*)[^\n`]*$"
+_FENCE_OPENING: Final = re.compile(_FENCE)
+_FENCE_OR_TAG: Final = re.compile(rf"{_FENCE}|(?<![^\s>])<(?P<tag>{_NAMES})>", re.MULTILINE)
+
+
+class Place(StrEnum):
+    """The place in an answer where its code was found."""
+
+    LAST_BLOCK = "last block"  # that closed, of those that count
+    OPEN_BLOCK = "open block"  # the answer was cut within it, and no other counts
+    COMPLETION = "completion"  # there is no block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """The inside of a Markdown fence; ``is_closed`` is false where the completion ended in it."""
+
+    language: str
+    text: str
+    is_closed: bool
+
+
+def outside_reasoning(completion: str) -> str:
+    """Return a completion without its reasoning: ``<think>`` and its like, up to the closing tag.
+
+    Reasoning that the prompt opened ends at the first closing tag; one that never closes takes the
+    rest of the completion. A tag inside a Markdown block is part of the block.
+    """
+    said = _OPENED_BEFORE.sub("", completion, count=1)
+    kept, start, at, in_block = "", 0, 0, False
+    while (found := _FENCE_OR_TAG.search(said, at)) is not None:
+        at = found.end()
+        if found["tag"] is None:
+            in_block = not in_block or bool(found["language"])
+        elif not in_block:
+            before = said[start : found.start()]
+            if before.strip():
+                kept += before if before.endswith("\n") else f"{before}\n"
+            closing = f"</{found['tag']}>"
+            end = said.find(closing, at)
+            start = at = len(said) if end < 0 else end + len(closing)
+            while said[start : start + 1] == "\n":
+                start += 1
+    return kept + said[start:]
+
+
+def blocks_in(text: str) -> list[Block]:
+    """Return the Markdown blocks of a text, in their order.
+
+    A fence that names a language opens a block: the fence before it, if it is still open, closed
+    what the prompt had opened.
+    """
+    found: list[Block] = []
+    inside: list[str] | None = None
+    language = ""
+    for line in text.split("\n"):
+        fence = _FENCE_OPENING.match(line)
+        if fence is None:
+            if inside is not None:
+                inside.append(line)
+            continue
+        is_closed = inside is not None and not fence["language"]
+        if inside is not None:
+            code = "".join(f"{one}\n" for one in inside)
+            found.append(Block(language=language, text=code, is_closed=is_closed))
+        inside, language = (None, "") if is_closed else ([], fence["language"].lower())
+    if inside is not None:
+        found.append(Block(language=language, text="\n".join(inside), is_closed=False))
+    return found
+
+
+def last_with(blocks: list[Block], pattern: str) -> Block | None:
+    """Return the last closed block in which a pattern is found, or the first open one."""
+    having = [one for one in blocks if re.search(pattern, one.text, re.MULTILINE)]
+    closed = [one for one in having if one.is_closed]
+    return next(iter([*reversed(closed), *having]), None)
+
+
+def code_of(text: str, pattern: str = "") -> str:
+    """Return the code of an answer: its last complete block, or the whole text without any.
+
+    Args:
+        text: the answer.
+        pattern: found in the block that counts, where one has it.
+    """
+    return code_and_place(text, pattern)[0]
+
+
+def code_and_place(text: str, pattern: str = "") -> tuple[str, Place]:
+    """Return the code of an answer as `code_of` does, and where it was found."""
+    blocks = blocks_in(text)
+    block = last_with(blocks, pattern) or last_with(blocks, "")
+    if block is not None:
+        place = Place.LAST_BLOCK if block.is_closed else Place.OPEN_BLOCK
+        return textwrap.dedent(block.text), place
+    before, fence, rest = text.partition("```")
+    if not fence:
+        return textwrap.dedent(before), Place.COMPLETION
+    inside, closing, _ = rest.partition("```")  # within a line
+    return textwrap.dedent(inside), Place.LAST_BLOCK if closing else Place.OPEN_BLOCK
+
 
 _INDENT: Final = "    "
 ANNOTATIONS: Final = "from __future__ import annotations\n"
@@ -251,18 +364,18 @@ def _without_use(source: str, tree: ast.Module, entry_point: str) -> str:
         for place, node in enumerate(tree.body)
         if (place <= at and not _is_main(node)) or isinstance(node, _DEFINITIONS)
     ]
-    read = _read(kept)
+    read = _read_program(kept)
     for node in reversed(tree.body[at + 1 :]):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _bound(node) & read:
             kept.append(node)
-            read |= _read([node])
+            read |= _read_program([node])
     lines = source.split("\n")
     keep = {number for node in kept for number in _lines(node)}
     drop = {number for node in tree.body if node not in kept for number in _lines(node)} - keep
     return "\n".join("" if number in drop else line for number, line in enumerate(lines, 1))
 
 
-def _read(nodes: list[ast.stmt]) -> set[str]:
+def _read_program(nodes: list[ast.stmt]) -> set[str]:
     return {
         one.id
         for node in nodes

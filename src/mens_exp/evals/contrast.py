@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import Effect
-from mens_exp.config.store import contract_parts, effect_of
+from mens_exp.config.loader import contract_parts, effect_of
 from mens_exp.plan.contract import recorded_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-__all__ = ["Guard", "Implied", "applied", "guard", "implied_by", "without_seed"]
 
 # What a declared factor of a group may move among the content hashes of the inputs.
 _MOVES: dict[str, tuple[str, ...]] = {

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.plain_yaml import LOADER, parse_yaml
 from mens_exp.artifacts.record import read_bytes
+from mens_exp.artifacts.untrusted_input import YAML_LOADER, parse_yaml
 from mens_exp.errors import ConfigError, DataError, MensError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["TaskFiles", "read_task_files"]
 
 _READERS: Final = ("json", "csv", "text", "parquet", "arrow")
 _MOST_PROBLEMS: Final = 20
@@ -35,7 +33,7 @@ class _Function(str):
     __slots__ = ()
 
 
-class _Loader(LOADER):  # type: ignore[misc,valid-type]  # in C where there is one
+class _Loader(YAML_LOADER):  # type: ignore[misc,valid-type]  # in C where there is one
     """YAML with the harness's one tag of its own."""
 
 

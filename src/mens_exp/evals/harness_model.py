@@ -18,10 +18,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.functional import cross_entropy
 
-from mens_exp.backends.greedy import evaluating
+from mens_exp.backends.generation import evaluating
 from mens_exp.data.batch import Batch
 from mens_exp.errors import DataError
-from mens_exp.evals.generation import cut, seed_of
+from mens_exp.evals.engines import cut, seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from mens_exp.backends.protocol import Backend
-    from mens_exp.tokenizer.protocol import Tokenizer
-
-__all__ = ["Asked", "GraphModel"]
+    from mens_exp.tokenizer.load import Tokenizer
 
 _SEED: Final = 1234  # the harness's own, where a task file asks for drawn tokens
 _POSITIONS: Final = 64  # of which logits exist at a time
@@ -225,7 +223,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
         stops: list[tuple[str, ...]],
         options: tuple[int, float, float],
     ) -> list[str]:
-        from mens_exp.backends.sampling import Sampling, Stops
+        from mens_exp.backends.generation import Sampling, Stops
 
         longest, temperature, top_p = options
         room = self.graph.max_positions - longest

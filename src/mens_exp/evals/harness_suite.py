@@ -1,8 +1,8 @@
 """suite=lm_eval: tasks of EleutherAI's lm-evaluation-harness, from files of the user's own.
 
 The harness builds prompts, filters answers and computes metrics; the model that it asks is the
-graph at hand. What its tasks say of an item comes into our events, what they say of all items
-into the scorecard under ``<task>/<metric>``.
+graph at hand, or in the self-test a stand-in that knows every target. What its tasks say of an item
+becomes our events; what they say of all items goes into the scorecard as ``<task>/<metric>``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import math
 import random
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -22,20 +23,162 @@ import numpy as np
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra
-from mens_exp.evals.harness_events import by_document, event_of, figures_of, item_of
+from mens_exp.evals.attempts import judged_once
+from mens_exp.evals.engines import Completion
 from mens_exp.evals.harness_files import read_task_files
-from mens_exp.evals.harness_known import Known
-from mens_exp.evals.suite import SelfTest
+from mens_exp.evals.suite import Item, Judgement, SelfTest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.config.suite import LmEvalSuite
-    from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Answer, Item, Judgement
+    from mens_exp.evals.harness_model import Asked
+    from mens_exp.evals.suite import Answer, Runner
 
-__all__ = ["Answered", "Harness", "files_of", "lm_eval_suite"]
+_FAR: Final = -100.0  # nats; what is said of a wrong text
+
+
+class Known:
+    """A stand-in for a model in tests: it knows every target, and says it or the contrary."""
+
+    rank, world_size = 0, 1
+    tokenizer_name = "none"
+
+    def __init__(self, tasks: dict[str, Any], *, is_right: bool) -> None:
+        """Take the harness's tasks by name, and what to say of them."""
+        self.tasks, self.is_right = tasks, is_right
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Join the turns."""
+        del add_generation_prompt
+        return "\n".join(turn["content"] for turn in chat_history)
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Answer with the target, or with nothing."""
+        return [self._target(one) if self.is_right else "" for one in requests]
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Tell how likely each text is, in nats, and whether it is the likeliest."""
+        said = [self._is_target(one) == self.is_right for one in requests]
+        return [(0.0, True) if one else (_FAR, False) for one in said]
+
+    def _target(self, request: Any) -> str:
+        task = self.tasks[request.task_name]
+        target = task.doc_to_target(request.doc)
+        if task.config.doc_to_choice is not None and isinstance(target, int):
+            return str(task.doc_to_choice(request.doc)[target])
+        return str(target[0] if isinstance(target, list) else target)
+
+    def _is_target(self, request: Any) -> bool:
+        task = self.tasks[request.task_name]
+        if task.OUTPUT_TYPE != "multiple_choice":
+            return True
+        gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(request.doc)
+        choices = task.doc_to_choice(request.doc)
+        place = request.idx % len(choices)  # beyond them stand the same without a context
+        return any(
+            one in {place, choices[place]} for one in (gold if isinstance(gold, list) else [gold])
+        )
+
+
+_NO_CODE: Final = "suite=lm_eval judges texts, not code"
+_OF_CODE: Final = (
+    *("compiles", "canonical", "strict", "placeholder_hits", "trivial", "richness"),
+    *("anti_stub", "outcome", "semantic"),
+)
+
+
+def event_of(
+    task: Any,
+    first: dict[str, Any],
+    asked: Asked,
+    metric: str | None,
+    condition: str,
+) -> ItemEvent:
+    """Return what the harness says of one document as our event.
+
+    Args:
+        task: the harness's.
+        first: its sample of the document, of the first filter.
+        asked: what the model was asked, and took for it.
+        metric: what says right or wrong; None where nothing does.
+        condition: what the model is called.
+    """
+    name = task.config.task
+    value = None if metric is None else first.get(metric)
+    success = None if not isinstance(value, int | float) else bool(value == 1)
+    unknown = dict.fromkeys(_OF_CODE, _NO_CODE)
+    if success is None:
+        unknown["success"] = f"no metric of {name} says right or wrong; see suite.metric"
+    is_choice = task.OUTPUT_TYPE == "multiple_choice"
+    # Where the choices are contexts of one ending, these are what differs.
+    shown = 0 if is_choice and task.multiple_input else -1
+    most = len(task.doc_to_choice(first["doc"])) if is_choice else 0
+    choices = [str(one[shown]) for one in first["arguments"][:most]]
+    completion = Completion(
+        text=_chosen(choices, first["resps"]) if is_choice else _text(first["resps"]),
+        tokens_in=asked.tokens_in,
+        tokens_out=asked.tokens_out,
+        is_finished=asked.is_finished,
+        latency_ms=asked.latency_ms,
+    )
+    target = first["target"]
+    if is_choice and isinstance(target, int) and 0 <= target < len(choices):
+        target = choices[target]
+    prompt = str(first["arguments"][0][0])
+    return judged_once(
+        item_of(f"{name}/{first['doc_id']}", prompt, str(target), name),
+        completion,
+        Judgement(
+            success=success,
+            errors=() if success is not False else (f"{metric} is {value}",),
+            unknown=unknown,
+        ),
+        condition,
+    )
+
+
+def item_of(name: str, prompt: str, reference: str, task: str) -> Item:
+    """Return a document as our item."""
+    messages = ({"role": "user", "content": prompt},)
+    return Item(id=name, messages=messages, reference=reference, group=task)
+
+
+def by_document(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the samples of each document, one for each filter, in the task's order."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for sample in samples:
+        found.setdefault(sample["doc_id"], []).append(sample)
+    return list(found.values())
+
+
+def _chosen(choices: Sequence[str], responses: Sequence[Any]) -> str:
+    likelihoods = [one[0][0] for one in responses]
+    return choices[max(range(len(choices)), key=likelihoods.__getitem__)]
+
+
+def _text(responses: Sequence[Any]) -> str:
+    first = responses[0][0]
+    return first if isinstance(first, str) else ""
+
+
+def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return what the harness makes of all documents, numbers alone, without its errors."""
+    figures = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not chosen or metric.endswith("_stderr") or not is_number:
+                continue
+            if math.isfinite(value):
+                shown = metric if chosen == "none" else f"{metric}@{chosen}"
+                figures[f"{task}/{shown}"] = float(value)
+    return figures
+
 
 # Metrics that say right or wrong of an item, the ones that tasks are quoted by first.
 _RIGHT: Final = ("exact_match", "acc", "em", "acc_norm", "acc_bytes", "acc_mutual_info")

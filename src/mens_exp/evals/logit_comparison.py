@@ -19,8 +19,6 @@ from mens_exp.errors import MensError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["LogitComparison", "LogitDifference", "PositionBucket"]
-
 # f64 numbers of one model in work at a time; measured: 507 tokens of 49,152 entries on one core
 # take 0.12 s by a few rows, which stay in the processor's cache, and 0.65 s at once.
 _ELEMENTS = 100_000

@@ -6,26 +6,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.decision_ledger import Answer, Outcome, RuleRecord
-from mens_exp.config.policy import (
+from mens_exp.config.promotion import (
     BurnProductionPolicy,
     BurnRndPolicy,
     EvalGatePolicy,
     QloraPlateauPolicy,
 )
 from mens_exp.errors import MensError
-from mens_exp.evals.burn_production import burn_production
-from mens_exp.evals.kpi_table import KPIS, Direction
-from mens_exp.evals.promotion_rules import complete, rule_of, sandboxed, sound, unpaired, within
+from mens_exp.evals.kpis import KPIS, Direction
+from mens_exp.evals.promotion_rules import (
+    burn_production,
+    complete,
+    rule_of,
+    sandboxed,
+    sound,
+    unpaired,
+    within,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.comparison import ArmRecord, Comparison, KpiRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry
-    from mens_exp.config.policy import PolicyConfig
+    from mens_exp.config.promotion import PolicyConfig
     from mens_exp.evals.promotion_rules import Evidence, Parity
-
-__all__ = ["Decided", "decide"]
 
 _ORDER = (Answer.INSUFFICIENT, Answer.REJECT, Answer.HOLD)  # the first that a rule leads to
 _SUCCESS, _STRICT = "task_success", "strictness"

@@ -1,20 +1,24 @@
-"""Parts that the rules of every promotion policy share."""
+"""Rules of promotion policies: the parts that all share, and policy=burn_production.
+
+burn_production decides whether one backend may replace the other.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.comparison import Verdict
 from mens_exp.artifacts.decision_ledger import Answer, Outcome, RuleRecord
 from mens_exp.artifacts.scorecard import UNSAFE
+from mens_exp.evals.kpis import KPIS, Direction, KpiGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.comparison import ArmRecord, Comparison, KpiRecord
-    from mens_exp.artifacts.decision_ledger import CycleEntry, FrozenRun
-
-__all__ = ["Evidence", "Parity", "complete", "rule_of", "sandboxed", "sound", "unpaired", "within"]
+    from mens_exp.artifacts.comparison import ArmRecord, Comparison, ContrastRecord, KpiRecord
+    from mens_exp.artifacts.decision_ledger import CycleEntry, FrozenRun, Thresholds
+    from mens_exp.config.promotion import BurnProductionPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,3 +164,267 @@ def rule_of(
         "leads_to": leads_to,
         "note": note,
     }
+
+
+_GROUPS = (KpiGroup.SYNTAX, KpiGroup.SEMANTIC, KpiGroup.REPAIR)
+
+
+def burn_production(
+    policy: BurnProductionPolicy,
+    evidence: Sequence[Evidence],
+    parity: Parity | None,
+    opened: Iterable[CycleEntry],
+) -> Iterator[RuleRecord]:
+    """Yield every rule: cycles, contrast, superiority, non-inferiority, floors, certificate."""
+    cycles = {one.cycle["cycle"] for one in evidence if one.cycle is not None and not one.problems}
+    yield rule_of(
+        "cycles",
+        observed=float(len(cycles)),
+        threshold=float(policy.min_cycles),
+        passed=len(cycles) >= policy.min_cycles,
+        leads_to=Answer.INSUFFICIENT,
+        note=", ".join(sorted(cycles)) or "no comparison is of a registered cycle",
+    )
+    for cycle in opened:
+        if _is_about(policy, cycle):
+            yield _finished(cycle, evidence)
+    for one in evidence:
+        yield from _registered(policy, one)
+        contrast = _between(one.comparison, policy.challenger, policy.incumbent)
+        yield rule_of(
+            "contrast",
+            one,
+            observed=None if contrast is None else contrast["arm"],
+            threshold=f"{policy.challenger} against {policy.incumbent}",
+            passed=None if contrast is None else not contrast["confounded_by"],
+            leads_to=Answer.INSUFFICIENT,
+            note=_confounded(contrast),
+        )
+        if contrast is not None:
+            yield from _of_contrast(policy, one, contrast)
+    if policy.parity:
+        yield rule_of(
+            "parity certificate",
+            observed=None if parity is None else parity.name,
+            threshold="passed, of the challenger's adapter",
+            passed=None if parity is None else parity.problem is None,
+            leads_to=Answer.INSUFFICIENT,
+            note="promote.parity names none" if parity is None else parity.problem or "",
+        )
+
+
+def _is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
+    """Tell whether a cycle was opened for the policy's challenger against its incumbent.
+
+    Its KPI, margin and rules do not matter: otherwise a cycle that went badly would be out of the
+    way once the next one has a margin that differs in its last digit.
+    """
+    asked = {policy.challenger, policy.incumbent}
+    frozen = cycle.get("frozen")
+    if frozen is not None:
+        return {frozen["challenger"], frozen["incumbent"]} == asked
+    return asked <= {arm.partition(" ")[0].rpartition("=")[2] for arm in cycle["arms"]}
+
+
+def _finished(cycle: CycleEntry, evidence: Sequence[Evidence]) -> RuleRecord:
+    """Ask for a comparison of a cycle: a promotion rests on all that were opened for it."""
+    name = cycle["cycle"]
+    found = [one.name for one in evidence if one.cycle is not None and one.cycle["cycle"] == name]
+    return rule_of(
+        "cycle",
+        observed=", ".join(found) or None,
+        threshold=f"a comparison of cycle {name}",
+        passed=True if found else None,
+        leads_to=Answer.INSUFFICIENT,
+        note="" if found else "it was opened for this question, and counts finished or not",
+    )
+
+
+def thresholds(policy: BurnProductionPolicy) -> Thresholds:
+    """Return what of a cycle's frozen rules is the policy's, under the ledger's names."""
+    return {
+        "challenger": policy.challenger,
+        "incumbent": policy.incumbent,
+        "floors": dict(policy.floors),
+        "ceilings": dict(policy.ceilings),
+        "share_margin": policy.share_margin,
+        "relative_margin": policy.relative_margin,
+        "least_cycles": policy.min_cycles,
+        "certificate": policy.parity,
+    }
+
+
+def _of_contrast(
+    policy: BurnProductionPolicy, one: Evidence, contrast: ContrastRecord
+) -> Iterator[RuleRecord]:
+    if one.cycle is not None:
+        yield _directed(one, one.cycle, contrast["kpis"].get(one.cycle["kpi"]))
+        yield _superior(one, one.cycle, contrast["kpis"].get(one.cycle["kpi"]))
+    for group in _GROUPS:
+        yield from _none_worse(policy, one, contrast, group)
+    arm = next(arm for arm in one.comparison.arms if arm["name"] == contrast["arm"])
+    yield from within(one, arm, policy.floors, policy.ceilings, missing=Answer.INSUFFICIENT)
+
+
+def _directed(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
+    """Ask that the cycle was opened to show that the challenger is better."""
+    wanted = {Direction.MAX.value: "higher", Direction.MIN.value: "lower"}
+    better = None if kpi is None else wanted.get(kpi["direction"])
+    return rule_of(
+        "direction",
+        one,
+        kpi=cycle["kpi"],
+        observed=cycle["direction"],
+        threshold=better,
+        passed=None if better is None else cycle["direction"] == better,
+        leads_to=Answer.INSUFFICIENT,
+        note="frozen when the cycle was opened",
+    )
+
+
+def _superior(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
+    """Ask for a verdict, and that the worse bound exceeds the margin; all of it under 0 rejects.
+
+    Differences that are all equal have a point for an interval, however few they are, so that
+    bounds alone are not enough.
+    """
+    bounds = None if kpi is None else _oriented(one.comparison, kpi)
+    worst, best = bounds or (None, None)
+    note = "worse bound of the difference" if worst is not None else "no interval of this KPI"
+    if kpi is not None and worst is None:
+        note = _why_none(one.comparison, kpi) or note
+    is_above = worst is not None and worst > cycle["margin"]
+    if kpi is not None and is_above and kpi["verdict"] != Verdict.BETTER:
+        note = f"{note}; {kpi['verdict']}, {kpi['why']}"
+    return rule_of(
+        "superiority",
+        one,
+        kpi=cycle["kpi"],
+        observed=worst,
+        threshold=cycle["margin"],
+        passed=None
+        if kpi is None or worst is None
+        else is_above and kpi["verdict"] == Verdict.BETTER,
+        leads_to=_unless(best, Answer.HOLD),
+        note=note,
+    )
+
+
+def _none_worse(
+    policy: BurnProductionPolicy, one: Evidence, contrast: ContrastRecord, group: KpiGroup
+) -> Iterator[RuleRecord]:
+    names = [name for name, kpi in KPIS.items() if kpi.group is group]
+    known = {n: contrast["kpis"][n] for n in names if n in contrast["kpis"]}
+    if not any(kpi["estimate"] is not None for kpi in known.values()):
+        yield rule_of(
+            f"non-inferiority: {group}",
+            one,
+            observed=None,
+            threshold=f"at least one {group} KPI",
+            passed=None,
+            leads_to=Answer.INSUFFICIENT,
+            note="the comparison has none",
+        )
+        return
+    for name, kpi in known.items():
+        margin = policy.share_margin
+        if kpi["unit"] != "1":
+            margin = policy.relative_margin * abs(kpi["reference_mean"] or 0.0)
+        worst, best = _oriented(one.comparison, kpi) or (None, None)
+        conclusive = best is not None and best < -margin
+        yield rule_of(
+            "non-inferiority",
+            one,
+            kpi=name,
+            observed=worst,
+            threshold=-margin,
+            passed=None if worst is None else worst >= -margin,
+            leads_to=Answer.INSUFFICIENT
+            if worst is None
+            else Answer.REJECT
+            if conclusive
+            else Answer.HOLD,
+            note="worse bound of the difference"
+            if worst is not None
+            else _why_none(one.comparison, kpi),
+        )
+
+
+def _registered(policy: BurnProductionPolicy, one: Evidence) -> Iterator[RuleRecord]:
+    cycle = one.cycle
+    yield rule_of(
+        "registered",
+        one,
+        observed=None if cycle is None else cycle["cycle"],
+        threshold="a cycle that was opened before its runs",
+        passed=None if cycle is None else True,
+        leads_to=Answer.INSUFFICIENT,
+        note=f"exploratory: {one.why_exploratory}" if cycle is None else "",
+    )
+    if cycle is not None:
+        yield _as_frozen(policy, one, cycle)
+    yield rule_of(
+        "seeds of its own",
+        one,
+        observed=", ".join(map(str, one.shared_seeds)) or "none shared",
+        threshold="none shared with an earlier cycle",
+        passed=not one.shared_seeds,
+        leads_to=Answer.INSUFFICIENT,
+    )
+
+
+def _as_frozen(policy: BurnProductionPolicy, one: Evidence, cycle: CycleEntry) -> RuleRecord:
+    """Ask that the policy has the values that the cycle was opened with."""
+    asked: dict[str, Any] = dict(thresholds(policy))
+    frozen: dict[str, Any] = dict(cycle.get("frozen", {}))
+    others = [name for name in asked if asked[name] != frozen.get(name)]
+    note = ""
+    if not frozen:
+        note = f"unverifiable: {cycle['cycle']} was opened by a version that froze none of them"
+    elif others:
+        now = ", ".join(f"{name} {asked[name]}" for name in others)
+        note = f"the policy has {now}; other values are another cycle"
+    was = ", ".join(f"{name} {frozen.get(name)}" for name in others)
+    return rule_of(
+        "frozen",
+        one,
+        observed=None if not frozen else was or "as frozen",
+        threshold="the values that the cycle was opened with",
+        passed=None if not frozen else not others,
+        leads_to=Answer.INSUFFICIENT,
+        note=note,
+    )
+
+
+def _between(record: Comparison, challenger: str, incumbent: str) -> ContrastRecord | None:
+    """Return the contrast of one backend's arm against the other's, None without just one."""
+    backends = {arm["name"]: arm["backend"] for arm in record.arms}
+    if backends[record.reference] != incumbent:
+        return None
+    found = [one for one in record.contrasts if backends[one["arm"]] == challenger]
+    return found[0] if len(found) == 1 else None
+
+
+def _confounded(contrast: ContrastRecord | None) -> str:
+    if contrast is None:
+        return "the comparison has no such contrast, or several"
+    causes = "; ".join(contrast["confounded_by"])
+    return f"confounded by {causes}" if causes else ""
+
+
+def _oriented(record: Comparison, kpi: KpiRecord) -> tuple[float, float] | None:
+    """Return the interval so that higher is better, the worse bound first; it needs every seed."""
+    low, high = kpi["low"], kpi["high"]
+    if low is None or high is None or unpaired(record, kpi):
+        return None
+    return (-high, -low) if kpi["direction"] == Direction.MIN else (low, high)
+
+
+def _why_none(record: Comparison, kpi: KpiRecord) -> str:
+    return kpi["why"] if kpi["estimate"] is None else unpaired(record, kpi)
+
+
+def _unless(best: float | None, usual: Answer) -> Answer:
+    if best is None:
+        return Answer.INSUFFICIENT
+    return Answer.REJECT if best < 0 else usual

@@ -1,36 +1,299 @@
-"""suite=rust: functions in MultiPL-E's form, compiled by rustc and their tests run."""
+"""suite=rust: functions in MultiPL-E's form, compiled by rustc and their tests run.
+
+The prompt ends in an opening brace, and the tests close it and bring the main function. A
+completion may continue the prompt's function, or give the function whole, alone, in Markdown fences
+or between sentences. Braces are matched; whether it compiles is for the compiler.
+`rust_grading.py` runs answer and tests in processes of their own.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.evals.answer_text import code_of
-from mens_exp.evals.program_checks import Verdict
-from mens_exp.evals.reading import NO_SANDBOX, read
-from mens_exp.evals.rust_checks import (
-    check_rust,
-    find_clippy,
-    find_rust,
-    least_rust_limits,
-    read_rust_tasks,
+from mens_exp.errors import DataError
+from mens_exp.evals.answer_quality import NO_SANDBOX, judge_by_reading
+from mens_exp.evals.completion_styles import Style, blocks_in, code_of, last_with
+from mens_exp.evals.grading import Verdict
+from mens_exp.evals.rust_grading import (
+    LINTS,
+    Lintable,
+    Linted,
+    RustJob,
+    grade_rust,
+    lint_rust,
+    probe_problem,
 )
-from mens_exp.evals.rust_lints import LINTS, probe_problem
-from mens_exp.evals.rust_styles import style_of_rust
-from mens_exp.evals.suite import Item, SelfTest
+from mens_exp.evals.rust_values import signatures
+from mens_exp.evals.suite import Item, SelfTest, tasks_in
+from mens_exp.sandbox.program import Toolchain, call_all, find_clippy, find_rust, least_rust_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.config.suite import RustSuite
-    from mens_exp.evals.running import Runner
-    from mens_exp.evals.rust_checks import RustChecked, RustTask, Toolchain
-    from mens_exp.evals.suite import Answer, Judgement
-    from mens_exp.sandbox.rust_toolchain import Clippy
+    from mens_exp.evals.rust_values import Signature
+    from mens_exp.evals.suite import Answer, Judgement, Runner
+    from mens_exp.sandbox.program import Clippy, Execution, Limits, Sandbox
 
-__all__ = ["RustProgramSuite", "rust_suite"]
+_FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
+_RUST: Final = frozenset({"", "rs", "rust"})
+# What braces do not count in, and braces. A lifetime has no closing quote and is passed over.
+_TOKEN: Final = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|r(?P<hashes>\#*)".*?"(?P=hashes)|"(?:\\.|[^"\\])*"|'(?:\\[^\n]+?|[^\\'\n])'"""
+    r"|[{}()\[\]]|;",
+    re.DOTALL,
+)
+_BRACES: Final = {"{": 1, "}": -1}
+_BRACKETS: Final = {**_BRACES, "(": 1, ")": -1, "[": 1, "]": -1}
+# The last two are a macro's definition and its call.
+_ITEM: Final = re.compile(
+    r"(?:\s|//[^\n]*\n|/\*.*?\*/|\#!?\[[^\]\n]*\])*+"
+    r"(?:"
+    r"(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+|async\s+|const\s+|extern\s+(?:\"\w*\"\s+)?)*"
+    r"(?:fn|struct|enum|union|impl|trait|mod|(?P<value>use|type|static|const|crate))\b"
+    r"(?:\s+(?:r\#)?(?P<name>\w+))?"
+    r"|(?:unsafe\s+)?extern\s+(?:\"\w*\"\s*)?(?=\{)"
+    r"|macro_rules!\s*\w+"
+    r"|\w+(?:::\w+)*!(?=[({\[]|[ ]\{)"
+    r")",
+    re.DOTALL,
+)
+
+
+def assemble_rust(completion: str, *, prompt: str, entry_point: str) -> str:
+    """Return the items of a program in which a completion defines the function.
+
+    Args:
+        completion: what the model wrote.
+        prompt: code that ends in the function's signature and its opening brace.
+        entry_point: the function's name.
+    """
+    text = _code(completion.replace("\r\n", "\n"), entry_point)
+    if _definition(entry_point).search(text):
+        begin = next((at.start() for at in _item_starts(text)), 0)
+        above = prompt[: head_of(prompt, entry_point)]
+        return f"{above}{_items(text[begin:])}"
+    end = _closing(text, depth=1)
+    if end is None:  # the generation was stopped at the brace
+        return f"{prompt}{text}\n}}\n"
+    return f"{prompt}{text[: end + 1]}\n{_items(text[end + 1 :])}"
+
+
+def style_of_rust(completion: str, *, entry_point: str) -> Style:
+    """Return how `assemble_rust` reads a completion: the whole function, or its continuation."""
+    text = _code(completion.replace("\r\n", "\n"), entry_point)
+    return Style.WHOLE if _definition(entry_point).search(text) else Style.CONTINUATION
+
+
+def without_comments(text: str) -> str:
+    """Return Rust less its comments, those of documentation too."""
+    return _TOKEN.sub(lambda one: "" if one[0].startswith(("//", "/*")) else one[0], text)
+
+
+def _code(completion: str, entry_point: str) -> str:
+    """Return the last complete block that gives the function, the first one, or everything."""
+    blocks = [block for block in blocks_in(completion) if block.language in _RUST]
+    defining = last_with(blocks, _definition(entry_point).pattern)
+    fences = list(_FENCE_LINE.finditer(completion))
+    if not fences:
+        return completion
+    if len(fences) % 2 and defining is None:  # it closes what the prompt or its template opened
+        return completion[: fences[0].start()] or completion
+    bodies = [block for block in blocks if _closing(block.text, depth=1) is not None]
+    chosen = defining or last_with(bodies, "") or next(iter(blocks), None)
+    return completion if chosen is None else chosen.text
+
+
+def _definition(name: str) -> re.Pattern[str]:
+    return re.compile(rf"\bfn\s+{re.escape(name)}\b")
+
+
+def head_of(prompt: str, entry_point: str) -> int:
+    """Return where the prompt's function begins, its comments and attributes included."""
+    found = list(_definition(entry_point).finditer(prompt))
+    lines = prompt[: found[-1].start()].split("\n")[:-1] if found else []
+    while lines and lines[-1].lstrip().startswith(("//", "#[")):
+        lines.pop()
+    return sum(len(line) + 1 for line in lines)
+
+
+def _item_starts(text: str) -> Iterator[re.Match[str]]:
+    """Yield the lines at the margin that begin an item."""
+    for line in re.finditer(r"^[ \t]*(?=\S)", text, re.MULTILINE):
+        found = _ITEM.match(text, line.start())
+        if found is not None:
+            yield found
+
+
+def _items(text: str) -> str:
+    """Return the items that a text begins with, but no main function."""
+    kept, at = [], 0
+    while (found := _ITEM.match(text, at)) is not None:
+        end = _end_of_item(text, found.end(), {";"} if found["value"] else {"}", ";"})
+        if found["name"] != "main":
+            kept.append(text[at:end])
+        at = end
+    return "".join(kept) + "\n"
+
+
+def _end_of_item(text: str, start: int, ends: set[str]) -> int:
+    """Return the end of an item: behind the first of some tokens that is outside any bracket."""
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += _BRACKETS.get(token[0], 0)
+        if depth <= 0 and token[0] in ends:
+            return token.end()
+    return len(text)
+
+
+def _closing(text: str, *, depth: int) -> int | None:
+    """Return where the brace stands that closes ``depth`` open ones."""
+    for token in _TOKEN.finditer(text):
+        depth += _BRACES.get(token[0], 0)
+        if depth == 0:
+            return token.start()
+    return None
+
+
+_FIELDS: Final = {"name": str, "prompt": str, "tests": str, "stop_tokens": list}
+_FUNCTION: Final = re.compile(r"\bfn\s+(\w+)")
+_MAIN: Final = re.compile(r"\bfn\s+main\s*\(\s*\)\s*\{")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RustTask:
+    """A function to write, and the tests that it must pass."""
+
+    id: str
+    prompt: str
+    entry_point: str
+    tests: str  # from its main function on
+    stop_tokens: tuple[str, ...]
+
+    @property
+    def signature(self) -> Signature | None:
+        """The function's types; None where one is no plain value, and grading is *trusting*."""
+        found = signatures(self.prompt, self.entry_point)
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RustChecked:
+    """The verdict on one completion, and what it rests on."""
+
+    task: str
+    verdict: Verdict
+    detail: str | None  # the compiler's or the panic's message
+    source: str  # the answer's items
+    execution: Execution  # of the answer's process
+    linted: Linted | None = None  # None where nothing lints, or it does not compile
+
+
+def read_rust_tasks(path: Path) -> list[RustTask]:
+    """Read tasks in MultiPL-E's form, one JSON object a line, gzipped or not.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no such task (``file:line``).
+        Problems: several lines.
+    """
+    return tasks_in(path, _task)
+
+
+def _task(row: Any, where: str) -> RustTask:
+    for name, kind in _FIELDS.items():
+        if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+            raise DataError(
+                "not a task of MultiPL-E", where=where, expected=", ".join(_FIELDS), found=row
+            )
+    names = _FUNCTION.findall(row["prompt"])
+    tests = row["tests"].lstrip()
+    if not names or not tests.startswith("}") or _MAIN.search(tests) is None:
+        raise DataError(
+            "a task's tests do not go on where its prompt ends",
+            where=where,
+            found=tests[:40],
+            expected="a prompt that ends within a function, tests that close it and have a main",
+        )
+    return RustTask(
+        id=row["name"],
+        prompt=row["prompt"],
+        entry_point=names[-1],
+        tests=tests[1:],
+        stop_tokens=tuple(map(str, row["stop_tokens"])),
+    )
+
+
+def check_rust(  # as the checks of Python, and the compiler
+    sandbox: Sandbox,
+    toolchain: Toolchain,
+    tasks: Sequence[RustTask],
+    completions: Sequence[str],
+    limits: Limits,
+    workers: int | None = None,
+    clippy: Clippy | None = None,
+) -> list[RustChecked]:
+    """Judge one completion of each task, several at once, in their order.
+
+    Args:
+        sandbox: compiles, lints and runs.
+        toolchain: the compiler.
+        tasks: one for each completion.
+        completions: what the model wrote.
+        limits: of each program.
+        workers: how many run at once; None is one for each processor.
+        clippy: lints what compiles; None lints nothing. The verdict is rustc's either way.
+
+    Raises:
+        SetupError: the sandbox broke.
+    """
+    solutions = [
+        assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
+        for task, text in zip(tasks, completions, strict=True)
+    ]
+    jobs = list(map(_job, tasks, solutions))
+    grade = partial(grade_rust, sandbox, toolchain, limits)
+    graded = call_all([partial(grade, job) for job in jobs], workers)
+    chosen = [n for n, one in enumerate(graded) if one.verdict is not Verdict.COMPILE_ERROR]
+    linted: dict[int, Linted] = {}
+    if clippy is not None:
+        lintable = [_lintable(tasks[n], jobs[n]) for n in chosen]
+        found = lint_rust(sandbox, clippy, lintable, limits, workers)
+        linted = dict(zip(chosen, found, strict=True))
+    return [
+        RustChecked(
+            task=task.id,
+            verdict=graded[n].verdict,
+            detail=graded[n].detail,
+            source=jobs[n].items,
+            execution=graded[n].execution,
+            linted=linted.get(n),
+        )
+        for n, task in enumerate(tasks)
+    ]
+
+
+def _job(task: RustTask, items: str) -> RustJob:
+    main = _MAIN.search(task.tests)
+    assert main is not None, "a task without a main function is refused when it is read"
+    begin, end = main.end(), task.tests.rindex("}")
+    return RustJob(
+        items=items,
+        above=task.prompt[: head_of(task.prompt, task.entry_point)],
+        tests=(task.tests[:begin], task.tests[begin:end], task.tests[end:]),
+        signature=task.signature,
+    )
+
+
+def _lintable(task: RustTask, job: RustJob) -> Lintable:
+    lines = job.items.count("\n") + (not job.items.endswith("\n"))
+    source = "".join([job.items, *job.tests])
+    return Lintable(source=source, answer_lines=lines, prompt=task.prompt)
+
 
 _COMPLETE: Final = (
     "Complete this Rust function. Answer with the code of the whole function only.\n\n"
@@ -156,7 +419,7 @@ def _asked(task: RustTask) -> str:
 
 
 def _judgement(task: RustTask, text: str, checked: RustChecked | None) -> Judgement:
-    judgement = read(text, code_of(text, r"\bfn\s"), is_python=False)
+    judgement = judge_by_reading(text, code_of(text, r"\bfn\s"), is_python=False)
     unknown = {"canonical": "the layout of Rust is not judged"}
     if checked is None:
         unknown |= dict.fromkeys(("compiles", "success", "semantic", "outcome"), NO_SANDBOX)

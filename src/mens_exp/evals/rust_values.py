@@ -11,16 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "WIRE",
-    "Parameter",
-    "Signature",
-    "answer_source",
-    "grader_source",
-    "signature_of",
-    "signatures",
-]
-
 WIRE: Final = "wire_of_the_check"
 """The crate that both programs use, `rust_wire.rs`."""
 

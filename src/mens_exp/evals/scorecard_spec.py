@@ -1,36 +1,37 @@
-"""suite=scorecard_spec: a JSON file of tasks, and of conditions that bring their own models.
+"""Suites that execute nothing: suite=scorecard_spec and suite=heldout_syntax.
 
-REFERENCE section 10. A condition of mode ``http_generate`` asks an OpenAI-compatible server, one of
-mode ``fixture_file`` reads answers that were made before. A task is done by code that parses and
-contains every expected text; semantically, when it contains the semantic ones too and is no stub.
-Nothing is executed.
+scorecard_spec (REFERENCE section 10) is a JSON file of tasks, and of conditions that bring their
+own models: mode ``http_generate`` asks an OpenAI-compatible server, ``fixture_file`` reads answers
+that were made before. A task is done by code that parses and contains every expected text;
+semantically, when it contains the semantic ones too and is no stub. heldout_syntax asks whether the
+last complete block with a function, written for a held-out prompt, parses as Python.
 """
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.artifacts.record import read_bytes
-from mens_exp.artifacts.typed_json import check, parse_json
+from mens_exp.artifacts.record import check_type, parse_json, read_bytes
 from mens_exp.errors import DataError, Problems
-from mens_exp.evals.answer_quality import parsed
-from mens_exp.evals.answer_text import code_and_place
-from mens_exp.evals.generation import Completion
-from mens_exp.evals.reading import read
+from mens_exp.evals.answer_quality import judge_by_reading, parsed
+from mens_exp.evals.completion_styles import code_and_place
+from mens_exp.evals.engines import Completion
 from mens_exp.evals.suite import Item
+from mens_exp.rows.answers import messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.evals.generation import Request
-    from mens_exp.evals.running import Runner
-    from mens_exp.evals.suite import Answer, Judgement, SelfTest
-
-__all__ = ["FixtureEngine", "Mode", "Spec", "SpecCondition", "SpecSuite", "read_spec"]
+    from mens_exp.config.suite import HeldoutSyntaxSuite
+    from mens_exp.evals.engines import Request
+    from mens_exp.evals.suite import Answer, Judgement, Runner, SelfTest
+    from mens_exp.rows.schema import TrainingPair
+    from mens_exp.tokenizer.load import Tokenizer
 
 SCHEMA_VERSION: Final = 1
 MOST_RETRIES: Final = 8  # REFERENCE section 10
@@ -109,7 +110,7 @@ def read_spec(path: Path) -> Spec:
         Problems: it breaks several.
     """
     spec: Spec = parse_json(read_bytes(path), str(path))
-    Problems.raise_if(check(spec, Spec, str(path)))
+    Problems.raise_if(check_type(spec, Spec, str(path)))
     Problems.raise_if(_problems(spec, str(path)))
     return spec
 
@@ -210,7 +211,7 @@ def _judged(task: SpecTask, text: str) -> Judgement:
     code, place = code_and_place(text)
     tree = parsed(code)
     compiles = (not isinstance(tree, str) and bool(tree.body)) if is_python else None
-    judgement = read(text, code, is_python=is_python)
+    judgement = judge_by_reading(text, code, is_python=is_python)
     errors = [tree] if is_python and isinstance(tree, str) else []
     lacks = sum(one not in code for one in task["expected_contains"])
     if lacks:
@@ -241,7 +242,7 @@ class FixtureEngine:
             DataError: it cannot be read, or lacks a task.
         """
         found: Any = parse_json(read_bytes(path), str(path))
-        Problems.raise_if(check(found, dict[str, list[str]], str(path)))
+        Problems.raise_if(check_type(found, dict[str, list[str]], str(path)))
         absent = [task["id"] for task in tasks if not found.get(task["id"])]
         if absent:
             raise DataError(
@@ -268,3 +269,84 @@ class FixtureEngine:
             latency_ms=None,
             problem=None if is_there else "the fixture has no further answer",
         )
+
+
+_NOTHING_RUN = "suite=heldout_syntax runs nothing"
+
+
+def choose_items(
+    heldout: Sequence[TrainingPair],
+    tokenizer: Tokenizer,
+    suite: HeldoutSyntaxSuite,
+    *,
+    max_positions: int,
+) -> list[Item]:
+    """Choose the suite's items: the first by content hash whose reference fits the limit.
+
+    The choice depends on the rows and the tokenizer alone, never on the run's seed.
+    """
+    ids = [pair.id for pair in heldout]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    items: list[Item] = []
+    for start in range(0, len(order), suite.items):
+        if len(items) >= suite.items:
+            break
+        rows = [heldout[number] for number in order[start : start + suite.items]]
+        answers = tokenizer.encode_all([tokenizer.guard(pair.response) for pair in rows])
+        prompts = tokenizer.encode_prompts([messages_of(pair) for pair in rows])
+        items += [
+            Item(id=pair.id, messages=tuple(messages_of(pair)), reference=pair.response)
+            for pair, answer, prompt in zip(rows, answers, prompts, strict=True)
+            if len(answer) < suite.max_new_tokens
+            and len(prompt) + suite.max_new_tokens <= max_positions
+        ]
+    return items[: suite.items]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldoutSyntax:
+    """The suite over chosen items."""
+
+    items: list[Item]
+    max_new_tokens: int
+    name: str = "heldout_syntax"
+    needs_sandbox: bool = False
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of items and limit."""
+        frozen = [{"id": i.id, "prompt": i.prompt, "reference": i.reference} for i in self.items]
+        return digest({"items": frozen, "max_new_tokens": self.max_new_tokens})
+
+    def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
+        """Parse each answer."""
+        del runner
+        return [_judge(one.text) for one in answers]
+
+    def self_test(self, runner: Runner | None) -> SelfTest | None:
+        """Return None: a reference is any row's answer, whether it is Python or not."""
+        del runner
+        return None
+
+
+def _judge(completion: str) -> Judgement:
+    code, place = code_and_place(completion, r"\bdef\s")
+    error = syntax_error(code)
+    return replace(
+        judge_by_reading(completion, code),
+        compiles=error is None,
+        errors=() if error is None else (error,),
+        style=place.value,
+        unknown=dict.fromkeys(("success", "semantic", "outcome"), _NOTHING_RUN),
+    )
+
+
+def syntax_error(code: str) -> str | None:
+    """Say what keeps code from counting as parsed, or None when nothing does."""
+    tree = parsed(code)
+    if isinstance(tree, str):
+        return tree
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    if not any(isinstance(node, functions) for node in ast.walk(tree)):
+        return "no function is defined"
+    return None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mens_exp.artifacts.comparison import Looks
-from mens_exp.config.compare import CompareTest, Sequential
+from mens_exp.config.promotion import CompareTest, Sequential
 from mens_exp.evals import statistics
 from mens_exp.evals.statistics import Interval
 
@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, OtherLook
 
     Side = frozenset[tuple[str, ...]]
-
-__all__ = [
-    "always_valid",
-    "critical",
-    "false_by_looks",
-    "least_p",
-    "least_seeds",
-    "looks_of",
-    "seeds_of_equal_signs",
-]
 
 # Standard deviation of the standardized effects that the test is made for. The difference that it
 # finds in 80 % of studies is within 3 % of the least that any other value between 0.5 and 10 finds

@@ -20,24 +20,6 @@ if TYPE_CHECKING:
     Critical = Callable[[int, float], float]
     """From the seeds and the two-sided error rate to the |t| that is significant."""
 
-__all__ = [
-    "Interval",
-    "crossed",
-    "holm",
-    "least_sign_flip_p",
-    "linearized",
-    "minimum_detectable",
-    "paired",
-    "pooled_sd",
-    "power_of",
-    "sd_factors",
-    "seeds_for_effect",
-    "seeds_for_sign_flip",
-    "sign_flip_p",
-    "student",
-    "unpaired",
-]
-
 _EXACT_SEEDS = 16  # 65,536 patterns of signs; above, a fixed sample of as many
 _MOST_SEEDS = 100_000
 _FAR = 1e4  # above, scipy's noncentral t loses its digits (at two seeds from 6e5)

@@ -15,11 +15,10 @@ from mens_exp.artifacts.comparison import (
     RunRecord,
     Verdict,
 )
-from mens_exp.artifacts.nearest import expected_name
 from mens_exp.artifacts.scorecard import UNSAFE, Condition
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.own_conf import own_directory
-from mens_exp.errors import ConfigError, RequestError
+from mens_exp.config.user_config import user_directory
+from mens_exp.errors import ConfigError, RequestError, expected_name
 from mens_exp.evals.arms import (
     Arm,
     Trial,
@@ -33,7 +32,7 @@ from mens_exp.evals.arms import (
     unlike_sizes,
 )
 from mens_exp.evals.contrast import Implied, guard, implied_by
-from mens_exp.evals.kpi_table import KPIS
+from mens_exp.evals.kpis import KPIS
 from mens_exp.evals.observations import Observation, Score, scores
 from mens_exp.evals.verdicts import (
     ArmScores,
@@ -50,9 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from mens_exp.config.compare import CompareConfig
-
-__all__ = ["BOTH", "Scored", "conducted"]
+    from mens_exp.config.promotion import CompareConfig
 
 BOTH = "base and tuned"
 """A comparison's condition where the two conditions are its arms."""
@@ -248,7 +245,7 @@ def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None
     ours, theirs = arm.backend, reference.backend
     if "backend" not in factors or ours is None or theirs is None or ours == theirs:
         return None
-    own = own_directory()
+    own = user_directory()
     source = reference.trials[0].settings.get("model.source")
     return implied_by(lambda name: _learned_of(name, source == "random", own), ours, theirs)
 

@@ -1,19 +1,59 @@
-"""The interface of a suite: frozen items, a judge of answers, and a test of itself."""
+"""The interface of a suite: frozen items, a judge of answers, and a test of itself.
+
+Also the runner of its programs in a sandbox, and the reader of benchmark files (one JSON object a
+line, gzipped or not).
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
+import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from mens_exp.evals.answer_text import outside_reasoning
+from mens_exp.artifacts.record import parse_json, read_bytes
+from mens_exp.errors import DataError, Problems
+from mens_exp.evals.completion_styles import outside_reasoning
+from mens_exp.rows.files import bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from mens_exp.evals.running import Runner
+    from mens_exp.sandbox.program import Execution, Limits, Program, Sandbox
     from mens_exp.tokenizer.templates import Message
 
-__all__ = ["Answer", "Item", "Judgement", "SelfTest", "Suite"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runner:
+    """A sandbox with the limits of a suite's programs.
+
+    Attributes:
+        sandbox: a fresh surrounding for each program.
+        limits: what one of them may use.
+        workers: how many run at once; None is one for each processor.
+    """
+
+    sandbox: Sandbox
+    limits: Limits
+    workers: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The sandbox's kind; ``unsafe`` isolates nothing."""
+        return self.sandbox.kind
+
+    def run(self, programs: Sequence[Program], *, limits: Limits | None = None) -> list[Execution]:
+        """Run programs and return what came of each, in their order.
+
+        Args:
+            programs: what to run.
+            limits: of each, instead of the runner's own: a compiler needs more.
+        """
+        from mens_exp.sandbox.program import run_all
+
+        return run_all(self.sandbox, programs, limits or self.limits, self.workers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,3 +193,59 @@ class Suite(Protocol):
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Judge the suite's own references and empty stubs; None where there is nothing to."""
+
+
+_MOST_PROBLEMS: Final = 20
+_CHUNK: Final = 2**20
+
+
+class _Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Task = TypeVar("Task", bound=_Named)
+
+
+def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
+    """Read the tasks of a file.
+
+    Args:
+        path: JSONL, or JSONL.gz.
+        task_of: makes a task of a line's value and its place (``file:line``).
+
+    Raises:
+        DataError: the file cannot be read or holds no task, or a line is no such task, or one
+            that is there already.
+        Problems: several lines.
+    """
+    tasks: dict[str, Task] = {}
+    problems: list[DataError] = []
+    for number, line in enumerate(io.BytesIO(_unpacked(path)), 1):
+        if not line.strip():
+            continue
+        if len(problems) >= _MOST_PROBLEMS:
+            break
+        try:
+            task = task_of(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
+        except DataError as error:
+            problems.append(error)
+            continue
+        if tasks.setdefault(task.id, task) is not task:
+            where = f"{path}:{number}"
+            problems.append(DataError("this task is there already", where=where, found=task.id))
+    Problems.raise_if(problems)
+    if not tasks:
+        raise DataError("the file holds no task", where=str(path))
+    return list(tasks.values())
+
+
+def _unpacked(path: Path) -> bytes:
+    content = read_bytes(path)
+    if path.suffix != ".gz":
+        return content
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            return b"".join(bounded(iter(lambda: file.read(_CHUNK), b""), path))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError("the file is not gzipped", where=str(path), found=str(error)) from error

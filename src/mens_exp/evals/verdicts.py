@@ -10,17 +10,15 @@ import numpy as np
 
 from mens_exp.artifacts.comparison import KpiRecord, NoiseRecord, Verdict
 from mens_exp.evals import sequential, statistics
-from mens_exp.evals.kpi_table import Direction, Missing
+from mens_exp.evals.kpis import Direction, Missing
 from mens_exp.evals.observations import kpi_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mens_exp.evals.kpi_table import Kpi
+    from mens_exp.evals.kpis import Kpi
     from mens_exp.evals.observations import Score
     from mens_exp.evals.statistics import Critical, Interval
-
-__all__ = ["ArmScores", "Rule", "arm_mean", "compared", "incomparable", "judge", "noise_of"]
 
 _ROUNDING = 1e-5  # of a loss summed in f32; measured: 5e-8
 

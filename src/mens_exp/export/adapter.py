@@ -1,41 +1,52 @@
 """format=peft|v2|v3: an adapter in another form, equal in what it adds to every weight.
 
 Each form is read as (manifest, tensors) of schema v3 and written from it, so that what was
-written can be read back and held against what it was made from
-(:func:`mens_exp.artifacts.adapter_delta.deltas`).
+written can be read back and compared with its source
+(:func:`mens_exp.artifacts.adapter_delta.deltas`). For an adapter whose run is not at hand,
+a configuration of its graph is made: its base, quantized as the manifest says.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts import adapter_files, adapter_v2, adapter_v3, atomic
-from mens_exp.artifacts.adapter_delta import portable
+import numpy as np
+
+from mens_exp.artifacts import adapter_v2, adapter_v3, atomic
 from mens_exp.artifacts.adapter_v2 import lower, write_adapter_v2
-from mens_exp.artifacts.adapter_v3 import write_adapter
+from mens_exp.artifacts.adapter_v3 import portable, write_adapter
+from mens_exp.artifacts.digest import refuse_changed_adapter
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.backend import LoraGraphConfig, QloraConfig
+from mens_exp.config.lora import LoraConfig, LoraVariant
+from mens_exp.config.model import HfModel
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.layout import peft_adapter
 from mens_exp.layout.peft_adapter import is_peft, manifest_of, read_peft, write_peft
+from mens_exp.layout.targets import linear_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quant
     from mens_exp.layout.adapter_base import AdapterBase
 
     Tensors = Mapping[str, npt.NDArray[np.float32]]
+    from collections.abc import Mapping
 
-__all__ = ["AdapterPlace", "find", "needs_base", "out_problems", "read", "write"]
+    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.model.sources import BaseModel
 
 _MIDDLE = re.compile(r"mid\d+")
 _TENSORS = {
@@ -75,7 +86,7 @@ def find(directory: Path) -> AdapterPlace:
         RequestError: there is none.
     """
     for place in (directory, RunDir(directory).adapter):
-        form = adapter_files.schema_in(place) or ("peft" if is_peft(place) else None)
+        form = adapter_v2.schema_in(place) or ("peft" if is_peft(place) else None)
         if form is not None:
             return AdapterPlace(directory=place, form=form, run=_owner(place.absolute()))
     raise RequestError(
@@ -101,7 +112,7 @@ def needs_base(place: AdapterPlace, form: ExportFormat) -> bool:
         return True
     if place.form == "v2" or form is not ExportFormat.v2:
         return False
-    manifest, _ = adapter_files.read_directory(place.directory)
+    manifest, _ = adapter_v2.read_adapter_directory(place.directory)
     return adapter_v2.embed_key_of(manifest) is None
 
 
@@ -132,7 +143,7 @@ def read(
         unknown: Quant = {"base_quant": "none", "double_quant": False}
         manifest, tensors = manifest_of(adapter, base, quant or unknown, where)
     else:
-        manifest, tensors = adapter_files.read_directory(place.directory)
+        manifest, tensors = adapter_v2.read_adapter_directory(place.directory)
         if place.form == "v2" and quant is not None:
             manifest.quant = quant
             manifest.adapter_method = "lora" if quant["base_quant"] == "none" else "qlora"
@@ -207,3 +218,70 @@ def out_problems(out: Path) -> Iterator[RequestError]:
             expected="a directory that does not exist, or is empty",
             remedy="choose another, or remove it",
         )
+
+
+def config_of_adapter(
+    config: RunConfig,
+    manifest: AdapterManifest,
+    base: BaseModel,
+    shape: Shape,
+    quantizer: Quantizer | None,
+) -> RunConfig:
+    """Return a configuration whose graph has the layers of an adapter, each with scale one.
+
+    Args:
+        config: of the command; its data, tokenizer and device stay.
+        manifest: of the adapter.
+        base: that it sits on.
+        shape: of the base.
+        quantizer: what made 4-bit values of the base; None where nothing did.
+    """
+    theirs = copy.deepcopy(config)
+    theirs.model = HfModel(id=str(base.directory), trust_remote_code=base.trust_remote_code)
+    theirs.lora = _lora(manifest, shape)
+    if quantizer is None and manifest.quant["base_quant"] == "int8":
+        theirs.quant = QuantConfig(quant_type=QuantType.int8, double_quant=False)
+        theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")
+        return theirs
+    if quantizer is None:
+        theirs.quant = QuantConfig(
+            quant_type=QuantType.none, double_quant=False, compute_dtype=ComputeDtype.f32
+        )
+        theirs.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")
+        return theirs
+    theirs.quant = QuantConfig(
+        quant_type=QuantType(quantizer["quant_type"]),
+        double_quant=quantizer["double_quant"],
+        compute_dtype=ComputeDtype(quantizer["compute_dtype"]),
+        block_size=quantizer["block_size"],
+        skip=list(quantizer["skip"]),
+    )
+    theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")
+    return theirs
+
+
+def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
+    path_of = {one.logical: one.stack or one.path for one in linear_modules(shape)}
+    ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
+    is_dora = manifest.variant == "dora"
+    return LoraConfig(
+        name="adapter",
+        targets=list(ranks),
+        r=manifest.rank,
+        alpha=manifest.rank,
+        dropout=0.0,
+        variant=LoraVariant.dora if is_dora else LoraVariant.lora,
+        rank_pattern=ranks,
+        alpha_pattern=dict(ranks),
+    )
+
+
+def with_scale_one(
+    manifest: AdapterManifest, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the tensors with each layer's scale in its B, ``[out, r]``."""
+    scaled = dict(tensors)
+    for layer in manifest.layer_order:
+        B_OR = tensors[f"{layer}.lora_b"].astype(np.float64) * manifest.scale_of(layer)
+        scaled[f"{layer}.lora_b"] = B_OR.astype(np.float32)
+    return scaled

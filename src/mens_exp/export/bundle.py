@@ -1,7 +1,8 @@
-"""format=bundle: one archive that holds a run, the same bytes for the same run.
+"""Send a run elsewhere: format=bundle, and uploads to the Hugging Face hub.
 
-The archive has one folder, named after the run; ``bundle.json`` in it lists every other file with
-its SHA-256. Unpacked anywhere it is a run directory again, and is verified before it is read.
+A bundle is one archive, the same bytes for the same run, with one folder named after the run;
+``bundle.json`` in it lists every other file with its SHA-256. Unpacked anywhere it is a run
+directory again, and is verified before it is read. Credentials and absolute paths are found first.
 """
 
 from __future__ import annotations
@@ -10,23 +11,125 @@ import errno
 import gzip
 import io
 import json
+import re
 import tarfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.typed_json import check, parse_json
-from mens_exp.errors import DataError, Problems
-from mens_exp.export.contents import changed_files, path_problems, run_files, secret_problems
+from mens_exp.artifacts.digest import CHECKPOINT_DIGESTS, sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.record import check_type, parse_json
+from mens_exp.artifacts.untrusted_input import parse_yaml
+from mens_exp.errors import DataError, MensError, Problems, RequestError, SetupError
+from mens_exp.layout.hub_errors import client_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.errors import MensError
 
-__all__ = ["pack", "packing_problems", "verify"]
+_TEXT = {".json", ".jsonl", ".yaml", ".md", ".html"}
+# What a credential of the services that a run may meet looks like, each by its own prefix.
+_SECRET = re.compile(
+    r"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}"
+    r"|\bAKIA[A-Z0-9]{16}\b|\bwandb_v1_[A-Za-z0-9_]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_ABSOLUTE = re.compile(r"(?:^|=)(/[^/\s'\"]+/[^\s'\"]*|[A-Za-z]:[\\/][^\s'\"]+|~/[^\s'\"]+)$")
+
+
+def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
+    """Return the files that make a run complete, by their path relative to its directory."""
+    files = [
+        run.manifest,
+        run.config,
+        run.plan,
+        run.telemetry,
+        run.scorecard,
+        run.events,
+        run.validation,
+        run.report,
+        run.model_card,
+        run.run_summary,
+        run.skip_stats,
+        *run.scorecards.glob("step_*.jsonl"),
+        *run.adapter.rglob("*"),
+    ]
+    if checkpoints:
+        files += [*run.checkpoints.glob("*.ckpt"), run.checkpoints / CHECKPOINT_DIGESTS]
+    whole = {path.relative_to(run.path): path for path in files if path.is_file()}
+    return {
+        name.as_posix(): whole[name]
+        for name in sorted(whole)
+        if not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def changed_files(run: RunDir) -> Iterator[MensError]:
+    """Yield every output that is no longer what the manifest says the run left."""
+    for name, expected in Manifest.read(run.manifest).outputs.items():
+        path = run.path / name
+        found = sha256_file(path) if path.is_file() else "no such file"
+        if found != expected:
+            yield DataError(
+                "is not what the run left",
+                where=str(path),
+                found=found,
+                expected=expected,
+                remedy="put it back as it was, or train again",
+            )
+
+
+def secret_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
+    """Yield every file in which something looks like a credential; never the credential itself."""
+    for name, path in files:
+        if path.suffix in _TEXT and (found := _SECRET.search(path.read_text("utf-8"))):
+            yield RequestError(
+                "holds what looks like a credential",
+                where=name,
+                found=f"{found[0][:3]}… ({len(found[0])} characters)",
+                expected="none",
+                remedy="revoke it, and run again with it in an environment variable",
+            )
+
+
+def path_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
+    """Yield every absolute path of this machine that a record names, once each."""
+    seen = set()
+    for name, path in files:
+        for place, text in _texts(path):
+            found = _ABSOLUTE.search(text)
+            if found and found[1] not in seen:
+                seen.add(found[1])
+                yield RequestError(
+                    "names an absolute path of this machine",
+                    where=f"{name}: {place}",
+                    found=found[1],
+                    expected="relative paths, which mean something elsewhere",
+                    remedy="run with relative paths, or add export.allow_absolute_paths=true",
+                )
+
+
+def _texts(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every text value of a structured file with its place."""
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+            yield from _strings(json.loads(line), str(number))
+    elif path.suffix == ".json":
+        yield from _strings(json.loads(path.read_text("utf-8")), "")
+    elif path.suffix == ".yaml":
+        yield from _strings(parse_yaml(path.read_bytes(), str(path)), "")
+
+
+def _strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in pairs:
+            yield from _strings(entry, f"{place}.{key}" if place else str(key))
+
 
 _VERSION = 1
 
@@ -105,7 +208,7 @@ def _differences(run: RunDir) -> Iterator[MensError]:
             remedy="read it with the mens_exp that wrote it, or a newer one",
         )
         return
-    problems = check(listing.get("files"), dict[str, str], f"{run.bundle}: files")
+    problems = check_type(listing.get("files"), dict[str, str], f"{run.bundle}: files")
     yield from problems
     for name, expected in () if problems else sorted(listing["files"].items()):
         relative = Path(name)
@@ -133,3 +236,122 @@ def _hash(path: Path) -> str:
         if error.errno == errno.ENAMETOOLONG:
             return "no such file"
         raise
+
+
+_LOGIN = "log in with: hf auth login (or set HF_TOKEN)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pushed:
+    """The contents of the hub after an upload, as it reports them."""
+
+    repo: str
+    url: str
+    commit: str
+    private: bool
+
+
+def login_problems() -> list[MensError]:
+    """Say that nobody is logged in, where that is so; nothing is ever asked for."""
+    from huggingface_hub import get_token
+
+    if get_token():
+        return []
+    return [
+        SetupError(
+            "nobody is logged in to the Hugging Face hub",
+            where="task=push",
+            found="no token",
+            expected="a token that may write",
+            remedy=_LOGIN,
+        )
+    ]
+
+
+def hub_files(run: RunDir) -> dict[str, Path]:
+    """Return what is uploaded, by its path in the repository.
+
+    The adapter lies at the root, where ``PeftModel.from_pretrained`` looks for it; the card is the
+    repository's README; the records lie in a folder of their own.
+    """
+    files = {
+        path.relative_to(run.peft).as_posix(): path
+        for path in sorted(run.peft.rglob("*"))
+        if path.is_file()
+    }
+    files["README.md"] = run.model_card
+    for record in (run.manifest, run.config, run.scorecard, run.adapter / "adapter_manifest.json"):
+        if record.is_file():
+            files[f"mens_exp/{record.name}"] = record
+    return files
+
+
+def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
+    """Upload a run in one commit.
+
+    Args:
+        run: a training run that has ended.
+        repo: ``<user>/<name>``.
+        private: whether a repository that is not there yet is made a private one.
+        message: of the commit.
+
+    Raises:
+        RequestError: the repository is public and a private one was asked for, or the hub
+            refuses the upload.
+        SetupError: the hub cannot be reached, or does not know the token.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        is_private = _made(api, repo, private=private)
+        operations = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
+            for name, path in hub_files(run).items()
+        ]
+        commit = api.create_commit(repo, operations, commit_message=message)
+    except HfHubHTTPError as error:
+        raise _refused(repo, error) from error
+    except (client_error(), OSError) as error:
+        raise SetupError(
+            "the Hugging Face hub cannot be reached",
+            where="repo",
+            found=f"{type(error).__name__}: {error}",
+            remedy="check the connection, and HF_ENDPOINT where it is set",
+        ) from error
+    return Pushed(repo=repo, url=f"{api.endpoint}/{repo}", commit=commit.oid, private=is_private)
+
+
+def _made(api: Any, repo: str, *, private: bool) -> bool:
+    """Make the repository unless it is there, and tell whether it is private."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        found = bool(api.repo_info(repo).private)
+    except RepositoryNotFoundError:
+        api.create_repo(repo, private=private, exist_ok=True)
+        return private
+    if private and not found:
+        raise RequestError(
+            "the repository is there already, and public",
+            where="repo",
+            found=repo,
+            expected="a private one, as push.private says",
+            remedy="add push.private=false to publish, or name another repository",
+        )
+    return found
+
+
+def _refused(repo: str, error: Any) -> MensError:
+    status = getattr(error.response, "status_code", None)
+    said = (getattr(error, "server_message", None) or str(error)).splitlines()[0]
+    if status in {401, 403}:
+        return SetupError(
+            "the hub does not let this token write there",
+            where="repo",
+            found=f"{repo}: {said}",
+            expected="a token with write access to it",
+            remedy=_LOGIN,
+        )
+    return RequestError("the hub refuses the upload", where="repo", found=f"{repo}: {said}")

@@ -1,24 +1,27 @@
-"""A complete model directory as one GGUF file, written tensor by tensor.
+"""format=gguf: a complete model directory as one GGUF file, with a Modelfile for Ollama.
 
-What is held at once is one tensor as it is stored and as it is written. The same directory gives
-the same bytes.
+One tensor at a time is held, as it is stored and as it is written. The same directory gives the
+same bytes. Syntax of a Modelfile: https://github.com/ollama/ollama/blob/main/docs/modelfile.md.
+Ollama's templates are Go's, a model's are Jinja's. Only ChatML is said in both; anything else is
+left to what Ollama finds in the model itself, with a comment that says so.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mens_exp.artifacts import atomic
 from mens_exp.config.task import GgufDtype
-from mens_exp.errors import MissingExtra, ModelFileError
-from mens_exp.export.gguf_layout import Form, layout_of
-from mens_exp.export.gguf_tokenizer import vocabulary_of
-from mens_exp.layout.safetensors_header import read_header
+from mens_exp.errors import DataError, MissingExtra, ModelFileError, RequestError
+from mens_exp.export.gguf_layout import Form, layout_of, vocabulary_of
+from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff
+from mens_exp.layout.checkpoint_files import read_header
 from mens_exp.model.quiet import quiet
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,10 +29,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mens_exp.export.gguf_layout import GgufLayout, Stored
-    from mens_exp.export.gguf_tokenizer import GgufVocabulary
-
-__all__ = ["require_gguf", "write_gguf"]
+    from mens_exp.export.gguf_layout import GgufLayout, GgufVocabulary, Stored
+    from mens_exp.tokenizer.load import Tokenizer
+    from mens_exp.tokenizer.templates import Message
 
 _PIECE = 1 << 22  # elements converted at once: 16 MB of f32
 _QUANTIZATION_VERSION = 2  # of the block formats, as gguf's own constants have it
@@ -247,3 +249,132 @@ def _refuse_second_head(layout: GgufLayout) -> None:
         where=f"{layout.directory.path}: lm_head.weight",
         remedy="set tie_word_embeddings to false in config.json, or merge again",
     )
+
+
+MODELFILE = "Modelfile"
+_CHATML = (
+    "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
+    "<|im_start|>assistant\n"
+)
+_SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", re.DOTALL)
+# Conversations that tell ChatML from what only looks like it: spaces kept, every role, every turn.
+_PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("user", "one"),),
+    (("user", " spaced \n"), ("assistant", " answer \n"), ("user", "two")),
+    (("system", "rules"), ("user", "one")),
+    (("system", " rules \n"), ("user", "one"), ("assistant", "two"), ("user", "three")),
+)
+
+
+def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) -> str:
+    """Return the Modelfile; the same arguments give the same text.
+
+    Args:
+        tokenizer: of the model, with its chat template.
+        base: what FROM names: ``.`` for the directory that the Modelfile lies in, ``./name.gguf``,
+            or the name of a base model for an adapter.
+        adapter: what ADAPTER names: a PEFT directory, relative to the Modelfile.
+
+    Raises:
+        RequestError: a name has a line break.
+    """
+    for name in (base, adapter or ""):
+        if "\n" in name:
+            raise RequestError("a name in a Modelfile has no line break", found=name)
+    lines = [f"FROM {base}"]
+    if adapter is not None:
+        lines.append(f"ADAPTER {adapter}")
+    if is_chatml(tokenizer):
+        lines.append(f'TEMPLATE """{_CHATML}"""')
+        system = default_system(tokenizer)
+        if system:
+            lines.append(f'SYSTEM """{system}"""')
+    else:
+        lines += [
+            "# No TEMPLATE: this chat template is not ChatML, and is not translated by guessing.",
+            "# Send prompts that are rendered already, or write a TEMPLATE and compare its text.",
+        ]
+    ends = sorted(tokenizer.spell([end]) for end in tokenizer.end_ids)
+    lines += [f'PARAMETER stop "{end}"' for end in ends]
+    return "\n".join(lines) + "\n"
+
+
+def is_chatml(tokenizer: Tokenizer) -> bool:
+    """Tell whether the chat template is ChatML, a default system turn aside."""
+    system = default_system(tokenizer)
+    if system is None:
+        return False
+    try:
+        return all(
+            _rendered(tokenizer, probe) == _chatml(_with_system(probe, system)) for probe in _PROBES
+        )
+    except DataError:  # it refuses one of the conversations
+        return False
+
+
+def default_system(tokenizer: Tokenizer) -> str | None:
+    """Return the system turn that the template adds by itself, or "" where it adds none.
+
+    None says that the template begins otherwise, or with what a Modelfile cannot quote.
+    """
+    try:
+        text = _rendered(tokenizer, _PROBES[0])
+    except DataError:
+        return None
+    if text.startswith("<|im_start|>user\n"):
+        return ""
+    found = _SYSTEM.match(text)
+    return found[1] if found and '"""' not in found[1] else None
+
+
+def _rendered(tokenizer: Tokenizer, turns: tuple[tuple[str, str], ...]) -> str:
+    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    return tokenizer.unguard(tokenizer.render(messages, add_generation_prompt=True))
+
+
+def _with_system(turns: tuple[tuple[str, str], ...], system: str) -> tuple[tuple[str, str], ...]:
+    has_one = turns[0][0] == "system"
+    return turns if has_one or not system else (("system", system), *turns)
+
+
+def _chatml(turns: tuple[tuple[str, str], ...]) -> str:
+    said = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+    return f"{said}<|im_start|>assistant\n"
+
+
+GGUF_FILE = "model.gguf"
+
+
+def export_gguf(source: Path, target: Path, dtype: GgufDtype, *, base: str) -> None:
+    """Write the export; its directory appears whole or not at all.
+
+    Args:
+        source: a complete Hugging Face directory.
+        target: the directory to write.
+        dtype: of the matrices.
+        base: what the record calls the model.
+
+    Raises:
+        MissingExtra: gguf is not installed.
+        ModelFileError: the model's files are missing or contradictory.
+        RequestError: the model cannot be said in GGUF exactly.
+        Problems: several of these.
+    """
+    tokenizer = HfTokenizer.from_directory(source)
+    with atomic.directory(target) as directory:
+        write_gguf(source, directory / GGUF_FILE, dtype)
+        text = modelfile(tokenizer, base=f"./{GGUF_FILE}")
+        (directory / MODELFILE).write_text(text, encoding="utf-8", newline="\n")
+        write_handoff(
+            Handoff(
+                backend_family=BackendFamily.OLLAMA,
+                base_model=base,
+                artifact_dir=".",
+                tokenizer_source=GGUF_FILE,
+                prompt_format=(
+                    "chatml" if is_chatml(tokenizer) else "the tokenizer's chat template"
+                ),
+                notes=f"{dtype.value}; also read by llama.cpp: llama-server -m {GGUF_FILE}",
+            ),
+            directory,
+        )

@@ -1,27 +1,33 @@
-"""external_serving_handoff_v1.json: what another program needs to serve an export.
+"""Hand an export to another program: external_serving_handoff_v1.json, vLLM, a model directory.
 
 The record's keys are those of the systems that read it, so it has `schema` and `schema_version`
 where our own records have `format` and `version`. Its paths are relative to its directory.
+
+What vLLM accepts is read off its ``lora/peft_helper.py`` and ``config/lora.py``: it takes r and
+alpha from the head of adapter_config.json for every layer, and knows neither patterns, DoRA, biases
+nor modules that were saved whole.
 """
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.record import read_bytes
-from mens_exp.artifacts.typed_json import check_keys, parse_json
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
+from mens_exp.artifacts.run_dir import RunDir, resolve
+from mens_exp.errors import DataError, MensError, Problems, RequestError
+from mens_exp.layout.checkpoint_files import read_directory, read_header
+from mens_exp.layout.shape import check_weights
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
-__all__ = ["FILE", "BackendFamily", "Handoff", "read_handoff", "write_handoff"]
-
-FILE = "external_serving_handoff_v1.json"
+HANDOFF_FILE = "external_serving_handoff_v1.json"
 _SCHEMA = "vox_external_serving_handoff_v1"
 _OLDER_SCHEMAS = ("external_serving_handoff",)  # of our own earlier exports
 _VERSION = 1
@@ -73,7 +79,7 @@ def write_handoff(record: Handoff, directory: Path) -> None:
     Raises:
         MensError: it could not be read back; nothing is written.
     """
-    path = directory / FILE
+    path = directory / HANDOFF_FILE
     value = {name: item for name, item in asdict(record).items() if item is not None}
     found = _problems(value, str(path))
     if found:
@@ -94,7 +100,7 @@ def read_handoff(path: Path) -> Handoff:
         DataError: it is missing, is not JSON, or breaks one rule.
         Problems: it breaks several.
     """
-    file = path / FILE if path.is_dir() else path
+    file = path / HANDOFF_FILE if path.is_dir() else path
     value = parse_json(read_bytes(file), str(file))
     if isinstance(value, dict) and value.get("schema") in _OLDER_SCHEMAS:
         value = {**value, "schema": _SCHEMA}
@@ -152,3 +158,213 @@ def _leading_out(value: dict[str, Any], where: str) -> list[DataError]:
                 )
             )
     return found
+
+
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that are saved whole",
+    "target_parameters": "adapters on experts that are one tensor",
+    "rank_pattern": "a rank of its own for some layers",
+    "alpha_pattern": "an alpha of its own for some layers",
+    "trainable_token_indices": "trained tokens",
+}
+_EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "wpe")
+_MERGE = "merge it: task=merge path=<adapter> out=<directory>, and serve the directory"
+
+
+def serve_command(base: str, name: str, adapter: str, rank: int) -> str:
+    """Return the command that serves a base model with an adapter.
+
+    Args:
+        base: id or directory of the base model.
+        name: what requests call the adapter.
+        adapter: its directory.
+        rank: of the adapter; vLLM makes room for the next of its own values.
+    """
+    return (
+        f"vllm serve {shlex.quote(base)} --enable-lora "
+        f"--lora-modules {shlex.quote(f'{name}={adapter}')} --max-lora-rank {room_for(rank)}"
+    )
+
+
+def room_for(rank: int) -> int:
+    """Return the value of ``max_lora_rank`` that an adapter of a rank needs."""
+    return next(value for value in MAX_RANKS if value >= rank)
+
+
+def rank_of(adapter: Path) -> int:
+    """Return the rank that a PEFT directory's configuration tells.
+
+    Raises:
+        DataError: it is none.
+    """
+    return int(_config_of(adapter)["r"])
+
+
+def vllm_problems(adapter: Path) -> list[MensError]:
+    """List what keeps vLLM from serving a PEFT directory as it was trained."""
+    try:
+        config = _config_of(adapter)
+        shapes = {name: info.shape for name, info in read_header(adapter / _PEFT_WEIGHTS).items()}
+    except RequestError as error:
+        return [error]
+    return list(_found(config, shapes, str(adapter)))
+
+
+def write_vllm(adapter: Path, target: Path, *, base: str, name: str) -> None:
+    """Write a directory that vLLM loads, with the command in its README.
+
+    Args:
+        adapter: a PEFT directory.
+        target: the directory; it appears whole or not at all.
+        base: id or directory of the base model.
+        name: what requests are to call the adapter.
+
+    Raises:
+        RequestError: vLLM would not serve it as it was trained.
+        ModelFileError: its weights cannot be read.
+        Problems: several of these.
+    """
+    Problems.raise_if(vllm_problems(adapter))
+    command = serve_command(base, name, ".", _config_of(adapter)["r"])
+    with atomic.directory(target) as directory:
+        for file in (_PEFT_CONFIG, _PEFT_WEIGHTS):
+            shutil.copyfile(adapter / file, directory / file)
+        (directory / "README.md").write_text(_README.format(name=name, command=command), "utf-8")
+        write_handoff(
+            Handoff(
+                backend_family=BackendFamily.VLLM,
+                base_model=base,
+                adapter_path=".",
+                artifact_dir=".",
+                tokenizer_source=base,
+                prompt_format="the tokenizer's chat template",
+                notes=command,
+            ),
+            directory,
+        )
+
+
+_README = """# {name}
+
+A LoRA adapter as vLLM loads it. In this directory:
+
+    {command}
+
+Requests name it as their model: `"model": "{name}"`.
+"""
+
+
+def _config_of(adapter: Path) -> dict[str, Any]:
+    path = adapter / _PEFT_CONFIG
+    config = parse_json(read_bytes(path), str(path))
+    if not isinstance(config, dict) or not isinstance(config.get("r"), int):
+        raise DataError("is no configuration of a LoRA adapter", where=str(path))
+    return config
+
+
+def _found(
+    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], where: str
+) -> Iterator[MensError]:
+    def refused(what: str, found: object, expected: str | None = None) -> RequestError:
+        return RequestError(
+            f"vLLM does not serve {what}",
+            where=where,
+            found=found,
+            expected=expected,
+            remedy=_MERGE,
+        )
+
+    for key, what in _UNSUPPORTED.items():
+        if config.get(key):
+            yield refused(what, f"{key}: {config[key]}")
+    if config.get("bias", "none") != "none":
+        yield refused("an adapter with biases", f"bias: {config['bias']}")
+    rank = config["r"]
+    if not 1 <= rank <= MAX_RANKS[-1]:
+        yield refused("an adapter of this rank", rank, f"1 to {MAX_RANKS[-1]}")
+    for name, shape in sorted(shapes.items()):
+        if any(part in name.split(".") for part in _EMBEDDINGS):
+            yield refused("an adapter on the head or the embedding", name)
+        elif name.endswith("lora_A.weight") and shape[0] != rank:
+            yield refused("layers of different ranks", f"{name}: {shape[0]}", f"{rank}, as r says")
+
+
+_MODEL_CONFIG = "config.json"
+_ADAPTERS = ("adapter_config.json", "adapter_manifest.json", "candle_qlora_adapter_meta.json")
+
+
+def model_directory(text: str) -> Path:
+    """Return the model directory that a path names.
+
+    Args:
+        text: a Hugging Face directory, an export that holds or names one, a run that trained
+            every weight, or ``latest``.
+
+    Raises:
+        RequestError: it is an adapter, a run with one, or no model.
+        ModelFileError: it is a model, and its files are missing or contradictory.
+        DataError: its hand-off record breaks a rule.
+    """
+    path = Path(text).expanduser()
+    if text == "latest" or (path / "manifest.json").is_file():
+        return _of_run(resolve(text))
+    if (path / HANDOFF_FILE).is_file() and not (path / _MODEL_CONFIG).is_file():
+        path /= read_handoff(path).artifact_dir
+    if not (path / _MODEL_CONFIG).is_file():
+        raise _no_model(path)
+    check_weights(read_directory(path))
+    return path
+
+
+def occupied(out: str | None) -> list[MensError]:
+    """Say that a directory to write is there and holds something that is no export."""
+    path = Path(out or "").expanduser()
+    if out is None or not path.exists() or (path / HANDOFF_FILE).is_file():
+        return []
+    if path.is_dir() and not any(path.iterdir()):
+        return []
+    return [
+        RequestError(
+            "is there already, and no earlier export",
+            where="out",
+            found=out,
+            expected="a new directory, or one that an export wrote",
+        )
+    ]
+
+
+def _of_run(run: RunDir) -> Path:
+    if (run.weights / _MODEL_CONFIG).is_file():
+        return run.weights
+    if run.adapter.is_dir():
+        raise _is_adapter(run.path)
+    raise _no_model(run.path)
+
+
+def _is_adapter(path: Path) -> RequestError:
+    return RequestError(
+        "is an adapter, no complete model",
+        where="path",
+        found=str(path),
+        expected="a model directory",
+        remedy=f"merge it first: task=merge path={path} out=<directory>, then path=<directory>",
+    )
+
+
+def _no_model(path: Path) -> RequestError:
+    if any((path / name).is_file() for name in _ADAPTERS):
+        return _is_adapter(path)
+    ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    remedy = None
+    if ggufs:
+        remedy = f"run the GGUF file with llama.cpp: llama-server -m {ggufs[0]}"
+    return RequestError(
+        "is no complete model directory",
+        where="path",
+        found=str(path) if path.exists() else f"{path}, which does not exist",
+        expected="config.json, safetensors and tokenizer.json",
+        remedy=remedy or "name a merged directory, such as task=merge writes",
+    )

@@ -1,4 +1,4 @@
-"""An adapter merged into a checkpoint's files, tensor by tensor.
+"""Merge an adapter into a checkpoint's files, tensor by tensor, as a Hugging Face directory.
 
 Nothing is held but the tensor at work: half a byte for each of its weights where the base is made
 4-bit again, a whole copy where it is stored the other way round, else a block of rows.
@@ -11,27 +11,32 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+import yaml
 
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.record import parse_json
+from mens_exp.backends.saved_model import copy_tokenizer
 from mens_exp.errors import RequestError, SetupError
-from mens_exp.layout.merge_map import FLOATS
-from mens_exp.layout.safetensors_writer import Outline, SafetensorsWriter
-from mens_exp.model.stored_rows import TORCH_DTYPES, StoredRows
-from mens_exp.quant.four_bit_rows import DTYPES, FourBitRows
+from mens_exp.layout.adapter_base import FLOAT_DTYPES
+from mens_exp.layout.checkpoint_files import INDEX, SINGLE, Outline, SafetensorsWriter
+from mens_exp.model.stored_weights import TORCH_DTYPES, StoredRows
+from mens_exp.quant.round_trip import DTYPES, FourBitRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from mens_exp.artifacts.quantizer import Quantizer
-    from mens_exp.layout.merge_map import Place
-    from mens_exp.lora.merge import Delta
+    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.layout.adapter_base import Place
+    from mens_exp.lora.low_rank import Delta
 
-    Rows = Callable[[int, int], torch.Tensor]  # rows first to last, the last one excluded, f32
+    Rows = Callable[[int, int], torch.Tensor]
+    from collections.abc import Sequence
 
-__all__ = ["Merge", "outlines", "refuse_full_disk", "write_tensors"]
+    from mens_exp.model.sources import BaseModel
 
 _PIECE = 1 << 20  # weights at work at once: 4 MB of f32, near the processor
 _SPARE = 50_000_000  # bytes for everything but weights: tokenizers take up to 35 MB
@@ -58,7 +63,7 @@ def outlines(places: Iterable[Place], dtype: str) -> dict[str, Outline]:
     """Return the header of one output file; what is no floating-point tensor keeps its type."""
     return {
         one.name: Outline(
-            dtype=dtype if one.info.dtype in FLOATS else one.info.dtype, shape=one.info.shape
+            dtype=dtype if one.info.dtype in FLOAT_DTYPES else one.info.dtype, shape=one.info.shape
         )
         for one in places
     }
@@ -95,7 +100,7 @@ def _write(writer: SafetensorsWriter, place: Place, merge: Merge) -> None:
     stored = StoredRows(place.shard, place.key, place.info)
     changes = place.logical is not None or merge.quantizer is not None
     inner = math.prod(stored.inner)
-    if place.info.dtype not in FLOATS or (not changes and place.info.dtype == merge.dtype):
+    if place.info.dtype not in FLOAT_DTYPES or (not changes and place.info.dtype == merge.dtype):
         for first, last in _pieces(stored.rows, inner):
             writer.write(place.name, _bytes(stored.read(first, last)))
     elif place.transposed and changes:
@@ -190,3 +195,107 @@ def refuse_full_disk(out: Path, places: Iterable[Place], dtype: str) -> None:
             expected=f"{(needed + _SPARE) / 1e9:.2f} GB",
             remedy="make room, or name another place with out=",
         )
+
+
+# Beside weights, tokenizer and config.json: how it generates, its code, and what its licence asks.
+_COPIED = ("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergedModel:
+    """The parts of a merged directory besides its weights.
+
+    Attributes:
+        base: the model merged into.
+        config: its config.json.
+        unties: whether the head gets a weight of its own.
+        tokenizer: whether the base's tokenizer goes with it; another one's ids were learned else.
+        chat_template: a file that takes the place of the base's own template.
+        told: lines of the model card, in Markdown.
+        model_card: of the run that trained the adapter.
+    """
+
+    base: BaseModel
+    config: dict[str, Any]
+    unties: bool
+    tokenizer: bool = True
+    chat_template: Path | None = None
+    told: Sequence[str] = ()
+    model_card: Path | None = None
+
+
+def merged_config(config: Mapping[str, Any], dtype: str, *, unties: bool) -> dict[str, Any]:
+    """Return config.json of a merged model.
+
+    Args:
+        config: the base's.
+        dtype: of the merged weights, as safetensors calls it.
+        unties: whether the head gets a weight of its own.
+    """
+    made = {name: value for name, value in config.items() if name != "quantization_config"}
+    made["dtype"] = _NAMES[dtype]
+    if "torch_dtype" in made:  # the older name; where both stand, they agree
+        made["torch_dtype"] = _NAMES[dtype]
+    return made | ({"tie_word_embeddings": False} if unties else {})
+
+
+def write_directory(
+    directory: Path, places: Mapping[Path, Sequence[Place]], merge: Merge, model: MergedModel
+) -> None:
+    """Write a merged model, its weights in files of the base's names.
+
+    Args:
+        directory: an empty one.
+        places: where each tensor comes from, by the base's file.
+        merge: what becomes of it.
+        model: everything else.
+
+    Raises:
+        RequestError: a number is beyond the output's format.
+        ModelFileError: a file of the base cannot be read.
+    """
+    source = model.base.directory
+    for shard, listed in places.items():
+        with (directory / shard.name).open("xb") as file:
+            write_tensors(file, listed, merge)
+    if set(places) != {source / SINGLE}:
+        atomic.write_json(directory / INDEX, _index(places, merge.dtype))
+    config = merged_config(model.config, merge.dtype, unties=model.unties)
+    atomic.write_json(directory / "config.json", config)
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, directory / path.name)
+    if model.tokenizer:
+        copy_tokenizer(source, directory)
+        if model.chat_template is not None:
+            _replace_template(directory, model.chat_template)
+    if model.model_card is not None:
+        shutil.copyfile(model.model_card, directory / "MODEL_CARD.md")
+    atomic.write_text(directory / "README.md", _card(model))
+
+
+def _index(places: Mapping[Path, Iterable[Place]], dtype: str) -> dict[str, Any]:
+    every = [one for listed in places.values() for one in outlines(listed, dtype).values()]
+    files = {one.name: shard.name for shard, listed in places.items() for one in listed}
+    return {"metadata": {"total_size": sum(one.nbytes for one in every)}, "weight_map": files}
+
+
+def _replace_template(directory: Path, template: Path) -> None:
+    shutil.copyfile(template, directory / "chat_template.jinja")
+    path = directory / "tokenizer_config.json"
+    if path.is_file():
+        config = parse_json(path.read_bytes(), str(path))
+        if config.pop("chat_template", None) is not None:  # it would say something else
+            atomic.write_json(path, config)
+
+
+def _card(model: MergedModel) -> str:
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if model.base.source != "random":  # which exists nowhere but in its seed
+        head["base_model"] = model.base.name
+    if model.base.license:
+        head["license"] = model.base.license
+    lines = ["---", yaml.safe_dump(head, sort_keys=True).rstrip(), "---", ""]
+    lines += [f"# {model.base.name.rpartition('/')[2]}, merged", "", *model.told, ""]
+    return "\n".join(lines)

@@ -1,34 +1,57 @@
-"""Distance between two graphs on the same text: logits, and hidden states by layer.
+"""Parity of what was written with what was trained: graphs, logits, hidden states and weights.
 
-One graph is in memory at a time: what the reference makes of each document is put on disk, and
-each other graph is held against that.
+One graph is in memory at a time: the reference's traces are put on disk. What stands for a merge is
+computed from the layers that trained, and weights are compared with ``W + s · B A`` in f64 and
+bitsandbytes' own 4-bit values: nothing of the code that writes merges is used, as it would share
+its mistakes. Weights show what a text does not: a delta transposed in one layer, after a few
+steps, is far below the noise of bf16 products.
 
-Shapes: T tokens of a document, D hidden width, V vocabulary.
+Shapes: T tokens of a document, D hidden width, V vocabulary, I inputs and O outputs of a
+projection, R rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mens_exp.artifacts.certificate import Comparison, WorstLayer
-from mens_exp.backends.tracing import Trace
-from mens_exp.errors import MensError
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.certificate import Comparison, TensorError, WorstLayer
+from mens_exp.backends.adapters import ADAPTER
+from mens_exp.backends.base_model import load_base
+from mens_exp.backends.generation import Trace, trace
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
+from mens_exp.errors import MensError, ModelFileError
 from mens_exp.evals.logit_comparison import LogitComparison
+from mens_exp.export.gguf import GGUF_FILE as GGUF
+from mens_exp.layout.shape import HEAD
+from mens_exp.model.quiet import quiet
+from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.quant.round_trip import DTYPES, round_trip
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from mens_exp.config.parity import BudgetConfig
+    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.backends.proxy import ProxyBackend
+    from mens_exp.backends.qlora import QloraBackend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.config.task import BudgetConfig
     from mens_exp.evals.logit_comparison import LogitDifference
-    from mens_exp.export.probe import Probe
-
-__all__ = ["Forward", "Reference", "compare", "exceeded", "record"]
+    from mens_exp.export.certificate import Probe
+    from mens_exp.layout.adapter_base import Place
+    from mens_exp.layout.peft_format import Stack
+    from mens_exp.lora.low_rank import Delta
+    from mens_exp.model.sources import BaseModel
 
 _LOGITS = "logits"  # no layer is called so
 
@@ -56,7 +79,7 @@ class Reference:
         return Trace(hidden=tensors, logits_TV=logits_TV)
 
 
-def record(forward: Forward, probe: Probe, folder: Path) -> Reference:
+def record_reference(forward: Forward, probe: Probe, folder: Path) -> Reference:
     """Run the graph that others are held against, and keep its traces.
 
     Args:
@@ -140,3 +163,307 @@ def exceeded(found: LogitDifference, worst: WorstLayer, budget: BudgetConfig) ->
     if least is not None and agreement < least:
         over.append(f"top1_agreement {agreement:.4g} < {least:g}")
     return over
+
+
+@contextmanager
+def merged(
+    backend: QloraBackend, config: RunConfig, base: BaseModel, *, into: str
+) -> Iterator[Forward]:
+    """Make the dense f32 model of a base and the trained deltas.
+
+    Args:
+        backend: the trained graph, its adapter loaded.
+        config: the run's.
+        base: the model it was trained on.
+        into: ``dequantized``, what 4-bit weights stand for, or ``original``, the published ones.
+    """
+    device = next(backend.model.parameters()).device
+    model = _dense(config, base, device)
+    with torch.no_grad():
+        if into == "dequantized":
+            for path, module in quantized_linears(backend.causal_lm).items():
+                _put(model, path.removesuffix(".base_layer"), dequantized(module.weight))
+        # What a start took out of the base is, on the published one, part of the delta.
+        with nullcontext() if into == "dequantized" else backend.as_peft_view():
+            for one in (one for one in backend.modules_chosen if one.stack is None):
+                _add(model, one.path, backend.layers[one.logical], is_head=one.logical == HEAD)
+            for stack in backend.stacks:
+                _add_to_experts(model, stack, backend.layers[stack.logical])
+    yield functools.partial(trace, model)
+
+
+@contextmanager
+def with_tensors(
+    config: RunConfig, base: BaseModel, file: Path, names: Mapping[str, str], *, tied: bool = False
+) -> Iterator[Forward]:
+    """Make the dense f32 model of a published base with some of its weights replaced.
+
+    Args:
+        config: of the run.
+        base: the published model.
+        file: of the weights that take the place of its own, each stored as the base stores it.
+        names: name in the file by module path.
+        tied: whether a head among them stays the input embedding.
+    """
+    model = _dense(config, base, torch.device("cpu"))
+    with torch.no_grad(), safe_open(file, framework="pt") as stored:
+        for path, name in names.items():
+            if path == HEAD and not tied:
+                _untie(model)
+            model.get_submodule(path).weight.copy_(stored.get_tensor(name))
+    yield functools.partial(trace, model)
+
+
+@contextmanager
+def from_peft(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[Forward]:
+    """Load a PEFT directory on a run's base, quantized as the run has it.
+
+    Args:
+        directory: adapter_config.json and its tensors.
+        config: of the run.
+        base: the published model.
+    """
+    from peft import PeftModel
+
+    model = load_base(config, base, torch.device("cpu"))
+    with quiet():
+        adapted = PeftModel.from_pretrained(model, str(directory))
+    yield functools.partial(trace, adapted.get_base_model())
+
+
+def _dense(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
+    """Load a base unquantized, in f32."""
+    plain = dataclasses.replace(config)
+    plain.quant = QuantConfig(
+        quant_type=QuantType.none, double_quant=False, compute_dtype=ComputeDtype.f32
+    )
+    return load_base(plain, base, device, dtype=torch.float32)
+
+
+def _untie(model: Any) -> None:
+    """Give the head a weight of its own, or the embedding would change with it."""
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _add(model: Any, path: str, layer: Any, *, is_head: bool) -> None:
+    """Add one layer's trained delta to the dense model."""
+    if is_head:
+        _untie(model)
+    A_RI, B_OR = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
+    delta_OI = layer.scaling[ADAPTER] * (B_OR.double() @ A_RI.double())
+    weight_OI = _get(model, path).double() + delta_OI
+    if ADAPTER in layer.lora_magnitude_vector:  # arXiv:2402.09353, equation 5
+        magnitude_O = layer.lora_magnitude_vector[ADAPTER].weight.double().flatten()
+        weight_OI = weight_OI * (magnitude_O / weight_OI.norm(dim=1))[:, None]
+    _put(model, path, weight_OI.float())
+
+
+def _add_to_experts(model: Any, stack: Stack, layer: Any) -> None:
+    """Add the trained deltas of a layer's experts, each of which has every E-th column of B."""
+    weight_EOI = model.get_parameter(stack.path)
+    A, B = layer.lora_A[ADAPTER].weight.double(), layer.lora_B[ADAPTER].weight.double()
+    many, r = stack.experts, len(A) // stack.experts
+    for one in range(many):
+        delta_OI = layer.scaling[ADAPTER] * (B[:, one::many] @ A[one * r : (one + 1) * r])
+        weight_EOI[one] = (weight_EOI[one].double() + delta_OI).float()
+
+
+def _is_transposed(module: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def _get(model: Any, path: str) -> torch.Tensor:
+    module = model.get_submodule(path)
+    weight: torch.Tensor = module.weight
+    return weight.T if _is_transposed(module) else weight
+
+
+def _put(model: Any, path: str, weight_OI: torch.Tensor) -> None:
+    module = model.get_submodule(path)
+    module.weight.copy_(weight_OI.T if _is_transposed(module) else weight_OI)
+
+
+@contextmanager
+def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Iterator[Forward]:
+    """Open a complete model directory as anybody would, its stored weights computed in f32.
+
+    Args:
+        directory: config.json and safetensors.
+        memory_bytes: where the weights are larger, they stay on disk and are read layer by layer;
+            in another format than they compute in, from a copy beside the directory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"device_map": {"": "cpu"}}
+    if memory_bytes is not None:
+        options = {"device_map": "auto", "max_memory": {"cpu": memory_bytes}}
+    with atomic.scratch(directory.parent) as scratch:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                use_safetensors=True,
+                offload_folder=str(scratch),
+                **options,
+            )
+        yield functools.partial(trace, model, device=torch.device("cpu"))
+
+
+@contextmanager
+def from_gguf(directory: Path) -> Iterator[Forward]:
+    """Read the GGUF file of an export by transformers, its weights computed in f32."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=GGUF, dtype=torch.float32, device_map={"": "cpu"}
+        )
+    yield functools.partial(trace, model)
+
+
+@contextmanager
+def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[Forward]:
+    """Open a complete model directory quantized as the base of a run was.
+
+    Args:
+        directory: a merged model.
+        config: the run's; its quantizer is used again.
+        base: the run's own base, for what is not in the files.
+    """
+    there = dataclasses.replace(base, directory=directory, source="directory")
+    device = torch.device("cpu")
+    yield functools.partial(trace, load_base(config, there, device))
+
+
+@contextmanager
+def merged_stack(
+    backend: ProxyBackend, weights_OI: Mapping[str, torch.Tensor], *, tied: bool = False
+) -> Iterator[Forward]:
+    """Make the proxy stack of merged projections, without adapters, in f32.
+
+    Args:
+        backend: the trained stack; as it was after the block.
+        weights_OI: of each projection, by logical name.
+        tied: whether the head's weight is the input embedding too.
+    """
+    parts, table_VD = backend.projections, backend.embedding_VD
+    trained = {name: part.weight_OI for name, part in parts.items()}
+    for name, part in parts.items():
+        part.weight_OI = weights_OI[name].to(backend.device).float()
+    if tied:
+        backend.embedding_VD = weights_OI[HEAD].float()
+    try:
+        with backend.base_only():
+            yield backend.trace
+    finally:
+        backend.embedding_VD = table_VD
+        for name, part in parts.items():
+            part.weight_OI = trained[name]
+
+
+def tensor_errors(
+    written: Mapping[str, Path],
+    places: Iterable[Place],
+    deltas: Mapping[str, Delta],
+    quantizer: Quantizer | None,
+) -> dict[str, TensorError]:
+    """Compare every tensor that an adapter was to be merged into, one at a time.
+
+    The sum is rounded to the format that was written before it is compared, since that is the best
+    that could be written; the error is a share of what the adapter was to change.
+
+    Args:
+        written: file of each tensor of the output, by its name there.
+        places: where each tensor of the output should come from.
+        deltas: of the adapter, by logical name.
+        quantizer: what made 4-bit values of the base; None for the published weights.
+
+    Raises:
+        ModelFileError: a merged tensor is not there, or of another shape.
+    """
+    errors = {}
+    for place in places:
+        if place.logical is None:
+            continue
+        if place.name not in written:
+            raise ModelFileError("a merged tensor is not in the output", found=place.name)
+        found_OI, base_OI = _read(written[place.name], place.name), _read(place.shard, place.key)
+        if found_OI.shape != base_OI.shape:
+            raise ModelFileError(
+                "a merged tensor has another shape than its base",
+                where=f"{written[place.name]}: {place.name}",
+                found=str(list(found_OI.shape)),
+                expected=str(list(base_OI.shape)),
+            )
+        if place.transposed:
+            found_OI, base_OI = found_OI.T, base_OI.T
+        weight_OI = _base(base_OI, place, deltas[place.logical], quantizer)
+        expected_OI = _merged(weight_OI, deltas[place.logical])
+        apart_OI = found_OI.double() - expected_OI.to(found_OI.dtype).double()
+        changed = float((expected_OI - weight_OI).norm()) or float(weight_OI.norm())
+        errors[place.name] = TensorError(
+            max_abs=float(apart_OI.abs().max()), relative=float(apart_OI.norm()) / changed
+        )
+    return errors
+
+
+def row_lengths(place: Place, delta: Delta, quantizer: Quantizer | None) -> torch.Tensor:
+    """Return the length of each row of a weight as an adapter met it, ``[out]``, f64.
+
+    PEFT takes them in the number format of a 4-bit layer's products, and so they are rounded here.
+
+    Args:
+        place: of the weight, which an adapter sits on.
+        delta: of the adapter.
+        quantizer: what made 4-bit values of the base; None for the published weights.
+    """
+    stored = _read(place.shard, place.key)
+    stored_OI = stored.T if place.transposed else stored
+    lengths_O: torch.Tensor = _base(stored_OI, place, delta, quantizer).norm(dim=1)
+    if quantizer is not None:
+        lengths_O = lengths_O.to(DTYPES[quantizer["compute_dtype"]]).double()
+    return lengths_O
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _base(
+    stored_OI: torch.Tensor, place: Place, delta: Delta, quantizer: Quantizer | None
+) -> torch.Tensor:
+    """Return the weight as the adapter met it, f64; without a quantizer, as it was published."""
+    if quantizer is None:
+        return stored_OI.double()
+    if not place.quantized:
+        return stored_OI.to(DTYPES[quantizer["compute_dtype"]]).double()
+    return _four_bit(stored_OI, delta, quantizer)
+
+
+def _merged(weight_OI: torch.Tensor, delta: Delta) -> torch.Tensor:
+    """Return ``W + s · B A``, f64; in DoRA rows get their lengths (arXiv:2402.09353, eq. 5)."""
+    sum_OI = weight_OI + delta.scale * (delta.B_OR.double() @ delta.A_RI.double())
+    if delta.magnitude_O is None:
+        return sum_OI
+    length_O: torch.Tensor = delta.magnitude_O.double() / sum_OI.norm(dim=1)
+    return sum_OI * length_O[:, None]
+
+
+def _four_bit(stored_OI: torch.Tensor, delta: Delta, quantizer: Quantizer) -> torch.Tensor:
+    values_OI = stored_OI.double()
+    if delta.taken is not None:
+        A_RI, B_OR = delta.taken
+        values_OI = values_OI - delta.scale * (B_OR.double() @ A_RI.double())
+    quant = QuantConfig(
+        quant_type=QuantType(quantizer["quant_type"]),
+        double_quant=quantizer["double_quant"],
+        block_size=quantizer["block_size"],
+    )
+    rounded_OI = values_OI.float().to(DTYPES[quantizer["rounded_to"]])
+    there = round_trip(rounded_OI.contiguous(), quant).values
+    return there.to(DTYPES[quantizer["compute_dtype"]]).double()

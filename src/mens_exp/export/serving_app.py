@@ -30,12 +30,10 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mens_exp.export.serving_requests import HttpError, check_model, checked, invalid, parsed
+from mens_exp.export.serving import HttpError, check_model, checked, invalid, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-__all__ = ["Limits", "main"]
 
 _CHAT: Final = "/v1/chat/completions"
 _TEXT: Final = "/v1/completions"

@@ -1,24 +1,28 @@
-"""The base model that an adapter is for, as its headers tell it: layers, shapes and keys."""
+"""The base model of an adapter, read from headers: layers, shapes, keys, and the map of a merge.
+
+The map gives the tensor of the base for each layer, and the source of each tensor of the output.
+Names and headers suffice, so whatever cannot be merged is refused before a weight is read.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_tensors import few
-from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.model import HfModel
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, ModelFileError, RequestError, expected_name
 from mens_exp.layout import hub
-from mens_exp.layout.cached import ready
-from mens_exp.layout.directory import read_directory
-from mens_exp.layout.names import HEAD, base_key
-from mens_exp.layout.shape import shape_of
+from mens_exp.layout.checkpoint_files import read_directory, read_header
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.shape import HEAD, base_key, shape_of
 from mens_exp.layout.targets import adapter_shapes, linear_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     import numpy as np
@@ -26,10 +30,10 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.model import ModelConfig
+    from mens_exp.errors import MensError
+    from mens_exp.layout.checkpoint_files import TensorInfo
     from mens_exp.layout.shape import Shape
     from mens_exp.layout.targets import LinearModule
-
-__all__ = ["AdapterBase", "base_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +133,7 @@ def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
         keys: Collection[str] = described.tensors
         revision = model.revision
     else:
-        name, place = model.name, ready(model, cache)
+        name, place = model.name, ready_directory(model, cache)
         keys = () if place is None else read_directory(place).tensors
     return AdapterBase(name=name, shape=shape, keys=keys or _usual_keys(shape), revision=revision)
 
@@ -150,3 +154,257 @@ def _of_another_base(where: str, found: object, expected: str) -> DataError:
         expected=expected,
         remedy="name the model that it was trained on: model=hf model.id=<directory or hub id>",
     )
+
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+_HEAD_KEY = f"{HEAD}.weight"
+_NUMBER = re.compile(r"\.(\d+)\.")
+_OF_LAYER = re.compile(r"(?:l|mid)(\d+)")
+_MATRIX = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedLayer:
+    """One layer of an adapter: its logical name, its key in the base, and its shape there.
+
+    It is ``(out, in)``, or ``(experts, out, in)`` where the base has all experts in one tensor.
+    """
+
+    logical: str
+    key: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The source of one tensor of the output.
+
+    Attributes:
+        name: in the output.
+        key: in the base.
+        shard: the base's file.
+        info: the base's header entry.
+        logical: the adapter's layer that is merged into it, if any.
+        transposed: whether it is stored ``[in, out]``.
+        quantized: whether the adapter met 4-bit values of it.
+    """
+
+    name: str
+    key: str
+    shard: Path
+    info: TensorInfo
+    logical: str | None = None
+    transposed: bool = False
+    quantized: bool = False
+
+
+def stored_key(key: str, keys: Collection[str]) -> str | None:
+    """Return the name that a checkpoint has for a key, or None where it has none.
+
+    Checkpoints of one model differ in the first part of their names: ``transformer.h.0…`` saved
+    with its head is ``h.0…`` without it.
+    """
+    prefixes = {family.layers.partition(".")[0] for family in FAMILIES.values()}
+    first, _, rest = key.partition(".")
+    tried = [key, *([rest] if first in prefixes else [f"{one}.{key}" for one in sorted(prefixes)])]
+    return next((one for one in tried if one in keys), None)
+
+
+def layer_problems(
+    layers: Iterable[AdaptedLayer], shards: Iterable[Path], where: str
+) -> list[MensError]:
+    """List what keeps the layers of an adapter from being merged into a checkpoint.
+
+    Args:
+        layers: in the adapter's own order.
+        shards: the checkpoint's files.
+        where: the adapter, for messages.
+
+    Raises:
+        ModelFileError: a shard is no whole safetensors file.
+    """
+    layers = list(layers)
+    tensors = {name: info for shard in shards for name, info in read_header(shard).items()}
+    kinds = _kinds(one.key for one in layers)
+    if len(kinds) > 1:
+        listed = ", ".join(f"{key} ({kind})" for kind, key in sorted(kinds.items()))
+        return [
+            RequestError(
+                "the adapter's layers are of several model families",
+                where=f"{where}: base_key_map",
+                found=listed,
+                expected="keys of one family",
+                remedy="write the adapter again from the run that made it",
+            )
+        ]
+    theirs = _kinds(tensors)
+    if kinds and theirs and not kinds.keys() & theirs.keys():
+        return [
+            RequestError(
+                "adapter and base are of different model families",
+                where=where,
+                found=f"an adapter of {next(iter(kinds))}, a base of {', '.join(sorted(theirs))}",
+                expected="the base that the adapter was trained on",
+                remedy="name it with base=",
+            )
+        ]
+    return [*_order_problems(layers, where), *_tensor_problems(layers, tensors)]
+
+
+def _kinds(keys: Iterable[str]) -> dict[str, str]:
+    """Return each family of names that keys are of, with one of its keys."""
+    found: dict[str, str] = {}
+    for key in keys:
+        for root, kind in _ROOTS.items():
+            if key.startswith(f"{root}."):
+                found.setdefault(kind, key)
+                break
+    return found
+
+
+def _roots() -> dict[str, str]:
+    roots: dict[str, str] = {}
+    for family in FAMILIES.values():
+        for path in (family.layers, family.embedding):
+            for root in (path, path.partition(".")[2]):
+                roots.setdefault(root, family.model_type)
+    return roots
+
+
+_ROOTS = _roots()  # the first family of the table stands for all that share its names
+
+
+def _order_problems(layers: list[AdaptedLayer], where: str) -> Iterator[MensError]:
+    """Yield layers whose name and key are of different decoder layers, and stacks out of order."""
+    last = -1
+    for one in layers:
+        name, key = _OF_LAYER.match(one.logical), _NUMBER.search(one.key)
+        if name is None or key is None:
+            continue
+        number = int(key[1])
+        if one.logical.startswith("mid"):
+            if number <= last:
+                yield RequestError(
+                    "the stack's layers are not in the base's order",
+                    where=f"{where}: layer_order",
+                    found=f"{one.logical} is {one.key}",
+                    expected=f"a decoder layer after {last}",
+                )
+            last = number
+        elif number != int(name[1]):
+            yield RequestError(
+                "name and key are of different decoder layers",
+                where=f"{where}: base_key_map.{one.logical}",
+                found=one.key,
+                expected=f"a key of layer {name[1]}",
+            )
+
+
+def _tensor_problems(
+    layers: Iterable[AdaptedLayer], tensors: Mapping[str, TensorInfo]
+) -> Iterator[MensError]:
+    for one in layers:
+        key = stored_key(one.key, tensors)
+        if key is None:
+            yield ModelFileError(
+                "the base has no such tensor",
+                where=one.logical,
+                found=one.key,
+                expected=expected_name(one.key, tensors),
+                remedy="name the base that the adapter was trained on, or all its shards",
+            )
+            continue
+        shape = one.shape[::-1] if is_transposed(key) else one.shape
+        if tensors[key].shape != shape:
+            yield ModelFileError(
+                "the adapter's layer does not fit the base's tensor",
+                where=f"{one.logical}: {key}",
+                found=str(list(tensors[key].shape)),
+                expected=str(list(shape)),
+                remedy="name the base that the adapter was trained on",
+            )
+        elif tensors[key].dtype not in FLOAT_DTYPES:
+            yield ModelFileError(
+                "the base's tensor cannot be merged into",
+                where=f"{one.logical}: {key}",
+                found=tensors[key].dtype,
+                expected=f"one of {', '.join(FLOAT_DTYPES)}: an unquantized base",
+                remedy="name the unquantized model with base=",
+            )
+
+
+def is_transposed(key: str) -> bool:
+    """Tell whether a key is of a weight that is stored ``[in, out]`` (transformers' Conv1D)."""
+    for family in FAMILIES.values():
+        if family.transposed:
+            layers = {family.layers, family.layers.partition(".")[2]}
+            paths = "|".join(re.escape(one.path) for one in family.projections)
+            roots = "|".join(map(re.escape, sorted(layers)))
+            if re.fullmatch(rf"(?:{roots})\.\d+\.(?:{paths})\.weight", key):
+                return True
+    return False
+
+
+def untied(layer: AdaptedLayer) -> bool:
+    """Tell whether a layer is a head whose weight, in the base, is the embedding table."""
+    return layer.logical == HEAD and not layer.key.endswith(_HEAD_KEY)
+
+
+def places(
+    layers: Iterable[AdaptedLayer],
+    shards: Iterable[Path],
+    *,
+    only_merged: bool,
+    unties: bool = True,
+    quantized: Collection[str] = (),
+) -> dict[Path, list[Place]]:
+    """Say where every tensor of the output comes from, by the base's file, in the base's order.
+
+    Args:
+        layers: without problems.
+        shards: the base's files.
+        only_merged: leave out what nothing is merged into.
+        unties: give a head that is the embedding table a tensor of its own, in the last file;
+            otherwise its delta is merged into the table.
+        quantized: keys of the base of which the adapter met 4-bit values; ``lm_head`` stands for
+            a head that is the embedding table.
+    """
+    headers = {shard: read_header(shard) for shard in shards}
+    keys = {key: shard for shard, header in headers.items() for key in header}
+    layers = list(layers)
+    apart = [one for one in layers if unties and untied(one)]
+    by_key = {stored_key(one.key, keys): one for one in layers if one not in apart}
+    out: dict[Path, list[Place]] = {shard: [] for shard in headers}
+    for shard, header in headers.items():
+        for key, info in sorted(header.items(), key=lambda item: item[1].start):
+            layer = by_key.get(key)
+            if layer is not None or not only_merged:
+                place = Place(
+                    name=key,
+                    key=key,
+                    shard=shard,
+                    info=info,
+                    logical=None if layer is None else layer.logical,
+                    transposed=is_transposed(key),
+                    quantized=key in quantized,
+                )
+                out[shard].append(place)
+    for head in apart:
+        table = stored_key(head.key, keys)
+        assert table is not None, "layer_problems has looked"
+        made = Place(
+            name=_HEAD_KEY,
+            key=table,
+            shard=keys[table],
+            info=headers[keys[table]][table],
+            logical=HEAD,
+            quantized=HEAD in quantized,
+        )
+        out[max(out)].append(made)
+    return out
+
+
+def dtype_of(infos: Iterable[TensorInfo]) -> str:
+    """Return the format in which a base's own precision is kept: BF16 where all is, else F32."""
+    found: set[Any] = {info.dtype for info in infos if info.dtype in FLOAT_DTYPES}
+    return "BF16" if found == {"BF16"} else "F32"

@@ -1,18 +1,26 @@
-"""Model families: what linear modules a decoder layer of each is made of.
+"""Model families: the linear modules of a decoder layer, by table or read off a checkpoint.
 
 Sizes are sums of four dimensions: ``d`` the residual stream, ``f`` the MLP, ``q`` all query heads,
 ``kv`` all key (or value) heads. Read off transformers' modelling code, one entry a family.
+
+Where the table does not know a ``model_type``, names and sizes are taken from the checkpoint's own
+headers, so such a model trains; what reads weights by meaning (the proxy stack, a warm start) needs
+a family of the table, whose names are verified.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.errors import ModelFileError, expected_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["FAMILIES", "Family", "Projection", "Slot"]
+    from mens_exp.layout.checkpoint_files import ModelDirectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,3 +217,239 @@ _ALL = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
+
+
+LAYERS = "layers"  # their number, among the sizes of a family that was found
+
+_IN_LAYER = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.(?P<path>.+)\.weight$")
+_MATRIX, _STACK = 2, 3
+# Published text-only models of a family that otherwise reads images too.
+_TEXT_ONLY = {"gemma3_text": "google/gemma-3-1b-it"}
+# What transformers' configurations call a dimension, the usual name first.
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "intermediate_size": (
+        *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"),
+    ),
+    "num_hidden_layers": (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    ),
+    "num_attention_heads": (
+        *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+        "decoder_attention_heads",
+    ),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    ),
+}
+_LOGICAL = {one.path.rpartition(".")[2]: one.logical for one in FAMILIES["llama"].projections}
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Experts:
+    """Names of a layer's experts, ``{}`` for the number of one.
+
+    Attributes:
+        module: that holds them in transformers' graph, as ``gate_up_proj`` and ``down_proj``.
+        gate_up: names in checkpoints of what the former holds, gate first.
+        down: of what the latter holds.
+    """
+
+    module: str = "mlp.experts"
+    gate_up: tuple[str, ...]
+    down: str
+
+    def slot_of(self, path: str, experts: int) -> Slot | None:
+        """Return the place of a checkpoint's tensor; None where it is of no expert.
+
+        Args:
+            path: of the tensor inside its layer.
+            experts: how many the layer has.
+        """
+        named = [("gate_up_proj", part, name) for part, name in enumerate(self.gate_up)]
+        for leaf, part, name in [*named, ("down_proj", 0, self.down)]:
+            match = re.fullmatch(re.escape(name).replace(r"\{\}", r"(\d+)"), path)
+            if match is not None:
+                return Slot(
+                    parameter=f"{self.module}.{leaf}",
+                    experts=experts,
+                    expert=int(match[1]) if match.groups() else None,
+                    part=part,
+                )
+        return None
+
+
+_MIXTRAL = _Experts(
+    gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    down="block_sparse_moe.experts.{}.w2",
+)
+_QWEN = _Experts(
+    gate_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    down="mlp.experts.{}.down_proj",
+)
+_GRANITE = _Experts(
+    module="block_sparse_moe.experts",
+    gate_up=("block_sparse_moe.input_linear",),
+    down="block_sparse_moe.output_linear",
+)
+# By model_type, as transformers' conversion_mapping.py has them. A graph whose experts are not what
+# these names say is refused when it is built (backends/adapters.py).
+_EXPERTS = {
+    **dict.fromkeys(("mixtral", "phimoe"), _MIXTRAL),
+    **dict.fromkeys(
+        (
+            *("qwen2_moe", "qwen3_moe", "olmoe", "afmoe", "cohere2_moe", "ernie4_5_moe"),
+            *("exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
+        ),
+        _QWEN,
+    ),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE),
+}
+
+
+def family_in(directory: ModelDirectory) -> Family:
+    """Return the family of a model directory: the table's, or one that its headers tell.
+
+    Raises:
+        ModelFileError: the table does not know the model_type, and no headers are there or they
+            show no numbered layers; or the model is more than text.
+    """
+    model_type = str(directory.config.get("model_type"))
+    known = FAMILIES.get(model_type)
+    if known is not None:
+        return known
+    _refuse_more_than_text(directory, model_type)
+    prefix, layers = _layers(directory, model_type)
+    modules = _modules(layers)
+    names = _logical_names(dict.fromkeys(path for path, _ in modules))
+    slots = _slots(modules, model_type)
+    groups = FAMILIES["llama"].groups
+    vocabulary = _tables(directory, prefix)
+    return Family(
+        model_type=model_type,
+        layers=prefix,
+        embedding=next(iter(vocabulary), FAMILIES["llama"].embedding),
+        projections=tuple(
+            Projection(
+                path=path,
+                logical=names[path],
+                reads=path,
+                out=(f"{path} {out}x{width} out",),
+                width=f"{path} {out}x{width} in",
+                layers=None if len(numbers) == len(layers) else frozenset(numbers),
+                slot=slots.get(path),
+            )
+            for (path, (*_, out, width)), numbers in modules.items()
+        ),
+        groups={
+            "all_linear": tuple(names.values()),
+            **({"experts": tuple(names[path] for path in slots)} if slots else {}),
+            **{
+                name: members
+                for name, members in groups.items()
+                if name != "all_linear" and set(members) <= set(names.values())
+            },
+        },
+        keys={
+            dimension: next((one for one in tried if one in directory.config), tried[0])
+            for dimension, tried in _NAMES.items()
+        },
+        tied=len(vocabulary) < _MATRIX,  # a table and a head of the same shape are two
+        sizes={LAYERS: len(layers)}
+        | {
+            f"{path} {out}x{width} {side}": size
+            for path, (*_, out, width) in modules
+            for side, size in (("out", out), ("in", width))
+        },
+        verified=False,
+    )
+
+
+def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
+    """Refuse a model whose decoder is one part of several; their names and classes are others."""
+    text = directory.config.get("text_config")
+    if not isinstance(text, dict):
+        return
+    inner = str(text.get("model_type"))
+    examples = f", such as {_TEXT_ONLY[inner]}" if inner in _TEXT_ONLY else ""
+    raise ModelFileError(
+        "the model is more than text, and only text models are trained",
+        where=f"{directory.path}: config.json: model_type",
+        found=f"{model_type}, whose text_config is of {inner}",
+        expected=f"a text-only model, of model_type {inner}{examples}",
+        remedy="choose one, or save the text part alone as a model of its own",
+    )
+
+
+def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, dict[int, Shapes]]:
+    """Return the path of the decoder layers, and the shape of each matrix in each of them."""
+    found: dict[str, dict[int, Shapes]] = defaultdict(lambda: defaultdict(dict))
+    experts = _EXPERTS.get(model_type)
+    for name, info in directory.tensors.items():
+        match = _IN_LAYER.match(name)
+        if match is None:
+            continue
+        holds = experts is not None and experts.slot_of(match["path"], 0) is not None
+        if len(info.shape) == _MATRIX or (len(info.shape) == _STACK and holds):
+            found[match["layers"]][int(match["number"])][match["path"]] = info.shape
+    if not found:
+        raise ModelFileError(
+            "unknown model_type, and its headers show no decoder layers",
+            where=f"{directory.path}: config.json: model_type",
+            found=model_type,
+            expected=f"{expected_name(model_type, FAMILIES)}, or weights of numbered layers",
+        )
+    prefix, layers = max(found.items(), key=lambda item: sum(map(len, item[1].values())))
+    return prefix, layers
+
+
+def _modules(layers: Mapping[int, Shapes]) -> dict[tuple[str, tuple[int, ...]], list[int]]:
+    """Return the layers that have each matrix, by its path and shape, in the layers' order.
+
+    The first layers of a mixture of experts are often dense, and a hybrid's layers differ in kind.
+    """
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for number, matrices in sorted(layers.items()):
+        for one in matrices.items():
+            found[one].append(number)
+    return found
+
+
+def _slots(modules: Iterable[tuple[str, tuple[int, ...]]], model_type: str) -> dict[str, Slot]:
+    """Return the place of every expert's tensor, by its path inside a layer."""
+    names = _EXPERTS.get(model_type)
+    if names is None:
+        return {}
+    shapes = {path: shape for path, shape in modules}  # noqa: C416  # a mapping would be copied
+    found = {path: slot for path in shapes if (slot := names.slot_of(path, 0)) is not None}
+    many = len({slot.expert for slot in found.values()})
+    return {
+        path: replace(slot, experts=shapes[path][0] if slot.expert is None else many)
+        for path, slot in found.items()
+    }
+
+
+def _logical_names(paths: Iterable[str]) -> dict[str, str]:
+    """Name each matrix by the last part of its path, or by all of it where that is no name."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    names = {path: _LOGICAL.get(leaf, leaf) for path, leaf in last.items()}
+    times = Counter(names.values())
+    return {
+        path: name if times[name] == 1 else path.replace(".", "_") for path, name in names.items()
+    }
+
+
+def _tables(directory: ModelDirectory, prefix: str) -> list[str]:
+    """Return the paths of the matrices as wide as the vocabulary; the embedding comes first."""
+    config: Mapping[str, Any] = directory.config
+    found = [
+        name.removesuffix(".weight")
+        for name, info in directory.tensors.items()
+        if len(info.shape) == _MATRIX
+        and info.shape[0] == config.get("vocab_size")
+        and not name.startswith(f"{prefix}.")
+    ]
+    # An embedding lies inside the backbone, a head at the root.
+    return sorted(found, key=lambda path: (-path.count("."), path))

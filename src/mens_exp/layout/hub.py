@@ -1,22 +1,43 @@
-"""A user's model: a directory on this machine, or else a model of the Hugging Face Hub."""
+"""A user's model: a local directory, or one commit of a model on the Hugging Face Hub.
+
+Everything goes through huggingface_hub and its own cache, so that files downloaded by other
+programs are reused, and the other way round. Without a network, what is cached whole is used.
+Only safetensors are ever fetched, and code only where it is asked for. The dimensions of the models
+that our presets name are shipped, so that a plan needs no download.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import glob
+import json
+import logging
+import re
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mens_exp.errors import MensError, ModelFileError
-from mens_exp.layout.directory import ModelDirectory, read_description, read_directory
-from mens_exp.layout.hub_snapshot import commit_of, fetch, fetch_again, files_of, headers_of
-from mens_exp.layout.shipped_configs import shipped_config
+from mens_exp.errors import MensError, ModelFileError, SetupError
+from mens_exp.layout.checkpoint_files import (
+    INDEX,
+    SINGLE,
+    ModelDirectory,
+    TensorInfo,
+    read_description,
+    read_directory,
+)
+from mens_exp.layout.hub_errors import DATASET, MODEL, Kind, client_error, translated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.config.model import HfModel
-
-__all__ = ["bytes_to_download", "describe", "download", "download_again", "local", "pinned"]
 
 
 def local(model_id: str) -> Path | None:
@@ -110,3 +131,310 @@ def download_again(model: HfModel, shards: Sequence[str]) -> None:
         SetupError: the hub cannot be reached.
     """
     fetch_again(model.id, commit_of(model.id, model.revision), shards)
+
+
+_SMALL = (
+    "README.md",  # its head states the licence
+    "config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_CODE = ("*.py",)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PATIENCE_S = 10.0  # huggingface_hub's own limit where it has one
+_AT_ONCE = 8  # shards whose headers are read side by side; huggingface_hub's own number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubFiles:
+    """One commit of a model: where its files lie, its shards' bytes, and those not there yet."""
+
+    directory: Path
+    weights: dict[str, int]
+    missing: dict[str, int]
+
+
+def commit_of(repo_id: str, revision: str | None, kind: Kind = MODEL) -> str:
+    """Return the commit that a branch, a tag or nothing at all (main) stands for.
+
+    A process asks once: every cell of a sweep gets the same answer.
+
+    Raises:
+        MensError: there is no such repository or revision, or the hub cannot be reached.
+    """
+    outcome = _outcome(repo_id, revision, kind)
+    if isinstance(outcome, MensError):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _outcome(repo_id: str, revision: str | None, kind: Kind) -> str | MensError:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionResolutionError
+
+    try:
+        with translated(repo_id, revision, kind), _silent():
+            away = _away(repo_id, kind)
+            try:
+                resolved = HfApi().resolve_revision(
+                    repo_id,
+                    repo_type=kind.name,
+                    revision=revision,
+                    local_files_only=away is not None,
+                )
+            except RevisionResolutionError as error:
+                raise error from away
+            return str(resolved.resolved)
+    except MensError as error:
+        return error
+
+
+@functools.cache
+def _away(repo_id: str, kind: Kind = MODEL) -> Exception | None:
+    """Return why the hub does not answer, or None where it does.
+
+    Asked once a process, and with a limit of time, which huggingface_hub's own requests lack: a
+    network that swallows packets would otherwise hold a command for ever.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        HfApi().repo_info(repo_id, repo_type=kind.name, timeout=_PATIENCE_S)
+    except HfHubHTTPError as error:
+        if error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        return error
+    except (client_error(), OfflineModeIsEnabled) as error:
+        return error
+    return None
+
+
+def forget() -> None:
+    """Ask again from here on; a process otherwise keeps the first answer."""
+    for remembered in (_outcome, _away, files_of, headers_of):
+        remembered.cache_clear()
+
+
+@functools.cache
+def files_of(model_id: str, commit: str, *, code: bool) -> HubFiles:
+    """Fetch the small files of a commit, and find its shards.
+
+    Raises:
+        ModelFileError: there are no safetensors.
+        SetupError: the hub cannot be reached, and the cache does not hold all of it.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL, *(_CODE if code else ())]
+    with translated(model_id, commit), _silent():
+        away = _away(model_id) is not None
+        directory = Path(
+            snapshot_download(
+                model_id, revision=commit, allow_patterns=patterns, local_files_only=away
+            )
+        )
+    names = _whole(directory)
+    if names is not None:
+        sizes = {name: (directory / name).stat().st_size for name in names}
+        return HubFiles(directory=directory, weights=sizes, missing={})
+    listed = _listed(model_id, commit)
+    sizes = {name: listed.get(name, 0) for name in _shards(model_id, directory, listed)}
+    absent = {name: size for name, size in sizes.items() if not (directory / name).is_file()}
+    return HubFiles(directory=directory, weights=sizes, missing=absent)
+
+
+def fetch(model_id: str, commit: str, files: HubFiles) -> None:
+    """Download the shards that are missing.
+
+    Raises:
+        SetupError: the disk has no room, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    needed, free = sum(files.missing.values()), shutil.disk_usage(files.directory).free
+    if needed > free:
+        raise SetupError(
+            "the disk has no room for the weights",
+            where=str(files.directory),
+            found=f"{free:,} bytes free",
+            expected=f"{needed:,} bytes",
+            remedy="free space, or set HF_HOME to a folder on another disk",
+        )
+    exactly = [glob.escape(name) for name in files.missing]
+    with translated(model_id, commit):
+        snapshot_download(model_id, revision=commit, allow_patterns=exactly)
+    files_of.cache_clear()
+
+
+def damaged_shards(directory: Path, hashes: Mapping[str, str]) -> list[str]:
+    """Name the shards of a snapshot whose content is not that of the hub.
+
+    huggingface_hub names the file behind a shard by the SHA-256 that the hub lists. A shard whose
+    file is named otherwise, such as a plain copy, is not known to be damaged.
+
+    Args:
+        directory: of the snapshot.
+        hashes: of the shards' contents, by name.
+    """
+    blobs = {name: (directory / name).resolve().name for name in hashes}
+    listed = {name: blob for name, blob in blobs.items() if _SHA256.fullmatch(blob)}
+    return sorted(name for name, blob in listed.items() if blob != hashes[name])
+
+
+def fetch_again(model_id: str, commit: str, shards: Sequence[str]) -> None:
+    """Download shards in the place of damaged ones.
+
+    Raises:
+        SetupError: the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    exactly = [glob.escape(name) for name in shards]
+    with translated(model_id, commit):
+        away = _away(model_id)
+        if away is not None:
+            raise away
+        snapshot_download(model_id, revision=commit, allow_patterns=exactly, force_download=True)
+    files_of.cache_clear()
+
+
+def dataset_files(dataset_id: str, commit: str) -> Path:
+    """Return the directory of a dataset's commit, fetched as far as it is not here.
+
+    Every file of the repository is fetched, whichever split is asked for: which files make a
+    split is for `datasets` to say, and it reads a directory.
+
+    Raises:
+        SetupError: the hub cannot be reached and the cache does not hold all of it.
+    """
+    from huggingface_hub import snapshot_download
+
+    with translated(dataset_id, commit, DATASET):
+        away = _away(dataset_id, DATASET) is not None
+        directory = snapshot_download(
+            dataset_id, repo_type="dataset", revision=commit, local_files_only=away
+        )
+    return Path(directory)
+
+
+def _whole(directory: Path) -> list[str] | None:
+    """Name the shards of a snapshot where all of them are here, so that nobody need be asked."""
+    names = [SINGLE] if (directory / SINGLE).is_file() else _indexed(directory)
+    return names if names and all((directory / name).is_file() for name in names) else None
+
+
+def _indexed(directory: Path) -> list[str]:
+    """Name the shards that the index lists; none where there is no index of use."""
+    index = directory / INDEX
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        return sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _listed(model_id: str, commit: str) -> dict[str, int]:
+    """List the files of a commit with their bytes."""
+    from huggingface_hub import HfApi, RepoFile
+
+    with translated(model_id, commit), _silent():
+        away = _away(model_id)
+        if away is not None:
+            raise away
+        tree = HfApi().list_repo_tree(model_id, recursive=True, revision=commit)
+        return {file.path: file.size for file in tree if isinstance(file, RepoFile)}
+
+
+def _shards(model_id: str, directory: Path, listed: Iterable[str]) -> list[str]:
+    """Name the files that hold the weights: copies in other formats or folders are left alone."""
+    names = [SINGLE] if SINGLE in listed else _indexed(directory)
+    if not names:
+        weights = (".bin", ".gguf", ".h5", ".msgpack", ".pt", ".pth", ".safetensors")
+        raise ModelFileError(
+            "holds no safetensors weights",
+            where=f"model.id={model_id}",
+            found=", ".join(sorted(n for n in listed if n.endswith(weights))[:4]) or "no weights",
+            expected=f"{SINGLE} or {INDEX}; other formats can carry code and are never loaded",
+            remedy="choose a revision that has them, or convert the model into a directory",
+        )
+    return names
+
+
+@functools.cache
+def headers_of(model_id: str, commit: str, names: tuple[str, ...]) -> dict[str, TensorInfo]:
+    """Read the headers of shards on the hub, a few kilobytes of each.
+
+    Raises:
+        ModelFileError: a header is damaged.
+        SetupError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    api = HfApi()
+
+    def one(name: str) -> dict[str, TensorInfo]:
+        header = api.parse_safetensors_file_metadata(model_id, name, revision=commit)
+        return {
+            tensor: TensorInfo(info.dtype, tuple(info.shape), *info.data_offsets)
+            for tensor, info in header.tensors.items()
+        }
+
+    try:
+        with translated(model_id, commit), ThreadPoolExecutor(_AT_ONCE) as pool:
+            return {k: v for tensors in pool.map(one, names) for k, v in tensors.items()}
+    except SafetensorsParsingError as error:
+        raise ModelFileError(
+            "the header of a shard is no safetensors header",
+            where=f"model.id={model_id}",
+            found=str(error),
+        ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Show no progress of small files; those of weights keep theirs."""
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    logger, shown = logging.getLogger("huggingface_hub"), not are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # bars that the environment fixes
+            disable_progress_bars()
+            yield
+    finally:
+        logger.setLevel(level)
+        if shown:
+            enable_progress_bars()
+
+
+def shipped_config(model_id: str) -> dict[str, Any] | None:
+    """Return the dimensions part of a hub model's config.json, or None where we ship none."""
+    return _all().get(model_id)
+
+
+@functools.cache
+def _all() -> dict[str, dict[str, Any]]:
+    folder = resources.files("mens_exp.layout").joinpath("shipped")
+    records = (
+        json.loads(file.read_text("utf-8"))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    )
+    return {record["id"]: record["config"] for record in records}

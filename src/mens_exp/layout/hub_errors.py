@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mens_exp.artifacts.nearest import nearest
-from mens_exp.config.compose import config_directory
-from mens_exp.errors import ConfigError, DataError, MensError, ModelFileError, SetupError
+from mens_exp.config.user_config import config_directory
+from mens_exp.errors import ConfigError, DataError, MensError, ModelFileError, SetupError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["DATASET", "MODEL", "Kind", "client_error", "translated"]
 
 _SEARCHED = 50  # repositories looked at for the nearest id, by downloads; unverified guess
 _LOGIN = "hf auth login"

@@ -16,14 +16,19 @@ import numpy as np
 from safetensors.numpy import save
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.adapter_delta import portable
 from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements, few
-from mens_exp.artifacts.adapter_v3 import AdapterManifest
+from mens_exp.artifacts.adapter_v3 import AdapterManifest, portable
 from mens_exp.errors import DataError, ModelFileError, Problems
-from mens_exp.layout.experts import joined, split, stacks_of
-from mens_exp.layout.names import HEAD, logical_name
-from mens_exp.layout.peft_config import CONFIG_NAME, PeftSettings, read_settings
-from mens_exp.layout.safetensors_header import read_header
+from mens_exp.layout.checkpoint_files import read_header
+from mens_exp.layout.peft_format import (
+    CONFIG_NAME,
+    PeftSettings,
+    join_experts,
+    read_settings,
+    split_experts,
+    stacks_of,
+)
+from mens_exp.layout.shape import HEAD, logical_name
 from mens_exp.layout.targets import expert_modules, shortest_names
 
 if TYPE_CHECKING:
@@ -34,14 +39,12 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_v3 import Quant
     from mens_exp.layout.adapter_base import AdapterBase
-    from mens_exp.layout.experts import Stack
+    from mens_exp.layout.checkpoint_files import TensorInfo
     from mens_exp.layout.families import Family
-    from mens_exp.layout.safetensors_header import TensorInfo
+    from mens_exp.layout.peft_format import Stack
     from mens_exp.layout.targets import LinearModule
 
     Tensors = dict[str, npt.NDArray[np.float32]]
-
-__all__ = ["TENSORS_NAME", "PeftAdapter", "is_peft", "manifest_of", "read_peft", "write_peft"]
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
@@ -124,7 +127,7 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
     for one in found:
         del paths[one.logical]
         paths |= dict.fromkeys((member.logical for member in one.members), one.path)
-    return PeftAdapter(settings=settings, paths=paths, tensors=split(tensors, found))
+    return PeftAdapter(settings=settings, paths=paths, tensors=split_experts(tensors, found))
 
 
 def _adapted_stacks(
@@ -282,7 +285,7 @@ def write_peft(
             other.module for other in stacks if other is not one
         }
         places[one.logical] = f"{one.module}{'.base_layer' if wraps else ''}"
-    for name, values in joined(tensors, stacks, str(directory)).items():
+    for name, values in join_experts(tensors, stacks, str(directory)).items():
         layer, _, part = name.rpartition(".")
         end = names[part] if part == MAGNITUDE else f"{names[part]}.weight"
         content[f"{_PREFIX}{places[layer]}.{end}"] = np.ascontiguousarray(values)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.adapter_files import schema_in
+from mens_exp.artifacts.adapter_v2 import schema_in
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
-from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.outputs import refuse_changed_adapter
+from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import DataError, RequestError
 from mens_exp.layout.peft_adapter import TENSORS_NAME as PEFT_TENSORS
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mens_exp.layout.families import Family
-
-__all__ = ["StartingAdapter", "find", "read"]
 
 _WHERE = "lora.init_from"
 

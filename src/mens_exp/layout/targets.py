@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.lora import LoraVariant
-from mens_exp.errors import ConfigError, Problems
-from mens_exp.layout.names import HEAD
+from mens_exp.errors import ConfigError, Problems, expected_name
+from mens_exp.layout.shape import HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,23 +20,6 @@ if TYPE_CHECKING:
     from mens_exp.config.lora import LoraConfig
     from mens_exp.layout.families import Family, Projection, Slot
     from mens_exp.layout.shape import Shape
-
-__all__ = [
-    "EXPERTS",
-    "GROUPS",
-    "LinearModule",
-    "adapter_parameters",
-    "adapter_shapes",
-    "chosen",
-    "described",
-    "expert_modules",
-    "linear_modules",
-    "pattern_values",
-    "shortest_names",
-    "skipped",
-    "target_problems",
-    "without_experts",
-]
 
 EXPERTS = "experts"
 GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", EXPERTS, "all_linear", HEAD)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.targets import LinearModule
 
-__all__ = ["HeadDropout", "KeyedDropout", "initialise", "key_of", "share_dropout"]
-
 _LEVELS = 32768  # dropout compares 15 random bits an element
 _STREAMS = "base_model.model."  # before every stream's name: another name would be other masks
 

@@ -1,7 +1,9 @@
-"""Attention inside documents: each document of a packed sequence attends to itself alone.
+"""Attention inside documents of a packed sequence, and activation checkpointing.
 
-No mask is built and no score between documents is ever computed, so nothing can leak and short
-documents cost the square of their own length, not of the block's.
+Each document attends to itself alone. No mask is built and no score between documents is ever
+computed, so nothing can leak and short documents cost the square of their own length, not of the
+block's. Activation checkpointing computes activations again in the backward pass, layer by layer
+(arXiv:1604.06174).
 Shapes: H query heads, G key and value heads, T tokens, K head width, N tokens of one document.
 """
 
@@ -13,8 +15,6 @@ from typing import Any
 import torch
 
 from mens_exp.errors import ModelFileError
-
-__all__ = ["IMPLEMENTATION", "no_mask", "register"]
 
 IMPLEMENTATION = "mens_documents"
 _BUCKET = 32  # tokens; measured: experiments/LOG.md
@@ -257,3 +257,13 @@ def _capped_batch(
         scores_BHTS = scores_BHTS + mask
     weights_BHTS = torch.softmax(scores_BHTS, -1).to(value_BGSK.dtype)
     return (weights_BHTS @ value_BHSK).transpose(1, 2).contiguous()
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Let every decoder layer of a transformers model compute its activations again.
+
+    Without re-entry: then neither must the frozen embedding's output require a gradient, nor
+    does PEFT's own preparation come into it, which would cast embedding and head to f32.
+    """
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()

@@ -1,26 +1,30 @@
-"""The unquantized weights of a base model, one tensor at a time from its files.
+"""Stored weights of a base model: one tensor at a time, a block of rows at a time, or mapped.
+
+A memory map reads only what is touched, but its pages count as the reader's own memory for as long
+as it is open. A block of rows is therefore read and not mapped: what was read is the caller's, and
+nothing else is held.
 
 Shapes: I inputs and O outputs of a module.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from safetensors import safe_open
 
-from mens_exp.layout.directory import read_directory
-from mens_exp.layout.names import base_key
-from mens_exp.layout.safetensors_header import read_header
+from mens_exp.errors import ModelFileError
+from mens_exp.layout.checkpoint_files import ITEM_BYTES, data_start, read_directory, read_header
+from mens_exp.layout.shape import base_key
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
+    from mens_exp.layout.checkpoint_files import TensorInfo
     from mens_exp.layout.families import Family
-
-__all__ = ["StoredWeights"]
 
 
 class StoredWeights:
@@ -51,3 +55,111 @@ class StoredWeights:
             stored: torch.Tensor = file.get_tensor(key)
         weight = stored.to(device).float()
         return weight.T.contiguous() if self.family.transposed else weight
+
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class StoredRows:
+    """Reads the rows of one tensor; a tensor of no dimension has one."""
+
+    def __init__(self, shard: Path, name: str, info: TensorInfo) -> None:
+        """Find its place.
+
+        Args:
+            shard: the safetensors file.
+            name: of the tensor, for messages.
+            info: its entry in the file's header.
+
+        Raises:
+            ModelFileError: numbers of its type cannot be read.
+        """
+        if info.dtype not in TORCH_DTYPES:
+            raise ModelFileError(
+                "cannot be read as a tensor",
+                where=f"{shard}: {name}",
+                found=info.dtype,
+                expected=f"one of {', '.join(TORCH_DTYPES)}",
+            )
+        self.dtype = TORCH_DTYPES[info.dtype]
+        self.rows = info.shape[0] if info.shape else 1
+        self.inner = info.shape[1:]
+        self._shard = shard
+        self._start = data_start(shard) + info.start
+        self._row_bytes = math.prod(self.inner) * ITEM_BYTES[info.dtype]
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return rows ``first`` to ``last``, the last one excluded, in their stored format.
+
+        Raises:
+            ModelFileError: the file ends before them.
+        """
+        raw = torch.empty((last - first) * self._row_bytes, dtype=torch.uint8)
+        with self._shard.open("rb", buffering=0) as file:
+            file.seek(self._start + first * self._row_bytes)
+            view, done = raw.numpy().data, 0
+            while done < len(view):
+                more = file.readinto(view[done:])  # at most 2 GiB a call
+                if not more:
+                    raise ModelFileError("ended while it was read", where=str(self._shard))
+                done += more
+        return raw.view(self.dtype).view(last - first, *self.inner)
+
+
+_FORMATS = {
+    "F32": (np.float32, torch.float32),
+    "F16": (np.float16, torch.float16),
+    "BF16": (np.int16, torch.bfloat16),  # numpy has no bf16; the bits are taken as they are
+}
+
+
+def mapped(directory: Path, key: str) -> torch.Tensor:
+    """Return a tensor of a checkpoint in its stored format, its bytes left in the file.
+
+    The mapping is private: nothing that is done to the tensor reaches the file.
+
+    Args:
+        directory: of the model.
+        key: of the tensor.
+
+    Raises:
+        ModelFileError: no file has it, or its format is no floating-point one.
+    """
+    for shard in read_directory(directory).shards:
+        info = read_header(shard).get(key)
+        if info is None:
+            continue
+        if info.dtype not in _FORMATS:
+            raise ModelFileError(
+                "cannot be used as weights",
+                where=f"{shard}: {key}",
+                found=info.dtype,
+                expected=f"one of {', '.join(_FORMATS)}",
+            )
+        stored, meant = _FORMATS[info.dtype]
+        start = data_start(shard) + info.start
+        if start % np.dtype(stored).itemsize:  # a header of odd length; the format allows it
+            return _read(shard, start, info.shape, stored, meant)
+        values = np.memmap(shard, dtype=stored, mode="c", offset=start, shape=info.shape)
+        return torch.from_numpy(values).view(meant)
+    raise ModelFileError("the checkpoint has no such weight", where=str(directory), found=key)
+
+
+def _read(
+    shard: Path, start: int, shape: tuple[int, ...], stored: type, meant: torch.dtype
+) -> torch.Tensor:
+    with shard.open("rb") as file:
+        file.seek(start)
+        values: np.ndarray = np.fromfile(file, dtype=stored, count=math.prod(shape))
+    return torch.from_numpy(values.reshape(shape)).view(meant)

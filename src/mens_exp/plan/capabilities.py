@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from mens_exp.config.compose import group_options
+from mens_exp.config.user_config import group_options
 from mens_exp.layout.families import FAMILIES
+from mens_exp.plan.backend_specs import BACKEND_SPECS, BackendSpec, available, readers_of_names
 from mens_exp.plan.contract import (
     AdapterPart,
     ArtifactPart,
@@ -19,14 +20,11 @@ from mens_exp.plan.contract import (
     ModelPart,
     QuantPart,
 )
-from mens_exp.plan.kernels import KERNELS, Kernel, available, readers_of_names
 from mens_exp.plan.messages import COMPARISON
-from mens_exp.plan.planner import Gate, Surroundings, refusals
+from mens_exp.plan.planner import Environment, Gate, refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-
-__all__ = ["page"]
 
 _BASES = ("nf4", "fp4", "int8", "none")
 _TOKENIZERS = ("hf", "vox")
@@ -66,7 +64,7 @@ def page() -> str:
         "",
         "## Backends",
         "",
-        *_table(("", *KERNELS), _backend_rows()),
+        *_table(("", *BACKEND_SPECS), _backend_rows()),
         "",
         "What a contrast of them may conclude: " + COMPARISON + ".",
         "",
@@ -77,7 +75,7 @@ def page() -> str:
         + ", ".join(str(gate) for gate in Gate if gate is not Gate.FLAGS)
         + ". Whether a backend is here already is the table above.",
         "",
-        *_table(("base", "tokenizer", *KERNELS), _combination_rows()),
+        *_table(("base", "tokenizer", *BACKEND_SPECS), _combination_rows()),
         "",
         "## Model families",
         "",
@@ -88,7 +86,7 @@ def page() -> str:
         + ", ".join(f"`{what}`" for what in readers_of_names())
         + ".",
         "",
-        *_table(("layout", *KERNELS), _layout_rows()),
+        *_table(("layout", *BACKEND_SPECS), _layout_rows()),
         "",
         "## Deployment targets",
         "",
@@ -100,7 +98,7 @@ def page() -> str:
 
 def _backend_rows() -> Iterator[tuple[str, ...]]:
     here = available()
-    kernels = list(KERNELS.values())
+    kernels = list(BACKEND_SPECS.values())
     yield ("here", *("yes" if one.name in here else "not yet" for one in kernels))
     yield ("adapter method", *(one.method for one in kernels))
     yield ("graph", *(f"`{one.graph_id}`" for one in kernels))
@@ -117,14 +115,14 @@ def _backend_rows() -> Iterator[tuple[str, ...]]:
         yield (label, *(said[one.name] if one.name in where else "not yet" for one in kernels))
 
 
-def _artifacts(kernel: Kernel) -> str:
+def _artifacts(kernel: BackendSpec) -> str:
     if kernel.name == "full":
         return "a whole model in f32"
     view = ", PEFT view" if kernel.targets == "full_graph" else ""
     return f"adapter schema v3{view}"
 
 
-def _accepted_tokenizers(kernel: Kernel) -> str:
+def _accepted_tokenizers(kernel: BackendSpec) -> str:
     base = kernel.bases[0]
     return ", ".join(mode for mode in _TOKENIZERS if not _gates(kernel, base=base, tokenizer=mode))
 
@@ -133,7 +131,8 @@ def _combination_rows() -> Iterator[tuple[str, ...]]:
     for base in _BASES:
         for mode in _TOKENIZERS:
             answers = (
-                _answer(_gates(kernel, base=base, tokenizer=mode)) for kernel in KERNELS.values()
+                _answer(_gates(kernel, base=base, tokenizer=mode))
+                for kernel in BACKEND_SPECS.values()
             )
             yield (base, mode, *answers)
 
@@ -142,7 +141,7 @@ def _layout_rows() -> Iterator[tuple[str, ...]]:
     for label, model_type in (("known family", "llama"), ("any other", None)):
         answers = (
             _answer(_gates(one, base=one.bases[0], model_type=model_type))
-            for one in KERNELS.values()
+            for one in BACKEND_SPECS.values()
         )
         yield (label, *answers)
 
@@ -155,12 +154,12 @@ def _target_rows() -> Iterator[tuple[str, ...]]:
             _most(target, "rank", (32, 256)),
             _most(target, "batch_size", (1, 64)),
         )
-        gpu = _gates(KERNELS["qlora"], base="nf4", deployment=target, device="gpu")
+        gpu = _gates(BACKEND_SPECS["qlora"], base="nf4", deployment=target, device="gpu")
         yield (target, *limits, "CPU" if gpu else "any")
 
 
 def _most(target: str, name: str, tried: tuple[int, int]) -> str:
-    kernel = KERNELS["qlora"]
+    kernel = BACKEND_SPECS["qlora"]
     last = tried[1]
     while last > tried[0] and _gates(kernel, base="nf4", deployment=target, limits={name: last}):
         last -= 1
@@ -168,7 +167,7 @@ def _most(target: str, name: str, tried: tuple[int, int]) -> str:
 
 
 def _gates(
-    kernel: Kernel,
+    kernel: BackendSpec,
     *,
     base: str,
     tokenizer: str = "hf",
@@ -199,8 +198,8 @@ def _gates(
         ),
         artifact=ArtifactPart(deployment_target=deployment),
     )
-    around = Surroundings(
-        kernels=frozenset(KERNELS), model_type=model_type, device=device, forced=kernel.name
+    around = Environment(
+        kernels=frozenset(BACKEND_SPECS), model_type=model_type, device=device, forced=kernel.name
     )
     return [gate for gate, _ in refusals(contract, around)]
 

@@ -22,11 +22,10 @@ from mens_exp.config.objective import LastKObjective
 from mens_exp.corpus import synthetic
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
-from mens_exp.layout.directory import license_of
-from mens_exp.layout.found_family import family_in
-from mens_exp.layout.licence import attribution_required
+from mens_exp.layout.checkpoint_files import attribution_required, license_of
+from mens_exp.layout.families import family_in
 from mens_exp.layout.shape import family_for
-from mens_exp.plan.kernels import FULL_GRAPH, KERNELS
+from mens_exp.plan.backend_specs import BACKEND_SPECS, FULL_GRAPH
 from mens_exp.plan.semantics import learned_settings
 from mens_exp.rows.files import resolve_files
 
@@ -34,20 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mens_exp.config.root import RunConfig
-
-__all__ = [
-    "AdapterPart",
-    "ArtifactPart",
-    "DataPart",
-    "ExecPart",
-    "FineTuneContract",
-    "ModelPart",
-    "ProvenancePart",
-    "QuantPart",
-    "contract_of",
-    "origin_of",
-    "recorded_digest",
-]
 
 _VERSION = 1  # raise it when the same meaning gets another digest
 _DIGESTED = ("model", "data", "adapter", "quant", "exec", "settings")
@@ -220,7 +205,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
     for path, content in _contents(config).items():
         if content is not None:
             settings[path] = content  # where a file lies means nothing
-    kernel = KERNELS.get(config.backend.name)
+    kernel = BACKEND_SPECS.get(config.backend.name)
     trainer = config.trainer
     return FineTuneContract(
         model=model,

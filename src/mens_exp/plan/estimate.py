@@ -1,45 +1,204 @@
-"""The plan of a run: its steps, time, memory and disk; torch-free, about a second at most.
+"""Plan a run: its tokens, steps, time, memory and disk; torch-free, about a second at most.
 
-The figures of memory and time are estimates by formula; each says what it rests on, and a
-figure nothing is known about is null with the reason.
+Tokens are counted from a warm cache, else estimated. The figures of memory and time are estimates
+by formula; each says what it rests on, and a figure nothing is known about is null with the
+reason.
 """
 
 from __future__ import annotations
 
+import math
+from array import array
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.data import StdlibData, SyntheticData
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
-from mens_exp.config.schedule import warmup_steps
-from mens_exp.layout import hub, hub_snapshot
+from mens_exp.config.optim import warmup_steps
+from mens_exp.corpus import stdlib, synthetic
+from mens_exp.corpus.filters import asked
+from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
+from mens_exp.corpus.source import cache_key, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.layout import hub
+from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of
-from mens_exp.plan import machine, messages, pace
-from mens_exp.plan.checks.machine import findings
-from mens_exp.plan.checks.optim import rate_warnings
-from mens_exp.plan.checks.quant import expert_warnings
-from mens_exp.plan.checks.tokenizer import date_in_prompts
+from mens_exp.plan import machine, messages, throughput_model
+from mens_exp.plan.backend_specs import readers_of_names
+from mens_exp.plan.checks.machine import findings, rate_warnings
+from mens_exp.plan.checks.model import date_in_prompts, expert_warnings
 from mens_exp.plan.contract import contract_of
-from mens_exp.plan.disk import disk
-from mens_exp.plan.forecast import documents_of, forecast, tokens_per_step
-from mens_exp.plan.kernels import readers_of_names
-from mens_exp.plan.memory import compares
-from mens_exp.plan.planner import execution_plan
-from mens_exp.plan.sharing import device_of_plan, shared
-from mens_exp.plan.surroundings import surroundings_of
-from mens_exp.plan.tokens import count_tokens
-from mens_exp.plan.trained import described_modules, proxy_stack, trained_parameters
+from mens_exp.plan.forecast import (
+    device_of_plan,
+    disk,
+    documents_of,
+    forecast,
+    shared,
+    tokens_per_step,
+)
+from mens_exp.plan.memory import compares, described_modules, proxy_stack, trained_parameters
+from mens_exp.plan.planner import environment_of, execution_plan
+from mens_exp.rows.cache import peek
+from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.row_files import Rows
     from mens_exp.layout.families import Family
     from mens_exp.layout.shape import Shape
-    from mens_exp.plan.disk import Disk
-    from mens_exp.plan.forecast import Forecast
+    from mens_exp.plan.forecast import Disk, Forecast
+    from mens_exp.rows.cache import CacheKey, TokenCounts
 
-__all__ = ["make_plan", "steps_of"]
+# measured: the stdlib rows' length-weighted mean is 218, 328, 425 and 452 tokens where documents
+# are cut at 256, 512, 1,024 and 2,048.
+_STDLIB_TYPICAL, _STDLIB_SCALE = 470, 430
+_TEMPLATE_TOKENS = 40  # a chat template's own, of each exchange
+# measured: 4,000 generated rows of each kind, characters of prompt and response; under SmolLM2's
+# tokenizer the longest of them has 476 tokens less the template's, and the mean length of the row
+# that a token lies in is 1.1 times the mean.
+_WRITING_CHARS, _REPAIR_CHARS = 515, 845
+_GENERATED_LONGEST, _GENERATED_SPREAD = 520, 1.1
+_STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
+
+
+def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
+    """Count tokens: exactly from a warm cache, else from characters or file sizes."""
+    data = config.data
+    is_whole = not asked(data.filter)
+    if is_whole and isinstance(data, StdlibData) and not stdlib.is_cached(cache):
+        return _of_library(data)
+    if is_whole and isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
+        return _of_generator(data)
+    rows = load_rows(config.data, cache)
+    if rows.streamed:
+        return _of_stream(rows, data.seq_len)
+    about = rows.record()
+    exact = _cached_counts(config, rows, cache)
+    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
+    lengths = _lengths(train)
+    if exact is not None:
+        basis = "counted, from the cache"
+        counted = {**about, **exact, **lengths}
+        return {"source": rows.source, **counted, "exact": True, "basis": basis}
+    return {
+        "source": rows.source,
+        **about,
+        "train_rows": len(rows.train),
+        "train_tokens": round(sum(train)),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
+        **lengths,
+        "exact": False,
+        "basis": "estimated from the rows' characters; not encoded yet",
+    }
+
+
+def _of_library(data: StdlibData) -> dict[str, Any]:
+    characters = stdlib.source_bytes() * _STDLIB_SHARE
+    train = 1 - data.val_frac - data.heldout_frac
+    typical = _STDLIB_TYPICAL * (1 - math.exp(-data.seq_len / _STDLIB_SCALE))
+    return {
+        "source": data.source,
+        "train_rows": None,
+        "train_tokens": round(characters * train / CHARS_PER_TOKEN),
+        "val_tokens": round(characters * data.val_frac / CHARS_PER_TOKEN),
+        "longest_tokens": data.seq_len,
+        "typical_tokens": round(typical),
+        "exact": False,
+        "basis": "estimated from file sizes; nothing is cached yet",
+    }
+
+
+def _of_generator(data: SyntheticData) -> dict[str, Any]:
+    rows = synthetic.counts(data)
+    characters = _WRITING_CHARS + data.repair_frac * (_REPAIR_CHARS - _WRITING_CHARS)
+    tokens = min(characters / CHARS_PER_TOKEN + _TEMPLATE_TOKENS, data.seq_len)
+    return {
+        "source": data.source,
+        "train_rows": rows[Side.TRAIN],
+        "train_tokens": round(rows[Side.TRAIN] * tokens),
+        "val_tokens": round(rows[Side.VAL] * tokens),
+        "longest_tokens": min(_GENERATED_LONGEST, data.seq_len),
+        "typical_tokens": round(min(_GENERATED_SPREAD * tokens, data.seq_len)),
+        "exact": False,
+        "basis": "rows as asked for, tokens estimated; nothing is generated yet",
+    }
+
+
+def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
+    """Estimate from the first rows, and how large a part of the files these are."""
+    about = rows.record()
+    files, read = about["streaming"].get("file_bytes", {}), about["streaming"]["first_rows"]
+    scale, basis = 1.0, f"of the first {read['rows']} rows, estimated; the others are not read"
+    if files and read["bytes"] and all(name.endswith(".jsonl") for name in files):
+        scale = max(sum(files.values()) / read["bytes"], 1.0)
+        basis = f"estimated from the first {read['rows']} rows and the sizes of the files"
+    train = _document_tokens(rows, Side.TRAIN, seq_len)
+    return {
+        "source": rows.source,
+        **about,
+        "train_rows": round(len(rows.train) * scale),
+        "train_tokens": round(round(sum(train)) * scale),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len),
+        **_lengths(train),
+        "exact": False,
+        "basis": basis,
+    }
+
+
+def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any] | None:
+    directory = ready_directory(config.model, cache)
+    if directory is None:
+        return None
+    tokenizer = load_tokenizer(config.tokenizer, directory)
+    key, val_key = (cache_key(config, rows, side, tokenizer) for side in (Side.TRAIN, Side.VAL))
+    train, val = peek(cache, key), peek(cache, val_key)
+    if train is None or val is None:
+        return None
+    return {
+        "train_rows": train.documents,
+        "train_tokens": train.tokens,
+        "val_tokens": val.tokens,
+        **_contract(config, cache, key, train),
+    }
+
+
+def _contract(config: RunConfig, cache: Path, key: CacheKey, counts: TokenCounts) -> dict[str, Any]:
+    """Return the token part of the data contract where an earlier run has made it."""
+    from mens_exp.corpus import contract_rules, data_contract  # a cold plan does without
+
+    known = data_contract.known_token_part(cache, key, counts)
+    if known is None:
+        return {}
+    refusals = contract_rules.of_tokens(known.tokens, config.data.contract, key.labelling)
+    return {
+        "contract": {
+            "tokens": known.tokens,
+            "unknown": known.unknown,
+            "refusals": [str(error) for error in refusals],
+        }
+    }
+
+
+def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
+    return round(sum(_document_tokens(rows, side, seq_len)))
+
+
+def _document_tokens(rows: Rows, side: Side, seq_len: int) -> array[float]:
+    """Estimate the documents of a side; of rows on disk this reads them."""
+    return array("d", (min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)))
+
+
+def _lengths(documents: Sequence[float]) -> dict[str, int]:
+    """Return the longest document, and the mean length of the one that a token lies in."""
+    squares = sum(length**2 for length in documents)
+    return {
+        "longest_tokens": round(max(documents, default=0.0)),
+        "typical_tokens": round(squares / max(sum(documents), 1.0)),
+    }
 
 
 def steps_of(config: RunConfig, blocks: int | None) -> int | None:
@@ -106,8 +265,12 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "tokens_total": total,
         "time_s": _time(config, expected, device, total, data, per_step)
         | {
-            "quantization": pace.quantization_s(shape, device.kind, config.quant.quant_type),
-            "comparison": pace.comparison_s(shape, device.kind) if compares(config) else None,
+            "quantization": throughput_model.quantization_s(
+                shape, device.kind, config.quant.quant_type
+            ),
+            "comparison": throughput_model.comparison_s(shape, device.kind)
+            if compares(config)
+            else None,
         },
         "memory_bytes": _memory(expected, device),
         "processes": shared(config, shape, documents, expected.memory, device),
@@ -127,7 +290,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
 
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
     """Say what the command means: the groups' choices, and the planner's answer."""
-    made = execution_plan(contract_of(config), surroundings_of(config)).record()
+    made = execution_plan(contract_of(config), environment_of(config)).record()
     return {
         "model": _name(config.model),
         "download_bytes": _download(config.model),
@@ -167,7 +330,7 @@ def _time(
 ) -> dict[str, Any]:
     validated = 2 * min(config.data.val_max_tokens, data["val_tokens"])
     several = expected.pace.of_several(config.trainer.world_size, device.kind)
-    made = pace.time(several, expected.per_token, total, validated, per_step)
+    made = throughput_model.time(several, expected.per_token, total, validated, per_step)
     return made | {"flop_per_step": per_step * expected.per_token}
 
 
@@ -211,7 +374,7 @@ def _name(model: ModelConfig) -> str:
         return model.name
     if not hub.describe(model).shards:
         return f"{model.id}, by the dimensions that mens_exp ships: the hub did not answer"
-    return f"{model.id} at {hub_snapshot.commit_of(model.id, model.revision)}"
+    return f"{model.id} at {hub.commit_of(model.id, model.revision)}"
 
 
 def _download(model: ModelConfig) -> int:

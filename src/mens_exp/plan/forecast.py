@@ -1,15 +1,41 @@
-"""Memory and time of a run on this machine, with the intervals that earlier runs give."""
+"""Forecast what a run takes on this machine: memory and time with intervals, disk, shares.
+
+Memory and time carry the intervals that earlier runs give. Sizes on disk follow by formula from the
+shapes alone. A run of several processes is sized for each, with the strategy that fits;
+task=attribute holds two copies of the base, and what its layers gave.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
-from mens_exp.plan import pace
-from mens_exp.plan.ledger import Entry, Residuals, entries, is_alike, ledger_path, residuals
-from mens_exp.plan.memory import Documents, Memory, memory, recomputes
-from mens_exp.plan.trained import frozen_linears, trained_parameters
+from mens_exp.config.model import HfModel, RandomModel, WeightsDtype
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.rules.training import can_be_sharded
+from mens_exp.config.trainer import Strategy
+from mens_exp.layout import hub
+from mens_exp.layout.model_cache import ready_directory
+from mens_exp.plan import machine, throughput_model
+from mens_exp.plan.memory import (
+    Documents,
+    Memory,
+    bits_per_weight,
+    frozen_linears,
+    memory,
+    optimizer_bytes,
+    recomputes,
+    trained_parameters,
+)
+from mens_exp.plan.throughput_model import (
+    Entry,
+    Residuals,
+    entries,
+    is_alike,
+    ledger_path,
+    residuals,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +44,200 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.plan.machine import Machine
 
-__all__ = ["Forecast", "documents_of", "forecast", "tokens_per_step"]
+_F32, _BF16 = 4, 2
+_RECORDS = 20_000_000  # telemetry, report and offline mirror of a run: 5 MB in the main job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Bytes that a run writes.
+
+    Attributes:
+        adapter: the adapter in our schema, f32.
+        peft: the same for PEFT.
+        checkpoint: one training state: adapter and optimizer.
+        checkpoints_kept: states on disk at one time, one more being written.
+        checkpoints_saved: states written over the whole run, None where steps are unknown.
+        base: a copy of the base that has to be made or downloaded into the cache.
+        merged: a merged model in bf16, which only an export writes.
+    """
+
+    adapter: int
+    peft: int
+    checkpoint: int
+    checkpoints_kept: int
+    checkpoints_saved: int | None
+    base: int
+    merged: int
+
+    @property
+    def in_run(self) -> int:
+        """Bytes in the run directory at the worst moment."""
+        return (
+            self.adapter + self.peft + self.checkpoint * (self.checkpoints_kept + 1) + _RECORDS
+            if self.checkpoints_kept
+            else self.adapter + self.peft + _RECORDS
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {**asdict(self), "in_run": self.in_run}
+
+
+def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Disk:
+    """Size what a run writes."""
+    parameters = trained_parameters(config, shape)
+    moments, _ = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
+    whole = shape.linear_parameters + shape.embedding_parameters
+    saves = "checkpoint" in config.callbacks
+    keep = config.checkpoint.keep if saves else 0
+    saved = None if steps is None else -(-steps // config.checkpoint.every_n_steps) * saves
+    return Disk(
+        adapter=parameters * _F32,
+        peft=parameters * _F32,
+        checkpoint=parameters * _F32 + moments,
+        checkpoints_kept=keep if saved is None else min(keep, saved),
+        checkpoints_saved=saved,
+        base=_base(config, whole, cache),
+        merged=whole * _BF16,
+    )
+
+
+def _base(config: RunConfig, weights: int, cache: Path) -> int:
+    """Return bytes of the base that are not here yet."""
+    model = config.model
+    if isinstance(model, HfModel):
+        is_known = bool(hub.describe(model).shards)  # else its dimensions alone are
+        return hub.bytes_to_download(model) if is_known else weights * _BF16
+    if ready_directory(model, cache):
+        return 0
+    in_f32 = isinstance(model, RandomModel) and model.dtype is WeightsDtype.f32
+    return weights * (_F32 if in_f32 else _BF16)
+
+
+_GIB = 1 << 30
+
+
+def device_of_plan(config: RunConfig) -> machine.Machine:
+    """Describe the device that a run is planned for: this machine's, or of the size asked for."""
+    here = machine.look(config.trainer.accelerator)
+    gib = config.trainer.device_gib
+    if gib is None:
+        return here
+    size = round(gib * _GIB)
+    return machine.Machine(
+        kind=here.kind,
+        name=f"{'GPU' if here.kind == 'cuda' else 'CPU'} with {gib:g} GiB",
+        total_bytes=size,
+        free_bytes=size,
+    )
+
+
+def for_all_on_a_machine(config: RunConfig, one: int, kind: str) -> int:
+    """Return bytes that a device must hold: a GPU those of one process, a CPU those of all."""
+    return one * (config.trainer.devices if kind == "cpu" else 1)
+
+
+def shared(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    expected: Memory,
+    device: machine.Machine,
+) -> dict[str, Any] | None:
+    """Say who shares the work and what each takes; None where one process is asked for.
+
+    ``fits`` says of each strategy whether the device holds it: true, false, or null where that is
+    within the estimate's interval, or where the device's memory is unknown. A strategy that the
+    run cannot have is left out.
+
+    Args:
+        config: the whole configuration.
+        shape: of the model.
+        documents: lengths of what is trained on.
+        expected: the forecast of the strategy that is chosen; the others differ from it as their
+            formulas do.
+        device: that each process computes on.
+    """
+    trainer = config.trainer
+    if trainer.strategy is Strategy.one:
+        return None
+
+    def formula(strategy: Strategy) -> Memory:
+        return memory(_under(config, strategy), shape, documents, kind=device.kind)
+
+    chosen, bounds = formula(trainer.strategy), {}
+    for strategy in Strategy:
+        if strategy is Strategy.fsdp and not can_be_sharded(config):
+            continue
+        other = formula(strategy)
+        low, high = (
+            round(bound * theirs / ours)
+            for bound, theirs, ours in (
+                (expected.low, other.low, chosen.low),
+                (expected.high, other.high, chosen.high),
+            )
+        )
+        if strategy is not Strategy.one:
+            low, high = (for_all_on_a_machine(config, one, device.kind) for one in (low, high))
+        bounds[strategy] = (low, high)
+    return {
+        "strategy": trainer.strategy.value,
+        "processes": trainer.world_size,
+        "on_each_machine": trainer.devices,
+        "device_bytes": device.free_bytes,
+        "bytes_of_each": {
+            "estimate": expected.estimate,
+            "low": expected.low,
+            "high": expected.high,
+        },
+        "fits": {
+            strategy.value: _fits(low, high, device.free_bytes)
+            for strategy, (low, high) in bounds.items()
+        },
+    }
+
+
+def _under(config: RunConfig, strategy: Strategy) -> RunConfig:
+    """Return the run under another strategy, with as many processes; one is one."""
+    trainer = replace(config.trainer, strategy=strategy)
+    if strategy is Strategy.one:
+        trainer = replace(trainer, devices=1, num_nodes=1)
+    return replace(config, trainer=trainer)
+
+
+def _fits(low: int, high: int, free: int | None) -> bool | None:
+    if free is None or low <= free < high:
+        return None
+    return high <= free
+
+
+_F32_BYTES = 4  # bytes
+_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, loaded kernels: as for training
+_SPREAD = 0.3  # unverified guess
+
+
+def attribution_memory(config: RunConfig, shape: Shape) -> Memory:
+    """Estimate it by formula, in bytes."""
+    compute = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32_BYTES
+    weights = shape.linear_parameters + shape.embedding_parameters
+    kept = config.attribute.tokens * shape.num_hidden_layers * shape.hidden_size
+    components = {
+        "base in f32": _F32_BYTES * weights,
+        "base in 4 bits": round(shape.linear_parameters * bits_per_weight(config.quant) / 8)
+        + compute * shape.embedding_parameters,
+        "layer outputs": _F32_BYTES * kept,
+        "framework": _FRAMEWORK,
+    }
+    total = sum(components.values())
+    return Memory(
+        components=components,
+        low=total,
+        high=round(total * (1 + _SPREAD)),
+        outside=0,
+        basis="formula",
+    )
+
 
 _ALIKE = 0.95  # of the longest document: all are about as long
 _RECENT = 20  # runs that an interval is taken from; older ones ran older code
@@ -39,7 +258,7 @@ class Forecast:
     memory: Memory
     formula: int
     runs: tuple[str, ...]
-    pace: pace.Pace
+    pace: throughput_model.Throughput
     per_token: float
 
 
@@ -77,7 +296,7 @@ def forecast(
         memory=_corrected(plain, seen),
         formula=plain.estimate - plain.outside,
         runs=tuple(one.run_id for one in known),
-        pace=pace.pace_of(config, machine.kind, known, _rate_spread(known)),
+        pace=throughput_model.throughput_of(config, machine.kind, known, _rate_spread(known)),
         per_token=_per_token(config, shape, documents, machine),
     )
 
@@ -86,14 +305,14 @@ def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: M
     """Return training operations for one token."""
     adapter, linears = trained_parameters(config, shape), frozen_linears(config, shape)
     if isinstance(config.backend, ProxyConfig):
-        return pace.proxy_flop_per_token(
+        return throughput_model.proxy_flop_per_token(
             linears + shape.vocab_size * shape.hidden_size,
             adapter,
-            learned_frac=pace.learned_frac(config.objective, documents.typical),
+            learned_frac=throughput_model.learned_frac(config.objective, documents.typical),
             micro_batch_tokens=config.data.micro_batch_size * config.data.seq_len,
         )
     again = recomputes(config, shape, machine.kind)
-    return pace.flop_per_token(shape, adapter, linears=linears, again=again)
+    return throughput_model.flop_per_token(shape, adapter, linears=linears, again=again)
 
 
 def _ratios(known: list[Entry]) -> list[float]:

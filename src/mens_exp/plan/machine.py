@@ -1,7 +1,9 @@
-"""Capabilities of this machine, found without importing torch.
+"""This machine and this process, without importing torch: devices, cores, rank, memory in use.
 
 What only torch or the driver can tell (whether a library loads, whether a kernel runs) is not
-guessed here: `task=doctor` tries it.
+guessed here: `task=doctor` tries it. The first process of a run keeps the record. It starts the
+others on its own machine; several machines are started by torchrun, which sets the rank in the
+environment. Resident and peak memory of the process and of its GPU are in bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-
-__all__ = ["Machine", "cores", "gpu_ids", "look", "space"]
 
 _ASK_S = 3.0  # nvidia-smi answers in a tenth of a second where the driver is well
 _QUERY = "name,memory.total,memory.free,compute_cap"
@@ -195,3 +195,60 @@ def cores() -> int:
         allowed = len(os.sched_getaffinity(0))
         return max(1, min(allowed, psutil.cpu_count(logical=False) or 1))
     return psutil.cpu_count(logical=False) or 1
+
+
+def may_use_gpu(accelerator: str) -> bool:
+    """Tell whether a GPU may do the work; asking torch itself would take seconds."""
+    if accelerator == "auto":
+        return shutil.which("nvidia-smi") is not None
+    return accelerator == "gpu"
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """One of the processes that train together.
+
+    Attributes:
+        rank: its number among all, from 0.
+        world_size: processes on all machines.
+        local_rank: its number on its machine.
+        local_world_size: processes on its machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the one that keeps the record."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no others."""
+        return self.world_size == 1
+
+
+ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def of_torchrun() -> Rank | None:
+    """Return what torchrun says this process is; None where it did not start it, or it alone."""
+    said = [os.environ.get(name, "") for name in _VARIABLES]
+    numbers = said[:4]
+    if not all(said) or not all(text.isdecimal() for text in numbers):
+        return None
+    rank, world_size, local_rank, local_world_size = map(int, numbers)
+    if world_size == 1:
+        return None
+    return Rank(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )

@@ -1,7 +1,10 @@
-"""The peak memory of a training process, component by component, on CPU and on CUDA.
+"""Estimate the peak memory of a training process, component by component, on CPU and on CUDA.
 
 What the backward pass keeps is counted tensor by tensor, as autograd's hooks show it on the real
-graph (experiments/memory_model); what an allocator adds to that is measured.
+graph (experiments/memory_model); what an allocator adds to that is measured. Trained parameters are
+counted without building the backend. Of a sharded base (trainer=fsdp), codes of decoder layers are
+shared out, their scales are not: bitsandbytes keeps these with the weight. Embedding, last norm,
+head and all that is trained are whole in every process.
 """
 
 from __future__ import annotations
@@ -9,13 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.checkpointing import is_wanted
+from mens_exp.config.backend import ProxyConfig, trains_base
+from mens_exp.config.model import HfModel, checkpointing_wanted
 from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype, QuantType
-from mens_exp.layout.names import HEAD
-from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
-from mens_exp.plan.parts import EXPERTS_DENSE, in_parts, is_in_parts
-from mens_exp.plan.trained import frozen_linears, proxy_stack, trained_parameters
+from mens_exp.config.trainer import Strategy
+from mens_exp.layout import hub
+from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
+from mens_exp.layout.targets import (
+    adapter_parameters,
+    chosen,
+    described,
+    linear_modules,
+    pattern_values,
+    target_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,19 +35,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
     from mens_exp.layout.targets import LinearModule
-
-__all__ = [
-    "BUCKETS",
-    "Documents",
-    "Memory",
-    "bits_per_weight",
-    "compares",
-    "dense_experts",
-    "memory",
-    "modules_of",
-    "optimizer_bytes",
-    "recomputes",
-]
 
 BUCKETS = "gradient buckets"  # what only several processes have
 NESTED_BLOCK = 256  # bitsandbytes' own; asserted in tests/quant
@@ -185,7 +183,7 @@ def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
 
 def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     """Tell whether activations are computed again in the backward pass."""
-    return is_wanted(
+    return checkpointing_wanted(
         config.model.gradient_checkpointing,
         parameters=shape.parameters,
         on_gpu=kind == "cuda",
@@ -382,3 +380,96 @@ def _head_positions(config: RunConfig) -> int:
     if isinstance(config.objective, CrossEntropyConfig):
         return config.objective.chunk_tokens
     return config.data.seq_len * config.data.micro_batch_size
+
+
+EXPERTS_DENSE = "experts, not quantized"
+
+WHOLE = "base, whole while it is loaded or scored"
+_CODE_BITS = 4
+# Layers that are whole at one time: the one that computes, the one fetched ahead of it, and the
+# buffer that its parts arrive in. By PyTorch's code (fully_shard); not measured on a GPU.
+_AT_ONCE = 3
+_RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "framework")
+
+
+def is_in_parts(config: RunConfig) -> bool:
+    """Whether several processes share out the base."""
+    return config.trainer.strategy is Strategy.fsdp and config.trainer.world_size > 1
+
+
+def in_parts(
+    config: RunConfig, components: dict[str, int], *, bits: float, layers: int, kind: str
+) -> dict[str, int]:
+    """Return the components of one of several processes from those of one that holds all.
+
+    Args:
+        config: the whole configuration.
+        components: bytes by component, the base whole.
+        bits: of a weight of the base, its share of the scales among them.
+        layers: decoder layers.
+        kind: "cpu" or "cuda".
+    """
+    whole, share = components["base weights"], _CODE_BITS / bits
+    codes = round(whole * share) if config.quant.is_four_bit else whole
+    dense = components.get(EXPERTS_DENSE, 0)
+    many = config.trainer.world_size
+    parts = {
+        **components,
+        "base weights": whole - codes + -(-codes // many),
+        **({EXPERTS_DENSE: -(-dense // many)} if dense else {}),
+        "gathered layers": min(_AT_ONCE, layers) * (codes + dense) // layers,
+    }
+    alone = sum(components.get(name, 0) for name in _RESTING)
+    if kind == "cpu":  # at the least, one process of a machine loads while others hold their part
+        many, resting = config.trainer.devices, sum(parts.get(name, 0) for name in _RESTING)
+        peak = (alone + (many - 1) * resting) // many
+    else:  # it is loaded in the host's memory, and scored by the first process alone
+        peak = alone if config.suite.name != "none" else 0
+    return parts | {WHOLE: max(0, peak - sum(parts.values()))}
+
+
+def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
+    """Return the proxy's stack; None for other backends.
+
+    A checkpoint that is made here is whole, and so is taken to be one whose headers are not here.
+
+    Raises:
+        MensError: the stack cannot be built, or a directory's headers cannot be read.
+    """
+    backend = config.backend
+    if not isinstance(backend, ProxyConfig):
+        return None
+    keys = hub.describe(config.model).tensors if isinstance(config.model, HfModel) else None
+    return stack_of(shape, backend, keys or None)
+
+
+def trained_parameters(config: RunConfig, shape: Shape) -> int:
+    """Count the parameters that learn; of a family that is not verified, no norms and biases."""
+    base = shape.parameters + shape.small_parameters
+    if config.backend.name == "full":
+        return base
+    stack = proxy_stack(config, shape)
+    if stack is None:
+        learns = trains_base(config.backend, config.model.source)
+        return adapter_parameters(config.lora, shape) + learns * base
+    d = shape.hidden_size
+    return config.lora.r * (len(stack.middle) * 2 * d + shape.vocab_size + d)
+
+
+def frozen_linears(config: RunConfig, shape: Shape) -> int:
+    """Count the weights of linear layers that a token goes through, the head left out."""
+    stack = proxy_stack(config, shape)
+    if stack is None:
+        return shape.linear_parameters
+    return len(stack.middle) * shape.hidden_size**2
+
+
+def described_modules(config: RunConfig, shape: Shape) -> str:
+    """Say in a line which modules learn."""
+    if config.backend.name == "full":
+        return "every weight"
+    stack = proxy_stack(config, shape)
+    if stack is None:
+        return described(chosen(config.lora, shape), shape.num_hidden_layers)
+    middle = len(stack.middle)
+    return f"mid in {middle} of {shape.num_hidden_layers} layers; lm_head: {middle + 1} modules"

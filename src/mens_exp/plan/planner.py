@@ -1,6 +1,7 @@
-"""From a contract to an execution plan: every gate in order, then what will run.
+"""Turn a contract into an execution plan: every gate in order, then what will run.
 
-The gates are those of REFERENCE section 2; the first six bear its numbers.
+The gates are those of REFERENCE section 2; the first six bear its numbers. The environment of a
+contract on this machine is read without weights and without torch.
 """
 
 from __future__ import annotations
@@ -9,28 +10,28 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.model import HfModel
+from mens_exp.errors import MensError
+from mens_exp.layout import hub
 from mens_exp.layout.families import FAMILIES
-from mens_exp.layout.proxy_stack import graph_name
+from mens_exp.layout.shape import family_for, graph_name, shape_of
 from mens_exp.plan import messages
-from mens_exp.plan.kernels import KERNELS, PROXY, Kernel, kernel_for, readers_of_names
+from mens_exp.plan.backend_specs import (
+    BACKEND_SPECS,
+    PROXY,
+    BackendSpec,
+    available,
+    readers_of_names,
+    spec_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mens_exp.errors import MensError
+    from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
+    from mens_exp.layout.shape import Shape
     from mens_exp.plan.contract import FineTuneContract
-
-__all__ = [
-    "MOBILE_EDGE_NOTE",
-    "Coverage",
-    "ExecutionPlan",
-    "Gate",
-    "Surroundings",
-    "coverage",
-    "execution_plan",
-    "refusals",
-]
 
 MOBILE_EDGE_NOTE = (
     "deployment_target=mobile_edge: converting the merged model (LiteRT, Core ML) is the "
@@ -54,7 +55,7 @@ class Gate(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class Environment:
     """The environment that a contract meets.
 
     Attributes:
@@ -108,7 +109,7 @@ class ExecutionPlan:
         return {**asdict(self), "notes": list(self.notes)}
 
 
-def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple[Gate, MensError]]:
+def refusals(contract: FineTuneContract, around: Environment) -> Iterator[tuple[Gate, MensError]]:
     """Yield every reason to refuse a contract, in the order of the gates."""
     method, kernel = contract.adapter.method, _kernel(contract, around)
     for error in _base(contract, around, kernel):
@@ -140,7 +141,7 @@ def refusals(contract: FineTuneContract, around: Surroundings) -> Iterator[tuple
 
 
 def _base(
-    contract: FineTuneContract, around: Surroundings, kernel: Kernel | None
+    contract: FineTuneContract, around: Environment, kernel: BackendSpec | None
 ) -> Iterator[MensError]:
     method, base = contract.adapter.method, contract.quant.base
     if base != "none" and method != "qlora":
@@ -151,7 +152,7 @@ def _base(
         yield messages.kernel_without_base(kernel.name, base, kernel.bases)
 
 
-def execution_plan(contract: FineTuneContract, around: Surroundings) -> ExecutionPlan:
+def execution_plan(contract: FineTuneContract, around: Environment) -> ExecutionPlan:
     """Return the plan of a contract without refusals."""
     kernel = _kernel(contract, around)
     found = coverage(contract, around)
@@ -175,7 +176,7 @@ def execution_plan(contract: FineTuneContract, around: Surroundings) -> Executio
     )
 
 
-def coverage(contract: FineTuneContract, around: Surroundings) -> Coverage:
+def coverage(contract: FineTuneContract, around: Environment) -> Coverage:
     """Count the middle projections of the proxy stack; None throughout where it is not one."""
     if contract.adapter.targets != PROXY:
         return Coverage()
@@ -193,7 +194,7 @@ def coverage(contract: FineTuneContract, around: Surroundings) -> Coverage:
     )
 
 
-def _middle_keys(contract: FineTuneContract, around: Surroundings) -> list[str] | None:
+def _middle_keys(contract: FineTuneContract, around: Environment) -> list[str] | None:
     """Name the checkpoint keys of the middle projections, None where they cannot be known."""
     family = around.family
     if family is None or around.layers is None:
@@ -210,27 +211,29 @@ def _middle_keys(contract: FineTuneContract, around: Surroundings) -> list[str] 
     return [f"{prefix}.{layer}.{path}.weight" for layer in range(many)]
 
 
-def _chosen(contract: FineTuneContract) -> Kernel | None:
-    return kernel_for(
+def _chosen(contract: FineTuneContract) -> BackendSpec | None:
+    return spec_for(
         contract.adapter.method,
         quantized=contract.quant.base != "none",
         targets=contract.adapter.targets,
     )
 
 
-def _kernel(contract: FineTuneContract, around: Surroundings) -> Kernel | None:
+def _kernel(contract: FineTuneContract, around: Environment) -> BackendSpec | None:
     """Return what will compute; None for a class of the user's own, which says so itself."""
     if around.forced is not None:
-        return KERNELS.get(around.forced)
+        return BACKEND_SPECS.get(around.forced)
     return _chosen(contract)
 
 
-def _agrees(kernel: Kernel, contract: FineTuneContract) -> bool:
+def _agrees(kernel: BackendSpec, contract: FineTuneContract) -> bool:
     asked = (contract.adapter.method, contract.quant.base != "none", contract.adapter.targets)
     return (kernel.method, kernel.quantized, kernel.targets) == asked
 
 
-def _kernel_gate(kernel: Kernel | None, around: Surroundings) -> Iterator[tuple[Gate, MensError]]:
+def _kernel_gate(
+    kernel: BackendSpec | None, around: Environment
+) -> Iterator[tuple[Gate, MensError]]:
     name = kernel.name if kernel else around.forced
     if name is None:
         return  # told by the first gate
@@ -263,7 +266,7 @@ def _edge(contract: FineTuneContract, device: str) -> Iterator[MensError]:
 
 
 def _flags(
-    contract: FineTuneContract, around: Surroundings, kernel: Kernel | None
+    contract: FineTuneContract, around: Environment, kernel: BackendSpec | None
 ) -> Iterator[MensError]:
     run = contract.exec
     if run.max_skip_rate is not None and not 0 <= run.max_skip_rate <= 1:
@@ -281,6 +284,39 @@ def _flags(
             yield messages.proxy_stack_incomplete(missing, coverage(contract, around).expected or 0)
 
 
-def _missing(contract: FineTuneContract, around: Surroundings) -> list[str]:
+def _missing(contract: FineTuneContract, around: Environment) -> list[str]:
     expected, keys = _middle_keys(contract, around), around.keys
     return [] if expected is None or keys is None else [k for k in expected if k not in keys]
+
+
+def environment_of(config: RunConfig) -> Environment:
+    """Look around; what a model's files do not tell is None, and told by their own check."""
+    kernel = BACKEND_SPECS.get(config.backend.name)
+    model_type, layers, keys = None, None, None
+    is_proxy = kernel is not None and kernel.targets == PROXY
+    try:
+        model_type = family_for(config.model).model_type
+        shape = shape_of(config.model)
+        layers = shape.num_hidden_layers
+        keys = _keys(config, shape) if is_proxy else None
+    except (MensError, ArithmeticError):
+        pass  # the check of the model's files names it
+    return Environment(
+        kernels=available() | {config.backend.name if kernel is None else ""} - {""},
+        model_type=model_type,
+        device=config.trainer.accelerator,
+        forced=config.backend.name,
+        keys=keys,
+        layers=layers,
+    )
+
+
+def _keys(config: RunConfig, shape: Shape) -> frozenset[str] | None:
+    """Return a checkpoint's keys; a model that is made here has every projection."""
+    if isinstance(config.model, HfModel):
+        return frozenset(hub.describe(config.model).tensors) or None
+    return frozenset(
+        f"{shape.family.layers}.{layer}.{path}.weight"
+        for layer in range(shape.num_hidden_layers)
+        for path in shape.projections(layer)
+    )

@@ -1,28 +1,20 @@
-"""Errors that can be found before a run directory exists or a weight is read; torch-free."""
+"""Report everything that is wrong before a run directory exists or a weight is read; torch-free."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+from mens_exp.config.data import RowsData, WrittenData
+from mens_exp.config.fields import range_problems
+from mens_exp.config.rules.data import data_problems as rule_problems
+from mens_exp.corpus.filters import asked
+from mens_exp.corpus.row_files import read_own
+from mens_exp.corpus.source import load_rows
 from mens_exp.errors import ConfigError, MensError, Problems
-from mens_exp.plan.checks import (
-    adapter,
-    backend,
-    classes,
-    contract,
-    data,
-    logger,
-    lora,
-    machine,
-    model,
-    optim,
-    processes,
-    quant,
-    sandbox,
-    tokenizer,
-    weights,
-)
+from mens_exp.plan.checks import adapter, classes, machine, model
+from mens_exp.plan.contract import contract_of
+from mens_exp.plan.planner import Gate, environment_of, refusals
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -31,7 +23,29 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["preflight", "writable_cache"]
+
+def check_contract(config: RunConfig) -> Iterator[MensError]:
+    """Yield every reason to refuse what the run means."""
+    for gate, error in refusals(contract_of(config), environment_of(config)):
+        if gate is not Gate.FLAGS:  # the rules of their groups name them by their dotted paths
+            yield error
+
+
+def check_data(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the files of rows."""
+    data = config.data
+    if not isinstance(data, WrittenData):
+        if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
+            load_rows(data, cache_root())  # says where nothing is left
+        return
+    problems = {problem.where for problem in rule_problems(config)}
+    if not any(range_problems(data)) and not problems:
+        load_rows(data, cache_root())
+    elif (
+        problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
+    ):  # told already; the rows can still be judged
+        read_own(data)
+    yield from ()
 
 
 def _cache(config: RunConfig) -> Iterator[MensError]:
@@ -42,32 +56,32 @@ def _cache(config: RunConfig) -> Iterator[MensError]:
 
 _CHECKS = (
     _cache,
-    contract.check,
-    optim.check,
-    data.check,
-    backend.check,
-    model.check,
-    weights.check,
-    quant.check,
-    lora.check,
-    adapter.check,
-    tokenizer.check,
-    logger.check,
-    sandbox.check,
+    check_contract,
+    machine.check_optimizer,
+    check_data,
+    model.check_backend,
+    model.check_model,
+    model.check_weight_headers,
+    model.check_quantization,
+    adapter.check_lora,
+    adapter.check_initial_adapter,
+    model.check_chat_template,
+    machine.check_logger,
+    machine.check_sandbox,
     classes.check,
-    processes.check,
-    machine.check,
+    machine.check_processes,
+    machine.check_machine,
 )
 # It builds neither a backend nor an adapter and trains nothing.
 _OF_ATTRIBUTION = (
     _cache,
-    data.check,
-    model.check,
-    weights.check,
-    quant.check,
-    tokenizer.check,
+    check_data,
+    model.check_model,
+    model.check_weight_headers,
+    model.check_quantization,
+    model.check_chat_template,
     classes.check,
-    machine.check,
+    machine.check_machine,
 )
 
 

@@ -1,26 +1,26 @@
-"""Settings of a run that change what is learned, and those that do not.
+"""Meaning of settings: every leaf of every schema once, and whether it changes learning.
 
-Each setting's declaration says which it is (`changes`). The contract's digest covers the first and
-nothing else. A callback's settings depend on its class, and a few settings on others.
+The contract's digest covers the settings of the first five parts and nothing else. A setting of a
+class that is not ours (a user's own option) is unknown here, and counts as one that changes what is
+learned: two runs are then kept apart rather than taken for one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.adapter import Selection
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import Effect
-from mens_exp.config.store import effect_of
+from mens_exp.config.loader import effect_of
+from mens_exp.config.trainer import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.config.root import RunConfig
-
-__all__ = ["RECORDING_CALLBACKS", "learned_settings", "recorded_settings"]
-
 
 _OURS = "mens_exp.training.callbacks."
 # Callbacks that only look, save or stop what cannot go on; any other is part of the contract.
@@ -103,3 +103,35 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): _plain(entry) for name, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+# What an override of these leaves as it was: everything that is learned.
+_APART = ("task=", "hydra.", "path=", "out=")
+
+
+def non_default_settings(
+    config: RunConfig, overrides: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+    """Return the settings that change what is learned and are not our defaults, by dotted path.
+
+    Args:
+        config: the run.
+        overrides: what made it, as typed, or None where that is not known. Without any that could
+            change a setting the defaults are not composed, which takes a third of a second.
+
+    Returns:
+        ``found``, and ``default`` where the setting exists there, for each.
+    """
+    if overrides is not None and all(text.lstrip("+").startswith(_APART) for text in overrides):
+        return {}
+    usual = _usual()
+    return {
+        path: ({"default": usual[path]} if path in usual else {}) | {"found": found}
+        for path, found in sorted(learned_settings(config).items())
+        if path not in usual or usual[path] != found
+    }
+
+
+@functools.cache
+def _usual() -> dict[str, Any]:
+    return learned_settings(typed(compose([[]])[0].values))

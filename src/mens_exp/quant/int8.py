@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["LEVELS", "OneModeLinear", "as_the_library_has_it", "in_one_mode"]
-
 LEVELS = 127  # of either sign
 
 

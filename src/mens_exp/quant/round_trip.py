@@ -1,18 +1,31 @@
-"""A weight quantized to 4 bits by bitsandbytes and taken back: what a 4-bit layer computes."""
+"""Quantize a weight to 4 bits and back, whole or in blocks of rows, and measure the error.
+
+In blocks of rows the values are, bit for bit, those that bitsandbytes makes of the whole weight at
+once: a block of 4-bit codes knows nothing of the next one, and the scales, which do under double
+quantization, are quantized together. bitsandbytes itself holds sixteen bytes for each weight
+meanwhile; this holds half a byte, and a piece.
+
+Shapes: O outputs and I inputs of a projection, N rows of a piece, or tokens of a batch of inputs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from mens_exp.config.quant import QuantConfig, QuantType
+from mens_exp.errors import RequestError
 from mens_exp.model.quiet import quiet
+from mens_exp.quant.bnb import compute_dtype
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Iterable
 
-    from mens_exp.config.quant import QuantConfig
-
-__all__ = ["RoundTrip", "round_trip"]
+    from mens_exp.artifacts.adapter_v3 import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +64,146 @@ def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:
         values=dequantize_4bit(codes, state),
         stored_bytes=sum(part.numel() * part.element_size() for part in stored),
     )
+
+
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_PIECE = 1 << 20  # weights quantized at once: 4 MB of f32, near the processor
+_SCALES_BLOCK = 256  # bitsandbytes' own block of scales under double quantization
+
+
+class FourBitRows:
+    """Half a byte for each weight, and its scales; rows come back on demand."""
+
+    def __init__(
+        self,
+        read: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, int],
+        quantizer: Quantizer,
+        *,
+        where: str,
+    ) -> None:
+        """Quantize a weight.
+
+        Args:
+            read: gives rows ``first`` to ``last`` of the weight, the last one excluded, ``[N, I]``.
+            shape: ``(O, I)``.
+            quantizer: what quantized the base.
+            where: name of the weight, for messages.
+
+        Raises:
+            RequestError: blocks would run over the ends of rows.
+        """
+        with quiet():
+            from bitsandbytes import functional
+        outputs, self._width = shape
+        self._quantizer, self._block = quantizer, quantizer["block_size"]
+        if self._width % self._block:
+            raise RequestError(
+                "the width is no multiple of the quantizer's block",
+                where=where,
+                found=self._width,
+                expected=f"a multiple of {self._block}",
+                remedy="add merge.base=original",
+            )
+        self._dtype = DTYPES[quantizer["rounded_to"]]
+        self._codes = torch.empty(outputs * self._width // 2, dtype=torch.uint8)
+        scales = torch.empty(outputs * self._width // self._block)
+        step = max(1, _PIECE // self._width)
+        for first in range(0, outputs, step):
+            last = min(first + step, outputs)
+            codes, state = functional.quantize_4bit(
+                read(first, last).to(self._dtype).contiguous(),
+                blocksize=self._block,
+                quant_type=quantizer["quant_type"],
+            )
+            self._codes[self._halves(first, last)] = codes.flatten()
+            scales[self._blocks(first, last)] = state.absmax
+        if quantizer["double_quant"]:
+            offset = scales.mean()
+            small, state = functional.quantize_blockwise(scales - offset, blocksize=_SCALES_BLOCK)
+            scales = functional.dequantize_blockwise(small, state)
+            scales += offset
+        self._scales = scales
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return what rows of the weight stand for, f32 ``[N, I]``, rounded as it is computed."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        state = QuantState(
+            absmax=self._scales[self._blocks(first, last)],
+            shape=(last - first, self._width),
+            dtype=self._dtype,
+            blocksize=self._block,
+            quant_type=self._quantizer["quant_type"],
+        )
+        codes = self._codes[self._halves(first, last)].unsqueeze(1)
+        out_NI: torch.Tensor = dequantize_4bit(codes, state)
+        return out_NI.to(DTYPES[self._quantizer["compute_dtype"]]).float()
+
+    def _halves(self, first: int, last: int) -> slice:
+        return slice(first * self._width // 2, last * self._width // 2)
+
+    def _blocks(self, first: int, last: int) -> slice:
+        return slice(first * self._width // self._block, last * self._width // self._block)
+
+
+_OTHER = {QuantType.nf4: QuantType.fp4, QuantType.fp4: QuantType.nf4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way to quantize, under the name that records have for it (``nf4_double``, ``fp4``)."""
+
+    name: str
+    quant: QuantConfig
+
+
+def variants_of(quant: QuantConfig) -> tuple[Variant, ...]:
+    """Return the configured way, the same with the other double_quant, and the other 4-bit type.
+
+    Args:
+        quant: the `quant` group, nf4 or fp4.
+    """
+    flipped = dataclasses.replace(quant, double_quant=not quant.double_quant)
+    other = dataclasses.replace(quant, quant_type=_OTHER[quant.quant_type])
+    return tuple(
+        Variant(name=f"{one.quant_type.value}{'_double' if one.double_quant else ''}", quant=one)
+        for one in (quant, flipped, other)
+    )
+
+
+def stored_as(weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
+    """Return what a 4-bit layer of the model computes with instead of a weight, f32.
+
+    The loader rounds weights to the compute format before it quantizes them, and a layer
+    dequantizes to that format.
+
+    Args:
+        weight_OI: f32.
+        quant: the `quant` group, nf4 or fp4.
+    """
+    dtype = compute_dtype(quant)
+    made = round_trip(weight_OI.to(dtype).float(), quant)
+    return dataclasses.replace(made, values=made.values.to(dtype).float())
+
+
+def sqnr_db(weight_OI: torch.Tensor, stored_OI: torch.Tensor) -> float | None:
+    """Return ``10 log10(‖W‖² / ‖W−Ŵ‖²)``, in dB; None where either is zero. Sums are f64."""
+    signal, noise = _energy(weight_OI), _energy(weight_OI - stored_OI)
+    return 10 * math.log10(signal / noise) if signal and noise else None
+
+
+def activation_error(
+    weight_OI: torch.Tensor, stored_OI: torch.Tensor, inputs_NI: Iterable[torch.Tensor]
+) -> float | None:
+    """Return ``‖(W−Ŵ)X‖² / ‖WX‖²`` over the tokens of all batches; None where WX is zero."""
+    lost_OI = weight_OI - stored_OI
+    signal = noise = 0.0
+    for x_NI in inputs_NI:
+        signal += _energy(torch.nn.functional.linear(x_NI, weight_OI))
+        noise += _energy(torch.nn.functional.linear(x_NI, lost_OI))
+    return noise / signal if signal else None
+
+
+def _energy(values: torch.Tensor) -> float:
+    return float(values.double().square().sum())

@@ -1,9 +1,13 @@
-"""A study as tables: for the terminal, for the page, and in Markdown; pure functions of it."""
+"""A comparison as tables for the terminal, as Markdown, and as one self-contained HTML page.
+
+Pure functions of its record; the page runs no script and asks for nothing.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from markupsafe import Markup
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,24 +15,13 @@ from rich.text import Text
 
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.report import wording
+from mens_exp.report.rendering import rendered
+from mens_exp.report.study_plots import comparison_drawings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
-
-__all__ = [
-    "Grid",
-    "about",
-    "arms_grid",
-    "findings",
-    "headline",
-    "kpis_grid",
-    "markdown",
-    "noise_grid",
-    "verdict_table",
-    "verdicts_grid",
-]
 
 Grid = tuple[list[str], list[list[str]]]
 """The head and the rows of a table, as text."""
@@ -287,3 +280,19 @@ def _signed(value: float | None) -> str:
 
 def _figure(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.4g}".replace("-", wording.MINUS)
+
+
+def comparison_page(record: Comparison) -> str:
+    """Render a comparison; the same record gives the same text."""
+    return rendered(
+        "comparison.html.j2",
+        record=record,
+        title=wording.visible(f"{record.primary} by {', '.join(record.factors) or 'arm'}"),
+        headline=headline(record),
+        verdicts=verdicts_grid(record),
+        findings=[text for text, _ in findings(record)],
+        arms=arms_grid(record),
+        noise=noise_grid(record),
+        kpis=[(wording.visible(one["arm"]), kpis_grid(one)) for one in record.contrasts],
+        plots=[(plot, Markup(plot.svg)) for plot in comparison_drawings(record)],  # noqa: S704 - drawn here
+    )

@@ -1,22 +1,22 @@
-"""Terminal view of a search: its search space, and the best it found."""
+"""A search on the terminal and as one self-contained HTML page: its space, and its best trials."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mens_exp.artifacts.search import TrialState
+from mens_exp.artifacts.sweep import TrialState
 from mens_exp.report import wording
+from mens_exp.report.rendering import rendered
 
 if TYPE_CHECKING:
-    from mens_exp.artifacts.search import Dimension, SearchRecord
-    from mens_exp.artifacts.sweep import SweepRecord
-
-__all__ = ["best_table", "counted", "drawn_from", "settings", "space_table"]
+    from mens_exp.artifacts.sweep import Dimension, SearchRecord, SweepRecord
+    from mens_exp.artifacts.sweep import Trial as Row
 
 
 def space_table(record: SweepRecord) -> RenderableType:
@@ -86,3 +86,48 @@ def _named(search: SearchRecord, values: list[float] | None) -> list[tuple[str, 
 def _of(record: SweepRecord) -> SearchRecord:
     assert record.search is not None, "a sweep that searches"
     return record.search
+
+
+def search_page(record: SweepRecord) -> str:
+    """Render a search; the same record gives the same text."""
+    from mens_exp.report.study_plots import search_drawings
+
+    assert record.search is not None, "a sweep that searches"
+    search = record.search
+    return rendered(
+        "search.html.j2",
+        record=record,
+        search=search,
+        counted=counted(search),
+        settings=settings(search),
+        best=[_cells(search, search["trials"][number]) for number in search["best"]],
+        trials=[_trial(record, row) for row in search["trials"]],
+        space=[(one["key"], drawn_from(one)) for one in search["space"]],
+        plots=[(plot, Markup(plot.svg)) for plot in search_drawings(search)],  # noqa: S704 - drawn here
+    )
+
+
+def _cells(search: SearchRecord, row: Row) -> list[str]:
+    """Return a trial's number, draws and values."""
+    names, values = search["objectives"], row["values"]
+    if values is None:
+        shown = ["–"] * len(names)
+    else:
+        pairs = zip(names, values, strict=True)
+        shown = [wording.as_text(value, name) for name, value in pairs]
+    return [str(row["number"]), wording.visible(" ".join(row["params"].values())), *shown]
+
+
+def _trial(record: SweepRecord, row: Row) -> dict[str, object]:
+    """Return a line of the table of trials, with the way to its run's report."""
+    assert record.search is not None, "a sweep that searches"
+    job = next((job for job in record.jobs if job["number"] == row["job"]), None)
+    why = row["reason"] or ""
+    if row["job"] not in {None, row["number"]}:
+        why = f"the same run as trial {row['job']}. {why}".strip()
+    return {
+        "cells": _cells(record.search, row),
+        "state": str(row["state"]),
+        "why": wording.visible(why),
+        "report": None if job is None else f"{job['directory']}/report.html",
+    }

@@ -15,16 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mens_exp.errors import MensError, Problems
-from mens_exp.report import data_contract_view, sections, summary, wording
+from mens_exp.report import sections, summary, wording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent
-    from mens_exp.report.records import Records
-    from mens_exp.report.summary import Cell, Pair
-
-__all__ = ["completions", "plan_table", "problems", "result_table"]
+    from mens_exp.report.summary import Cell, Pair, Records
 
 _MOST_LINES = 16  # of a completion; the rest is in events.jsonl and the report
 _MOST_PROMPT_LINES = 8
@@ -219,7 +216,7 @@ def _data(data: Mapping[str, Any]) -> Text:
         if data.get(key) is not None:
             text.append(f"\n{about}{wording.count(data[key])} {words}")
     if contract := data.get("contract"):
-        for line in data_contract_view.plan_lines(contract["tokens"], contract["unknown"]):
+        for line in sections.contract_plan_lines(contract["tokens"], contract["unknown"]):
             text.append(f"\n{line}", style="dim")
     return text if not about else _with_basis(text, data.get("basis"))
 

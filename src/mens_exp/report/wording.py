@@ -10,24 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from mens_exp.config.store import labels
-
-__all__ = [
-    "as_text",
-    "count",
-    "duration",
-    "epochs",
-    "label",
-    "level",
-    "loss",
-    "moment",
-    "percent",
-    "points",
-    "rate",
-    "size",
-    "typed",
-    "visible",
-]
+from mens_exp.config.loader import labels
 
 MINUS = "\N{MINUS SIGN}"
 _KEPT_CONTROLS = "\n\t"

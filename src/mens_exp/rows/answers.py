@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = ["Answer", "TextEncoder", "answer_of", "answer_turn", "messages_of", "prompt_text"]
-
 _PROBE = "mens_exp probe 7d1f"
 _TAG = re.compile(r"\s*(</?think>)\s*")
 _EMPTY = "<think></think>"

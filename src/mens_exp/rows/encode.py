@@ -1,40 +1,44 @@
-"""Rows to ids and supervision: the one place where masks are made.
+"""Encode rows to ids and supervision masks, in this process or in several.
 
-Generation encodes the prompt alone and the answer follows it, so the ids before each learned
-answer must be those of its prompt alone: the whole text is tokenized where that keeps the seams,
-and the parts apart where a token would straddle one.
+This is the one place where masks are made. Generation encodes the prompt alone and the answer
+follows it, so the ids before each learned answer must be those of its prompt alone: the whole text
+is tokenized where that keeps the seams, and the parts apart where a token would straddle one.
 
 A conversation is one document as long as each answer in it, with all that stands before it, is
 token for token what generation had when it was the last one. Some templates change earlier turns
 (Qwen 3 drops their reasoning): an answer that is changed gets a document of its own, up to it.
+
+Many rows are encoded in shards, and each shard is stored as soon as it is finished, so that an
+interrupted build resumes from the shards that are whole. Processes are spawned, not forked: this
+one has threads by now (torch's, the tokenizer's), whose locks a fork would copy as they happen to
+be. Each process gets the tokenizer once and tokenizes on its one core. Starting them takes about a
+second, so few rows are encoded in this process, where the tokenizer uses all cores; so are all
+where there is one core, still shard by shard.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.errors import ConfigError, DataError, MensError, Problems
-from mens_exp.rows.answers import Answer, TextEncoder, answer_of, messages_of, prompt_text
+from mens_exp.errors import ConfigError, DataError, MensError, Problems, SetupError, expected_name
+from mens_exp.rows import files
+from mens_exp.rows.answers import Answer, TextEncoder, answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+    from pathlib import Path
 
     from mens_exp.rows.schema import TrainingPair
-
-__all__ = [
-    "ENCODING_VERSION",
-    "Encoded",
-    "Labelling",
-    "TextEncoder",
-    "encode",
-    "messages_of",
-    "prompt_text",
-]
 
 ENCODING_VERSION = 4  # raise it when ids, masks or counts of the same row change
 _OBJECTIVES = ("assistant", "causal", "last_k")
@@ -313,3 +317,136 @@ def _flatten(
         unrolled=unrolled,
         short=short,
     )
+
+
+_SHARD: Final = 4_096  # rows; measured: one or two seconds' work of one core
+_POOL_FROM: Final = 16_384  # rows; measured: from about here two processes outrun their start
+_SHARD_ARRAYS: Final = ("ids", "supervised", "offsets")
+_SHARD_COUNTS: Final = ("truncated", "dropped", "unrolled", "short")
+_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def encode_parts(
+    pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling, kept: Path
+) -> Sequence[Encoded]:
+    """Encode rows, many of them by several processes.
+
+    Rows on disk are read by the process that encodes them.
+
+    Args:
+        pairs: the rows.
+        encoder: tokenizer with its chat template.
+        labelling: what is learned and how long a document may be.
+        kept: folder of finished shards, of these rows under this encoder and labelling only.
+
+    Returns:
+        The documents in parts; one after the other they are what `encode` returns. Those of many
+        rows are opened when they are asked for.
+
+    Raises:
+        SetupError: a process was ended from outside.
+        MensError: as `encode`; of the first shard that has a problem.
+    """
+    if len(pairs) < _POOL_FROM:
+        return [encode(pairs, encoder, labelling)]
+    shards = {
+        kept / f"{start:012}-{len(pairs)}-{_SHARD}": pairs[start : start + _SHARD]
+        for start in range(0, len(pairs), _SHARD)
+    }
+    missing = {shard: rows for shard, rows in shards.items() if _open_shard(shard) is None}
+    if usable_cores() < 2:  # noqa: PLR2004  # one core is this process's
+        for shard, rows in missing.items():
+            _store_shard(shard, encode(rows, encoder, labelling))
+    elif missing:
+        _encode_missing(missing, encoder, labelling)
+    return _Shards(list(shards))
+
+
+class _Shards(Sequence[Encoded]):
+    """Finished shards, each mapped only while it is used: there may be more than open files."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Shards: ...
+    def __getitem__(self, index: int | slice) -> Encoded | _Shards:
+        if isinstance(index, slice):
+            return _Shards(self._paths[index])
+        return _read_shard(self._paths[index])
+
+
+def _encode_missing(
+    missing: dict[Path, Sequence[TrainingPair]], encoder: TextEncoder, labelling: Labelling
+) -> None:
+    """Encode shards side by side; the first one in order that has a problem tells it."""
+    pool = ProcessPoolExecutor(
+        min(usable_cores(), len(missing)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin_process,
+        initargs=(encoder, labelling),
+    )
+    try:
+        for done in [pool.submit(_encode_shard, *shard) for shard in missing.items()]:
+            done.result()
+    except BrokenProcessPool as error:
+        raise SetupError(
+            "a process that encodes rows was ended",
+            where="data",
+            expected="memory for the tokenizer and some thousand rows in each process",
+            remedy="start again: the shards that are finished are kept",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_of_this_process: list[Any] = []  # of a process of the pool: its encoder and labelling
+
+
+def _begin_process(encoder: TextEncoder, labelling: Labelling) -> None:
+    os.environ.update(_ENVIRONMENT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to all; the first one acts
+    _of_this_process[:] = encoder, labelling
+
+
+def _encode_shard(shard: Path, pairs: Sequence[TrainingPair]) -> None:
+    encoder, labelling = _of_this_process
+    _store_shard(shard, encode(pairs, encoder, labelling))
+
+
+def _store_shard(shard: Path, part: Encoded) -> None:
+    counts = {name: getattr(part, name) for name in _SHARD_COUNTS}
+    files.store_arrays(
+        shard, {name: [getattr(part, name)] for name in _SHARD_ARRAYS}, lambda _: counts
+    )
+
+
+def _read_shard(shard: Path) -> Encoded:
+    part = _open_shard(shard)
+    if part is None:
+        raise SetupError(
+            "encoded documents cannot be read back as they were written",
+            where=str(shard),
+            remedy="check the disk, or give another one with MENS_EXP_CACHE=<folder>",
+        )
+    return part
+
+
+def _open_shard(shard: Path) -> Encoded | None:
+    found = files.open_arrays(shard)
+    if found is None:
+        return None
+    stored: dict[str, Any] = {**found[0], **{name: found[1][name] for name in _SHARD_COUNTS}}
+    return Encoded(**stored)

@@ -1,43 +1,38 @@
-"""Readers of files of training rows.
+"""Readers of files of training rows, and the quarantine of rows that cannot be used.
 
-A file is read whole and everything wrong with it is said at once: whoever wrote it
-fixes it in one go.
+A file is read whole and all its problems are reported together, so that its author can fix it in
+one go. A quarantined row keeps its place, content and reason, and is counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts import digest
-from mens_exp.artifacts.nearest import expected_name
+from mens_exp.artifacts import atomic, digest
 from mens_exp.config.data import RowFormat
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.errors import DataError, MensError, Problems, expected_name
 from mens_exp.rows.decode import Located, decoded_rows
-from mens_exp.rows.formats import ALIASES, KEYS, format_of, joined
 from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
-from mens_exp.rows.problems import json_type, shown
-from mens_exp.rows.quarantine import BadRow, put_aside
-from mens_exp.rows.schema import TrainingPair, to_json
+from mens_exp.rows.schema import (
+    ALIASES,
+    KEYS,
+    TrainingPair,
+    format_of,
+    joint_format,
+    json_type,
+    shown,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
-
-__all__ = [
-    "FileOfRows",
-    "Reading",
-    "RowReader",
-    "WrongRows",
-    "read_located",
-    "read_rows",
-    "row_line",
-    "rows_digest",
-]
-
 
 _MOST_BAD = 100_000  # bad rows of a file that has fewer good ones
 
@@ -169,7 +164,7 @@ class RowReader:
             if not self.how.quarantine or located.ends:
                 return wrong
             self.form, self._told_by = settled  # a bad row settles nothing
-            self.bad.append(put_aside(located, wrong))
+            self.bad.append(quarantined(located, wrong))
         return ()
 
     def _count_bad(self, wrong: Sequence[MensError]) -> None:
@@ -240,7 +235,7 @@ class RowReader:
         told = format_of(fields)
         if told is None:
             return self.form or RowFormat.pair
-        both = told if self.form is None else joined(self.form, told)
+        both = told if self.form is None else joint_format(self.form, told)
         if both is None:
             assert self.form is not None, "two formats met"
             raise DataError(
@@ -328,3 +323,99 @@ def rows_digest(pairs: Iterable[TrainingPair]) -> str:
 def row_line(pair: TrainingPair) -> bytes:
     """Return the line of a row that `rows_digest` hashes."""
     return digest.canonical_json(to_json(pair)) + b"\n"
+
+
+_NUMBER = re.compile(r"(?<![-\w])\d+")  # not that of UTF-8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRow:
+    """One row that is put aside.
+
+    Attributes:
+        file: what holds it.
+        line: its line there, or its row in a table, from 1.
+        raw: what stood there; bytes that are no text are escaped, of a line over the limit only
+            the beginning is kept, of a row that is no line its JSON.
+        problems: everything that is wrong with it, in full.
+    """
+
+    file: str
+    line: int
+    raw: str
+    problems: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def quarantined(row: Located, problems: Sequence[MensError]) -> BadRow:
+    """Keep a row with what is wrong with it."""
+    file, _, line = row.where.rpartition(":")
+    if row.raw or isinstance(row.value, DataError):
+        raw = row.raw.decode("utf-8", "backslashreplace")
+    else:
+        raw = json.dumps(row.value, default=repr)
+    return BadRow(
+        file=file,
+        line=int(line),
+        raw=raw,
+        problems=tuple(str(problem) for problem in problems),
+        reasons=tuple(dict.fromkeys(_reason(problem) for problem in problems)),
+    )
+
+
+def _reason(problem: MensError) -> str:
+    """Return what is wrong without what differs from row to row: numbers, and details behind it."""
+    return _NUMBER.sub("N", problem.what.partition(":")[0])
+
+
+def quarantine_counts(bad: Sequence[BadRow]) -> Counter[str]:
+    """Count rows by reason; a row with several counts for each of them."""
+    return Counter(reason for row in bad for reason in row.reasons)
+
+
+def quarantine_summary(bad: Sequence[BadRow], rows: int, most_frac: float) -> dict[str, Any]:
+    """Say for the record how many rows were put aside and why.
+
+    Too many are refused: rows of which many are bad were meant to be read otherwise.
+
+    Args:
+        bad: those that are put aside.
+        rows: how many there are, the bad ones included.
+        most_frac: the largest share that may be bad.
+
+    Raises:
+        DataError: more are.
+    """
+    if len(bad) <= most_frac * rows:
+        return {
+            "rows": rows,
+            "bad": len(bad),
+            "reasons": dict(sorted(quarantine_counts(bad).items())),
+        }
+    told = "; ".join(
+        f"{reason} ({count})" for reason, count in quarantine_counts(bad).most_common(5)
+    )
+    raise DataError(
+        "too many bad rows",
+        where="data.max_bad_frac",
+        found=f"{len(bad)} of {rows}, the first at {bad[0].file}:{bad[0].line}: {told}",
+        expected=f"at most {most_frac:g} of them",
+        remedy="mend the rows, or raise data.max_bad_frac",
+    )
+
+
+def write_quarantine(path: Path, bad: Sequence[BadRow]) -> None:
+    """Write rows that were put aside, one JSON object a line: file, line, problems, raw.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with atomic.stream(path) as file:
+        for row in bad:
+            record: dict[str, Any] = {
+                "file": row.file,
+                "line": row.line,
+                "problems": list(row.problems),
+                "raw": row.raw,
+            }
+            file.write(atomic.json_line(record, str(path)))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mens_exp.rows.answers import TextEncoder
-from mens_exp.rows.arrays import released
 from mens_exp.rows.encode import encode
+from mens_exp.rows.files import release_pages
 from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.encode import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
-
-__all__ = ["PieceEncoder", "PlacedTokens", "RoleCounts", "role_counts", "supervised_tokens"]
 
 _ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
 _ROLES = len(Role)
@@ -113,7 +111,7 @@ def role_counts(
     counter = _Counter(documents, encoder, labelling)
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
         counter.take(start, list(pairs[start : start + _ROWS_AT_ONCE]))
-        released(documents.ids, documents.supervised)
+        release_pages(documents.ids, documents.supervised)
     found = counter.found
     if found.why_unknown is None and found.documents < len(documents):
         name = pairs[counter.stuck].name if counter.stuck is not None else "the last row"

@@ -1,18 +1,23 @@
-"""The schema of one training row: a conversation that ends with an answer to learn.
+"""The schema of one training row, the formats it may be written in, and the problems found in it.
 
-Most rows are one prompt and one response; a row of several turns has the earlier ones as its
-history, so that whoever asks for the prompt and the response gets the last exchange.
+A row is a conversation that ends with an answer to learn. Most rows are one prompt and one
+response; a row of several turns has the earlier ones as its history, so that whoever asks for the
+prompt and the response gets the last exchange.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts import digest
+from mens_exp.config.data import RowFormat
+from mens_exp.errors import DataError, Problems
 
-__all__ = ["TrainingPair", "to_json"]
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,3 +129,144 @@ def _in_any_order(conversation: str) -> dict[str, Any]:
     if "tools" in held:
         held["tools"] = json.dumps(held["tools"], ensure_ascii=False)
     return held
+
+
+SHOWN_CHARS: Final = 60
+
+
+class RowProblems:
+    """Collects what is wrong with a row, so that all of it is told at once."""
+
+    def __init__(self, where: str) -> None:
+        """Collect for the row at ``where``, as ``file:line``."""
+        self.where = where
+        self._problems: list[DataError] = []
+
+    def add(
+        self, what: str, found: str, expected: str | None = None, remedy: str | None = None
+    ) -> None:
+        """Keep one problem."""
+        self._problems.append(
+            DataError(what, where=self.where, found=found, expected=expected, remedy=remedy)
+        )
+
+    def raise_if_any(self) -> None:
+        """Raise what was kept, if anything was.
+
+        Raises:
+            DataError: one problem.
+            Problems: several.
+        """
+        Problems.raise_if(self._problems)
+
+    def text(self, name: str, value: object) -> str | None:
+        """Return a text, or keep why the value is none.
+
+        Args:
+            name: how messages call the value, quoted where it is a key.
+            value: what the row has.
+        """
+        if not isinstance(value, str):
+            self.add(f"{name} must be a string", f"{json_type(value)} {shown(value)}")
+            return None
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            # JSON can spell half a surrogate pair; no tokenizer or file can hold it.
+            self.add(
+                f"{name} holds half a surrogate pair at character {error.start}",
+                shown(value[error.start]),
+                "text that UTF-8 can encode",
+            )
+            return None
+        return value
+
+    def filled(self, name: str, value: object) -> str:
+        """Return a text that is not blank; an empty one stands for what was kept as wrong."""
+        text = self.text(name, value)
+        if text is not None and not text.strip():
+            self.add(f"{name} is empty", shown(text), "some text")
+        return text or ""
+
+
+def shown(value: object) -> str:
+    """Write a value for a message, shortened and in characters that can be printed."""
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+
+
+def json_type(value: object) -> str:
+    """Name the type as JSON does, for readers who wrote JSON, not Python."""
+    for kind, name in (
+        (type(None), "null"),
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        (list, "array"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "object" if isinstance(value, Mapping) else type(value).__name__
+
+
+ALIASES: Final = {"instruction": "prompt", "output": "response", "turns": "messages"}
+_LABELS: Final = (
+    *("rating", "category", "language", "system", "group", "difficulty"),
+    "provenance",
+)
+KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
+    RowFormat.pair: ("prompt", "response", *_LABELS),
+    RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),
+    RowFormat.messages: ("messages", "tools", *_LABELS),
+    RowFormat.sharegpt: ("conversations", "tools", *_LABELS),
+}
+_PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
+
+# Keys of other common formats, which no spelling suggestion could explain: the names
+# that they stand for, and what to do.
+KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "text": (
+        ("prompt", "response"),
+        "split the text into 'prompt' and 'response': plain text says not what to supervise",
+    ),
+    "completion": (("response",), "rename it to 'response', or say data.columns.response=…"),
+    "question": (("prompt",), "rename it to 'prompt', or say data.columns.prompt=…"),
+    "answer": (("response",), "rename it to 'response', or say data.columns.response=…"),
+}
+
+
+def format_of(keys: Collection[object]) -> RowFormat | None:
+    """Tell how a row is written from its keys.
+
+    Args:
+        keys: the row's keys.
+
+    Returns:
+        The format; None where no key tells. A row of instruction and output without an `input`
+        is a pair: Alpaca's form for it is the same.
+    """
+    if "messages" in keys or "turns" in keys:
+        return RowFormat.messages
+    if "conversations" in keys:
+        return RowFormat.sharegpt
+    if "input" in keys:
+        return RowFormat.alpaca
+    return RowFormat.pair if _PAIR_KEYS & set(keys) else None
+
+
+def joint_format(first: RowFormat, other: RowFormat) -> RowFormat | None:
+    """Return the format of a file that has rows of both, or None where it can have none."""
+    if first is other:
+        return first
+    return RowFormat.alpaca if {first, other} == {RowFormat.pair, RowFormat.alpaca} else None
+
+
+def accepted_keys(form: RowFormat) -> str:
+    """Say which keys a row of a format may have."""
+    aliases = {name: alias for alias, name in ALIASES.items()}
+    names = [
+        f"{name!r} (alias {aliases[name]!r})" if name in aliases else repr(name)
+        for name in KEYS[form]
+    ]
+    return f"only the keys {', '.join(names[:-1])} and {names[-1]}"

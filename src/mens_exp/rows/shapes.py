@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.answers import TextEncoder
 
-__all__ = ["Piece", "Role", "Shape", "contents_of", "shape_of_answer"]
-
 _SENTINEL = re.compile(r"m3xp(\d{4})q")
 _REASONED = "</think>"
 _PAD = "\n\t \t"  # around a text, to see what the template trims

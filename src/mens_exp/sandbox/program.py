@@ -1,31 +1,24 @@
-"""Programs to execute, their limits, and the outcome."""
+"""Programs in the sandbox: files, limits and batches of them, and the Rust toolchain they use."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from mens_exp.errors import MensError
-from mens_exp.sandbox.process_tree import kill_tree
+from mens_exp.errors import MensError, SetupError
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Mapping
-
-__all__ = [
-    "PYTHON",
-    "Execution",
-    "Limits",
-    "Outcome",
-    "Program",
-    "Sandbox",
-    "Service",
-    "python_program",
-]
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PYTHON: Final = str(Path(sys.executable).resolve())
 """The interpreter without its virtual environment; the same path inside a sandbox."""
@@ -144,4 +137,253 @@ def python_program(source: str, *, stdin: str = "", name: str = "main.py") -> Pr
         files={name: source},
         stdin=stdin,
         env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
+    )
+
+
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_GONE: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """Memory that a tree holds now, and CPU time that it has spent."""
+
+    memory_bytes: int
+    cpu_s: float
+
+
+def tree_of(pid: int) -> Iterator[int]:
+    """Yield a process and all its living descendants."""
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        with contextlib.suppress(*_GONE):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                with contextlib.suppress(*_GONE):
+                    children = (task / "children").read_text("ascii")
+                    waiting += map(int, children.split())
+
+
+def use_of(pid: int, *, memory_above: int) -> Use:
+    """Measure a tree.
+
+    Pages that several of its processes share are counted once, but only where the quick count,
+    which takes them for each, is above ``memory_above`` bytes.
+    """
+    pids = list(tree_of(pid))
+    memory = sum(map(_resident_bytes, pids))
+    if memory > memory_above:
+        memory = sum(map(_proportional_bytes, pids))
+    return Use(memory_bytes=memory, cpu_s=sum(map(_cpu_s, pids)))
+
+
+def files_in(pid: int, place: str) -> int:
+    """Return how many files lie on the file system that a tree alone sees at ``place``.
+
+    A process that still sees this machine's own, because its sandbox is not made yet, says nothing.
+    """
+    ours = Path(place).stat().st_dev
+    for one in tree_of(pid):
+        with contextlib.suppress(OSError):
+            seen = Path(f"/proc/{one}/root{place}")
+            if seen.stat().st_dev != ours:
+                found = os.statvfs(seen)
+                return found.f_files - found.f_ffree
+    return 0
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and every descendant that can be found; one that is gone already is fine."""
+    for one in list(tree_of(pid)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(one, signal.SIGKILL)
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]) * _PAGE_BYTES
+    except _GONE:
+        return 0
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
+        sizes = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
+    except PermissionError:
+        return _resident_bytes(pid)  # it hides itself: counted in full
+    except _GONE:
+        return 0
+    return sum(map(int, sizes)) * 1024
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the time of a process and of the children that it has waited for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+    except _GONE:
+        return 0.0
+    after_name = stat.rpartition(")")[2].split()  # a name may hold blanks and parentheses
+    return sum(map(int, after_name[11:15])) / _TICKS_PER_S
+
+
+_T = TypeVar("_T")
+
+
+def run_all(
+    sandbox: Sandbox, programs: Sequence[Program], limits: Limits, workers: int | None = None
+) -> list[Execution]:
+    """Execute every program.
+
+    Args:
+        sandbox: where.
+        programs: what.
+        limits: of each one.
+        workers: how many at once; None is one for each processor this process may use.
+
+    Returns:
+        What came of each, in the order of the programs.
+
+    Raises:
+        SetupError: the sandbox broke; programs that had not begun are not executed.
+    """
+    return call_all([partial(sandbox.run, program, limits) for program in programs], workers)
+
+
+def call_all(calls: Sequence[Callable[[], _T]], workers: int | None = None) -> list[_T]:
+    """Make calls in threads, and return what they do, in their order.
+
+    Where one raises, those that had not begun are not made.
+    """
+    at_once = workers or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(at_once, thread_name_prefix="sandbox") as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+# measured: rustc 1.95 needs 0.5 s and less than 512 MiB for a task, linking included.
+_LEAST: Final = Limits(memory_mib=1024, cpu_s=30, wall_s=30, processes=64, file_mib=64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toolchain:
+    """The location of the compiler and its libraries, and its version."""
+
+    rustc: str
+    sysroot: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clippy:
+    """The location of Clippy's compiler and its libraries, and its version."""
+
+    driver: str
+    sysroot: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rustfmt:
+    """The location of the formatter and its libraries, and its version."""
+
+    tool: str
+    sysroot: str
+    version: str
+
+
+def find_rust() -> Toolchain:
+    """Find the compiler of this machine.
+
+    Raises:
+        SetupError: it, or the linker that it calls, is not installed.
+    """
+    found = shutil.which("rustc")
+    if found is None or shutil.which("cc") is None:
+        raise SetupError(
+            "Rust programs cannot be compiled",
+            found=f"no {'cc' if found else 'rustc'}",
+            expected="rustc and cc",
+            remedy="install Rust (https://rustup.rs, or apt-get install rustc) and gcc",
+        )
+    told = subprocess.run(  # noqa: S603  # found above
+        [found, "--print", "sysroot"], capture_output=True, text=True, check=False, timeout=60
+    )
+    if told.returncode != 0:
+        raise SetupError(
+            "rustc does not work", found=told.stderr.strip(), remedy="rustup default stable"
+        )
+    sysroot = told.stdout.strip()
+    rustc = f"{sysroot}/bin/rustc"
+    return Toolchain(rustc=rustc, sysroot=sysroot, version=_version(rustc, "rustc", "rustc"))
+
+
+def find_clippy(toolchain: Toolchain) -> Clippy:
+    """Find the Clippy that belongs to a compiler.
+
+    Raises:
+        SetupError: it is not installed, or does not start.
+    """
+    driver = f"{toolchain.sysroot}/bin/clippy-driver"
+    return Clippy(
+        driver=driver,
+        sysroot=toolchain.sysroot,
+        version=_version(driver, "clippy", "rust-clippy"),
+    )
+
+
+def find_rustfmt(toolchain: Toolchain) -> Rustfmt:
+    """Find the formatter that belongs to a compiler.
+
+    Raises:
+        SetupError: it is not installed, or does not start.
+    """
+    tool = f"{toolchain.sysroot}/bin/rustfmt"
+    version = _version(tool, "rustfmt", "rustfmt")
+    return Rustfmt(tool=tool, sysroot=toolchain.sysroot, version=version)
+
+
+def _version(tool: str, component: str, package: str) -> str:
+    """Return the version of a tool of the toolchain.
+
+    Args:
+        tool: its path.
+        component: its name for rustup.
+        package: its name for apt-get.
+
+    Raises:
+        SetupError: it is not installed, or does not start.
+    """
+    try:
+        told = subprocess.run(  # noqa: S603  # of the toolchain that was found
+            [tool, "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+        found = told.stderr.strip() if told.returncode else None
+    except OSError as error:
+        found = f"{tool}: {error.strerror}"
+    if found is not None:
+        raise SetupError(
+            f"{component} does not work, or is not installed",
+            found=found,
+            expected=f"{component} of the toolchain that rustc belongs to",
+            remedy=f"run: rustup component add {component}, or apt-get install {package}",
+        )
+    return told.stdout.strip()
+
+
+def least_rust_limits(limits: Limits) -> Limits:
+    """Return limits that a compiler can work within, and no less than was given."""
+    return replace(
+        limits,
+        memory_mib=max(limits.memory_mib, _LEAST.memory_mib),
+        cpu_s=max(limits.cpu_s, _LEAST.cpu_s),
+        wall_s=max(limits.wall_s, _LEAST.wall_s),
+        processes=max(limits.processes, _LEAST.processes),
+        file_mib=max(limits.file_mib, _LEAST.file_mib),
     )

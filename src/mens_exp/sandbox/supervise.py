@@ -1,24 +1,33 @@
-"""Wait for a process tree within its limits, and end it where one is passed."""
+"""Execute a program under supervision: kernel limits, its process tree, and how it ended.
+
+The limits are those that the kernel keeps for each process and those of the whole tree. The sandbox
+`unsafe` adds nothing to this: plain processes with limits and no isolation, for those who ask for
+it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import selectors
+import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.errors import MensError
-from mens_exp.sandbox.process_tree import files_in, use_of
-from mens_exp.sandbox.program import Outcome
+from mens_exp.artifacts.scorecard import UNSAFE
+from mens_exp.errors import MensError, SetupError
+from mens_exp.sandbox.program import Execution, Outcome, Service, files_in, kill_tree, use_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mens_exp.sandbox.program import Limits
-
-__all__ = ["Ended", "supervise"]
+    from mens_exp.sandbox.program import Limits, Program
 
 _MOST_FILES: Final = 10_000  # each is a kilobyte of the kernel's memory, whatever it holds
 _SAMPLE_S: Final = 0.05  # how often memory and processor time are looked at
@@ -160,3 +169,166 @@ def _close(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
+
+
+_SHELL_SIGNALS: Final = 128  # bubblewrap reports a signal as 128 more than its number
+# What a runtime says that was refused memory: CPython, and Rust, which adds a note.
+_REFUSED_MEMORY: Final = ("MemoryError", "memory allocation of ")
+_LAST_LINES: Final = 3
+
+
+def execution_of(ended: Ended, status: int, *, sandbox: str) -> Execution:
+    """Describe an execution.
+
+    Args:
+        ended: what was watched.
+        status: the program's exit status; above 128, or negative, a signal. A program that exits
+            with such a number of its own is taken for killed.
+        sandbox: the kind that ran it.
+    """
+    number = _signal_of(status) if ended.by_limit is None else signal.SIGKILL
+    stdout, stderr = (
+        bytes(ended.written[name]).decode("utf-8", errors="replace")
+        for name in ("stdout", "stderr")
+    )
+    return Execution(
+        outcome=ended.by_limit or _outcome(status, number, stderr),
+        exit_code=status if number is None else None,
+        signal=None if number is None else int(number),
+        stdout=stdout,
+        stderr=stderr,
+        cut=tuple(ended.cut),
+        wall_s=ended.wall_s,
+        sandbox=sandbox,
+    )
+
+
+def _signal_of(status: int) -> int | None:
+    number = -status if status < 0 else status - _SHELL_SIGNALS
+    return number if number in signal.valid_signals() else None
+
+
+def _outcome(status: int, number: int | None, stderr: str) -> Outcome:
+    if status == 0:
+        return Outcome.ok
+    if number == signal.SIGXCPU:
+        return Outcome.cpu_time
+    last = stderr.rstrip().splitlines()[-_LAST_LINES:]
+    if any(line.startswith(_REFUSED_MEMORY) for line in last):
+        return Outcome.memory
+    return Outcome.failed if number is None else Outcome.killed_signal
+
+
+_OPEN_FILES: Final = 256  # a linker opens every library at once
+_KILL_AFTER_S: Final = 1  # from SIGXCPU, which can be ignored, to SIGKILL, which cannot
+
+
+def found_tool(name: str, *, package: str) -> str:
+    """Return where a program of this machine is.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise SetupError(
+            f"{name} is not installed, and generated programs are executed with it alone",
+            remedy=f"apt-get install {package}; sandbox=none measures what needs no execution; "
+            "sandbox=unsafe executes without isolation",
+        )
+    return found
+
+
+def limiting_command(prlimit: str, limits: Limits, *, processes: int | None) -> list[str]:
+    """Return the words before a command that lower its limits.
+
+    Args:
+        prlimit: where util-linux's prlimit is.
+        limits: what they are.
+        processes: most processes of the user id, or None to leave that as it is.
+    """
+    cpu_s = max(1, math.ceil(limits.cpu_s))
+    words = [
+        prlimit,
+        f"--as={limits.memory_mib * 2**20}",
+        f"--cpu={cpu_s}:{cpu_s + _KILL_AFTER_S}",
+        f"--fsize={limits.file_mib * 2**20}",
+        f"--nofile={_OPEN_FILES}",
+        "--core=0",
+    ]
+    if processes is not None:
+        words.append(f"--nproc={processes}")
+    return words
+
+
+class Unsafe:
+    """A process in a temporary directory, with your rights.
+
+    It can read, write and send what you can. Memory, processor time, wall time, output and the
+    size of each file are limited; processes are not, and one that leaves its group can survive.
+    """
+
+    kind = UNSAFE
+
+    def __init__(self) -> None:
+        """Find the tool.
+
+        Raises:
+            SetupError: it is not installed.
+        """
+        self._prlimit = found_tool("prlimit", package="util-linux")
+
+    def run(self, program: Program, limits: Limits) -> Execution:
+        """Execute one program; safe to call from several threads."""
+        with tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True) as work:
+            _write_files(program, work)
+            with tempfile.TemporaryFile() as stdin:
+                stdin.write(program.stdin.encode("utf-8", "surrogatepass"))
+                stdin.seek(0)
+                started = time.monotonic()
+                process = subprocess.Popen(  # noqa: S603  # asked for by name
+                    [*limiting_command(self._prlimit, limits, processes=None), *program.argv],
+                    stdin=stdin if program.channel is None else program.channel,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=_environment(work, program),
+                    cwd=work,
+                    start_new_session=True,
+                )
+            try:
+                ended = supervise(
+                    process, limits, started=started, kill=lambda: kill_tree(process.pid)
+                )
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it left behind in its group
+        return execution_of(ended, ended.returncode, sandbox=self.kind)
+
+    def start(self, program: Program, limits: Limits) -> Service:
+        """Start a program that lives until its channel is closed."""
+        with contextlib.ExitStack() as surroundings:
+            work = surroundings.enter_context(
+                tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True)
+            )
+            _write_files(program, work)
+            process = subprocess.Popen(  # noqa: S603  # asked for by name
+                [*limiting_command(self._prlimit, limits, processes=None), *program.argv],
+                stdin=program.channel,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(work, program),
+                cwd=work,
+                start_new_session=True,
+            )
+            return Service(process=process, surroundings=surroundings.pop_all())
+
+
+def _write_files(program: Program, work: str) -> None:
+    for name, content in program.files.items():
+        data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        (Path(work) / name).write_bytes(data)
+
+
+def _environment(work: str, program: Program) -> dict[str, str]:
+    path = os.environ.get("PATH", os.defpath)
+    return {"HOME": work, "LANG": "C.UTF-8", "PATH": path, "TMPDIR": work, **program.env}

@@ -1,23 +1,354 @@
-"""The executor of each option of hydra/launcher, and what keeps it from working here."""
+"""Executors of a sweep: Slurm or local processes, by the option of hydra/launcher.
+
+Each refuses what keeps it from working here before anything is started. Slurm alone knows whether a
+job is at work: on another machine, and whether or not the launcher lives. A job that reached its
+time limit puts itself back into the queue (`slurm_task`), one that is preempted is put back by
+Slurm; both go on from the last checkpoint.
+"""
 
 from __future__ import annotations
 
+import itertools
+import shlex
+import signal
+from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mens_exp.config.launcher import SlurmLauncher, launcher_settings
+import psutil
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.host import lock_holder
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import AttemptLog, JobAttempt, JobState
+from mens_exp.config.sweep import SlurmLauncher, launcher_settings
 from mens_exp.errors import ConfigError
-from mens_exp.sweeps.local import LocalExecutor
-from mens_exp.sweeps.slurm import SlurmExecutor
-from mens_exp.sweeps.slurm_script import slurm_problems
+from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.process import VISIBLE, Ended, Found, Stop, environment_of, start
+from mens_exp.sweeps.slurm_commands import (
+    call,
+    is_silence,
+    queue_of,
+    refused,
+    script,
+    slurm_problems,
+)
+from mens_exp.sweeps.slurm_task import TIMEOUT
 
 if TYPE_CHECKING:
-    from mens_exp.artifacts.sweep import SweepRecord
-    from mens_exp.artifacts.sweep_dir import SweepDir
-    from mens_exp.config.launcher import Launcher
-    from mens_exp.errors import MensError
-    from mens_exp.sweeps.executor import Executor
+    from collections.abc import Sequence
 
-__all__ = ["executor_of", "executor_problems"]
+    from mens_exp.artifacts.sweep import SweepDir, SweepJob, SweepRecord
+    from mens_exp.config.sweep import Launcher
+    from mens_exp.errors import MensError
+    from mens_exp.sweeps.process import Executor, Process, Work
+    from mens_exp.sweeps.slurm_commands import Seen
+
+_MEANS = {
+    "BOOT_FAIL": "its node did not start",
+    "CANCELLED": "ended by scancel",
+    "DEADLINE": "it could not end before its deadline",
+    "LAUNCH_FAILED": "Slurm could not start it",
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "it took more than its memory (hydra.launcher.mem_gb)",
+    "PREEMPTED": "another job took its node",
+    "RECONFIG_FAIL": "its node could not be set up",
+}
+# One that a search ended is, where the launcher died before it could tell Slurm.
+_MAY_BE_AT_WORK = frozenset({JobState.RUNNING, JobState.WAITING, JobState.PRUNED})
+_LOOKS = 3  # at which a job has to be missing before it counts as gone
+_MAY_PASS = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "RECONFIG_FAIL"})
+
+
+class SlurmWork:
+    """One task of an array."""
+
+    def __init__(self, executor: SlurmExecutor, job: SweepJob, queue_id: str) -> None:
+        """Take a job by its number in the queue."""
+        self._executor, self._job, self.queue_id = executor, job, queue_id
+        self.waits: str | None = f"submitted to Slurm as {queue_id}"
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs or waits."""
+        log = self._executor.log(self._job)
+        self._job["attempts"][:] = log.attempts()
+        if self._executor.silence is not None:
+            told = f"{self._executor.silence}; Slurm may still have it as {self.queue_id}"
+            return Ended(exit_code=None, stop=Stop(state=JobState.FAILED, reason=told))
+        if not self._executor.has_answered:
+            return None
+        seen = self._executor.seen.get(self.queue_id)
+        if seen is not None and not seen.is_over:
+            queued = f"in Slurm's queue as {self.queue_id}: {seen.reason}"
+            self.waits = queued if seen.is_waiting else None
+            return None
+        if self._job["attempts"] and self._job["attempts"][-1]["ended_utc"] is None:
+            log.ended(None, why=None if seen is None else seen.state)
+            self._job["attempts"][:] = log.attempts()
+        return self._ended(seen)
+
+    def end(self) -> None:
+        """Let it close its record and end; what Slurm ends so is not put back."""
+        self._executor.end(self.queue_id)
+
+    def _ended(self, seen: Seen | None) -> Ended:
+        mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
+        if seen is None and mine:  # it ended so long ago that Slurm has forgotten it
+            return Ended(exit_code=mine[-1]["exit_code"])
+        if seen is None:  # measured on 22.05: one that is cancelled in the queue is not kept
+            reason = f"CANCELLED: {self.queue_id} left Slurm's queue before it began"
+            return Ended(exit_code=None, stop=Stop(state=JobState.CANCELLED, reason=reason))
+        late = sum(one.get("why") == TIMEOUT for one in mine)
+        if seen.state == TIMEOUT or (mine and mine[-1].get("why") == TIMEOUT):
+            settings = self._executor.launcher
+            times = f"{late} time{'' if late == 1 else 's'}"
+            reason = f"{TIMEOUT}: its {settings.timeout_min} minutes were over, {times}"
+            may_pass = late <= settings.max_num_timeout
+            stop = Stop(state=JobState.FAILED, reason=reason, may_pass=may_pass)
+        elif seen.state in _MEANS:
+            state = JobState.CANCELLED if seen.state == "CANCELLED" else JobState.FAILED
+            reason = f"{seen.state}: {_MEANS[seen.state]}"
+            stop = Stop(state=state, reason=reason, may_pass=seen.state in _MAY_PASS)
+        elif not mine:
+            said = self._executor.output(self.queue_id) or f"exit code {seen.exit_code}"
+            reason = f"{seen.state}: it never began: {said}"
+            stop = Stop(state=JobState.FAILED, reason=reason)
+        else:
+            return Ended(exit_code=mine[-1]["exit_code"])
+        return Ended(exit_code=None, stop=stop)
+
+
+class SlurmExecutor:
+    """`hydra/launcher=slurm`."""
+
+    def __init__(self, directory: SweepDir, record: SweepRecord, launcher: SlurmLauncher) -> None:
+        """Take a sweep whose jobs are frozen."""
+        self.launcher, self.look_s = launcher, launcher.poll_s
+        self.seen: dict[str, Seen] = {}
+        self.has_answered = False
+        self.silence: str | None = None  # why jobs can no longer be followed
+        self._directory, self._record = directory, record
+        self._batch = directory.batch.resolve()
+        self._unwanted: set[str] = set()  # jobs to be ended, of which Slurm could not be told
+        self._gone: Counter[str] = Counter()  # looks at which Slurm did not list a job
+        self._is_unsure = False  # whether Slurm took the last submission
+
+    def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
+        """Submit all jobs as one array; while Slurm does not answer, they wait."""
+        if self._is_unsure and not self.has_answered:
+            return []
+        there = [(job, work) for job in jobs if self._is_unsure and (work := self._queued(job))]
+        self._is_unsure = False
+        taken = {job["number"] for job, _ in there}
+        return [*there, *self._submitted([job for job in jobs if job["number"] not in taken])]
+
+    def _submitted(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
+        if not jobs:
+            return []
+        self._batch.mkdir(parents=True, exist_ok=True)
+        numbers = [job["number"] for job in jobs]
+        path = self._batch / f"submission_{len(list(self._batch.glob('*.sh'))) + 1}.sh"
+        arguments = [
+            str(self._directory.path.resolve()),
+            f"--timeout-min={self.launcher.timeout_min}",
+            f"--signal-delay-s={self.launcher.signal_delay_s}",
+            f"--max-num-timeout={self.launcher.max_num_timeout}",
+            *([ACCEPT_CHANGES] if self._record.changes == "accept" else []),
+        ]
+        text = script(self.launcher, numbers, batch=self._batch, arguments=arguments)
+        atomic.write_text(path, text)
+        try:
+            array = call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
+        except OSError as error:
+            if is_silence(str(error)):
+                self._is_unsure, self.has_answered = True, False
+                for job in jobs:
+                    job["reason"] = f"Slurm does not answer: {error}"
+                return []
+            return [(job, f"Slurm did not take it: {error}") for job in jobs]
+        self.poll()
+        return [(job, SlurmWork(self, job, f"{array}_{job['number']}")) for job in jobs]
+
+    def adopt(self, job: SweepJob) -> Work | None:
+        """Take up a job that an earlier launcher left in Slurm's queue or at work."""
+        if not self.has_answered:
+            try:
+                self.seen, self.has_answered = queue_of(self._batch), True
+            except OSError as error:
+                raise refused(str(error)) from error
+        job["attempts"][:] = self.log(job).attempts()
+        return self._queued(job) if job["state"] in _MAY_BE_AT_WORK else None
+
+    def _queued(self, job: SweepJob) -> SlurmWork | None:
+        """Return a job's work, where Slurm has it in its queue or at work."""
+        mine = [one for one in self.seen.values() if one.number == job["number"]]
+        ids = [one.queue_id for one in mine if not one.is_over]
+        return SlurmWork(self, job, ids[-1]) if ids else None
+
+    def poll(self) -> None:
+        """Ask Slurm how all jobs are; where it does not answer, they stay as they were."""
+        try:
+            found, self.has_answered = queue_of(self._batch), True
+        except OSError:  # a controller that restarts; the next answer tells of all that happened
+            self.has_answered = False
+            return
+        gone = {name for name, last in self.seen.items() if not last.is_over} - found.keys()
+        self._gone = Counter({name: self._gone[name] + 1 for name in gone})
+        # Measured on 22.05: a controller that was killed does not list all jobs at once.
+        kept = {name: self.seen[name] for name in gone if self._gone[name] < _LOOKS}
+        self.seen = found | kept
+        for queue_id in sorted(self._unwanted):
+            self.end(queue_id)
+
+    def end(self, queue_id: str) -> None:
+        """Let Slurm end one job; where it does not answer, it is told again when it does."""
+        self._unwanted.discard(queue_id)
+        try:
+            call(["scancel", queue_id])
+        except OSError as error:  # else it has ended by itself
+            if is_silence(str(error)):
+                self._unwanted.add(queue_id)
+
+    def cancel(self, works: Sequence[Work], number: int) -> None:
+        """Let Slurm end the jobs: it tells them, and kills what has not closed its record."""
+        del number
+        ids = [work.queue_id for work in works if isinstance(work, SlurmWork)]
+        if not ids:
+            return
+        try:
+            call(["scancel", *ids])
+        except OSError as error:
+            self.silence = f"`{shlex.join(['scancel', *ids])}` failed: {error}"
+
+    def log(self, job: SweepJob) -> AttemptLog:
+        """Return the log of a job's attempts."""
+        return AttemptLog(self._directory.attempts(job["number"]))
+
+    def output(self, queue_id: str) -> str | None:
+        """Return the last line of a script's own output."""
+        try:
+            text = (self._batch / f"slurm_{queue_id}.out").read_text("utf-8", "replace")
+        except OSError:  # it did not come to that
+            return None
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else None
+
+
+class LocalWork:
+    """A job's process, of this launcher or of an earlier one."""
+
+    waits: str | None = None
+
+    def __init__(self, job: SweepJob, run: RunDir, process: Process) -> None:
+        """Take a job whose last attempt is that process."""
+        self.is_over = False
+        self._job, self._run, self._process = job, run, process
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs."""
+        ended = self._process.ended()
+        if ended is None:
+            return None
+        attempt = self._job["attempts"][-1]
+        other = lock_holder(self._run.job_lock)
+        if other is not None:  # started by a launcher that died before it could note it
+            attempt["pid"], attempt["process_started"] = other
+            self._process = Found(*other)
+            return None
+        attempt["ended_utc"] = utc_now()
+        attempt["exit_code"], attempt["peak_rss_bytes"] = ended.exit_code, ended.peak_rss_bytes
+        self.is_over = True
+        return ended
+
+    def end(self) -> None:
+        """Let it close its record and end."""
+        self.pass_on(signal.SIGTERM)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to the process and to what it has started."""
+        self._process.pass_on(number)
+
+
+class LocalExecutor:
+    """`hydra/launcher=local`: a slot for each of the jobs that run at a time."""
+
+    look_s = 0.1  # a job takes seconds at least
+
+    def __init__(self, directory: SweepDir, record: SweepRecord) -> None:
+        """Take a sweep whose jobs are frozen."""
+        self._directory, self._record = directory, record
+        self._slots: dict[int, LocalWork] = {}
+
+    def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
+        """Start jobs in the free slots."""
+        self._slots = {slot: work for slot, work in self._slots.items() if not work.is_over}
+        many = self._record.n_jobs
+        free = [slot for slot in range(many) if slot not in self._slots]
+        free = free[: max(0, many - len(self._slots))]
+        return [(job, self._started(slot, job)) for slot, job in zip(free, jobs, strict=False)]
+
+    def _started(self, slot: int, job: SweepJob) -> Work | str:
+        record, run = self._record, self._run_dir(job)
+        arguments = [str(run.path)] + [ACCEPT_CHANGES] * (record.changes == "accept")
+        began = utc_now()
+        try:
+            process = start(arguments, run.log, self._environment(slot, job))
+        except OSError as error:
+            return f"no process could be started: {error}"
+        process.has_others = job.get("processes", 1) > 1
+        job["attempts"].append(
+            JobAttempt(
+                pid=process.pid,
+                process_started=process.started,
+                started_utc=began,
+                ended_utc=None,
+                exit_code=None,
+                peak_rss_bytes=None,
+            )
+        )
+        self._slots[slot] = LocalWork(job, run, process)
+        return self._slots[slot]
+
+    def adopt(self, job: SweepJob) -> Work | None:
+        """Take up a process of an earlier launcher, over `n_jobs` where they are more."""
+        if job["state"] != JobState.RUNNING:
+            return None
+        last = job["attempts"][-1]
+        work = LocalWork(job, self._run_dir(job), Found(last["pid"], last["process_started"]))
+        self._slots[self._slot_of(job, last["pid"])] = work
+        return work
+
+    def _slot_of(self, job: SweepJob, pid: int) -> int:
+        """Return the slot whose GPUs a process was given, else the first that is free."""
+        with suppress(psutil.Error):  # it has ended, or the system does not tell
+            given = psutil.Process(pid).environ().get(VISIBLE, "")
+            for slot in range(self._record.n_jobs):
+                if slot not in self._slots and self._environment(slot, job).get(VISIBLE) == given:
+                    return slot
+        return next(slot for slot in itertools.count() if slot not in self._slots)
+
+    def _environment(self, slot: int, job: SweepJob) -> dict[str, str]:
+        record = self._record
+        return environment_of(
+            slot,
+            threads=record.threads,
+            gpus=record.gpus,
+            each=record.gpus_per_job,
+            processes=job.get("processes", 1),
+        )
+
+    def poll(self) -> None:
+        """Do nothing: each process is asked by itself."""
+
+    def cancel(self, works: Sequence[Work], number: int) -> None:
+        """Hand a signal on to the processes."""
+        for work in works:
+            assert isinstance(work, LocalWork), "this executor made it"
+            work.pass_on(number)
+
+    def _run_dir(self, job: SweepJob) -> RunDir:
+        return RunDir(self._directory.path / job["directory"])
 
 
 def executor_of(directory: SweepDir, record: SweepRecord) -> Executor:

@@ -10,22 +10,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.code_digest import code_digest
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.job import Job
-from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.artifacts.host import machine_fault, run_lock
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held
+from mens_exp.artifacts.sweep import Job
 from mens_exp.errors import MensError, Problems, RequestError
-from mens_exp.tasks.one_run import CANCELLED, ended, run_task
+from mens_exp.tasks.run import CANCELLED, ended, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mens_exp.config.overrides import Cell
-
-__all__ = ["ACCEPT_CHANGES", "main"]
 
 ACCEPT_CHANGES = "--accept-changes"
 _KEPT = frozenset({"job.json", "job.lock", "job.log", "config.yaml"})
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     # A launcher in a shell's background has Ctrl-C ignored, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with held(run.job_lock):
+        with run_lock(run.job_lock):
             return _work(run, accept=ACCEPT_CHANGES in arguments)
     except MensError as error:
         # In one line: the last one of the log is the reason that the sweep's record gives.
@@ -72,10 +69,10 @@ def _work(run: RunDir, *, accept: bool) -> int:
     if cell.config.task.name != "train":
         _put_aside(run, len(list(run.path.glob("attempt_*"))) + 1)
         return run_task(run.path, cell)
-    from mens_exp.tasks.resume import go_on, prepare
+    from mens_exp.tasks.train import prepare_resumption, resume_training
 
-    resumption = prepare(str(run.path), {})
-    return ended(lambda: go_on(resumption), run.path)
+    resumption = prepare_resumption(str(run.path), {})
+    return ended(lambda: resume_training(resumption), run.path)
 
 
 def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
@@ -117,12 +114,14 @@ def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
         if not path.is_file() or sha256_file(path) != sha256:
             yield RequestError("has changed since the launch", where=name, remedy=remedy)
     if job.contract is not None:
-        from mens_exp.plan.checks import data
+        from mens_exp.plan import preflight
         from mens_exp.plan.contract import contract_of
 
         now = contract_of(cell.config).digest
         if now != job.contract:
-            yield from data.check(cell.config)  # it raises where rows are not there at all
+            yield from preflight.check_data(
+                cell.config
+            )  # it raises where rows are not there at all
             yield RequestError(
                 "the files that it names have changed since the launch",
                 where="data",

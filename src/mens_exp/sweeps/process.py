@@ -1,4 +1,7 @@
-"""A job's process: one that this launcher started, or one that an earlier launcher left behind."""
+"""Start, supervise and stop a job's process, with its share of threads and GPUs.
+
+Also the protocol of an executor: start jobs, report their state, end them.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,22 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from mens_exp.artifacts import own_process
-from mens_exp.artifacts.host_memory import peak_rss_bytes
-from mens_exp.artifacts.run_lock import is_alive
-from mens_exp.tasks import following
+from mens_exp.artifacts import host
+from mens_exp.artifacts.host import is_alive, peak_rss_bytes
+from mens_exp.config.sweep import SlurmLauncher
+from mens_exp.errors import MensError, RequestError
+from mens_exp.plan.machine import cores
+from mens_exp.tasks import coordinator
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.sweep import JobState
-
-__all__ = ["Child", "Ended", "Found", "Process", "Stop", "signal_group", "start"]
+    from mens_exp.artifacts.sweep import JobState, SweepJob
+    from mens_exp.config.overrides import Cell
+    from mens_exp.config.root import RunConfig
+    from mens_exp.config.sweep import Launcher
 
 _KIB = 1024
 _LOOK_S = 1.0  # between two looks at the memory of processes, whose peaks the system keeps
@@ -153,7 +159,7 @@ def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -
     """
     with log.open("ab") as output:
         command = ["-m", "mens_exp.sweeps.job", *arguments]
-        return Child(own_process.spawn(command, output=output, environment=environment))
+        return Child(host.spawn_python(command, output=output, environment=environment))
 
 
 def _others_of(pid: int) -> list[int]:
@@ -162,7 +168,7 @@ def _others_of(pid: int) -> list[int]:
     try:
         for child in psutil.Process(pid).children():
             with suppress(psutil.Error):  # it has just ended
-                if following.__name__ in child.cmdline():
+                if coordinator.__name__ in child.cmdline():
                     found.append(child.pid)
     except psutil.Error:
         pass
@@ -185,3 +191,149 @@ def signal_group(pid: int, number: int) -> None:
             os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
         pass  # it has ended
+
+
+class Work(Protocol):
+    """One job in the hands of an executor.
+
+    Attributes:
+        waits: why it does not run yet; None while it does.
+    """
+
+    waits: str | None
+
+    def ended(self) -> Ended | None:
+        """Tell how it ended; None while it runs or waits.
+
+        The attempts of the job's record are brought up to date on the way.
+        """
+        ...
+
+    def end(self) -> None:
+        """Let this job alone close its record and end, as nobody wants its result any more."""
+        ...
+
+
+class Executor(Protocol):
+    """A place where the jobs of a sweep run."""
+
+    look_s: float  # between two looks at them, in seconds
+
+    def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
+        """Take as many waiting jobs, in order, as there is room for; the others are offered again.
+
+        A sweep that lists its cells offers all of them from the first; a search offers each as it
+        is drawn.
+
+        Returns:
+            Each one taken, with its work, or with why it could not be started.
+        """
+        ...
+
+    def adopt(self, job: SweepJob) -> Work | None:
+        """Take up a job that an earlier launcher left behind; None where it is not at work."""
+        ...
+
+    def poll(self) -> None:
+        """Ask how all jobs are, once for all of them; their works then tell of it."""
+        ...
+
+    def cancel(self, works: Sequence[Work], number: int) -> None:
+        """Let jobs close their records and end.
+
+        Args:
+            works: those at work.
+            number: of the signal that asked for it.
+        """
+        ...
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def jobs_at_a_time(launcher: Launcher) -> int:
+    """Return how many jobs run beside each other, at most."""
+    if isinstance(launcher, SlurmLauncher):
+        return launcher.array_parallelism
+    if launcher.n_jobs > 0:
+        return launcher.n_jobs
+    return max(1, cores() + 1 + launcher.n_jobs)
+
+
+def threads_per_job(launcher: Launcher) -> int:
+    """Share the cores out among the jobs that run at a time, unless the user has."""
+    if isinstance(launcher, SlurmLauncher):
+        return launcher.cpus_per_task
+    if launcher.threads is not None:
+        return launcher.threads
+    given = os.environ.get(_THREADS[0], "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return max(1, cores() // jobs_at_a_time(launcher))
+
+
+def processes_of(config: RunConfig) -> int:
+    """Count the processes of a job on its machine."""
+    return config.trainer.devices if config.task.name == "train" else 1
+
+
+def gpus_per_job(cells: Sequence[Cell]) -> int:
+    """Return how many GPUs the widest job may use; 0 where none may."""
+    configs = [cell.config for cell in cells]
+    many = [processes_of(one) for one in configs if one.trainer.accelerator != "cpu"]
+    return max(many, default=0)
+
+
+def gpus_of(slot: int, gpus: Sequence[str], each: int) -> tuple[str, ...]:
+    """Return the GPUs of a slot.
+
+    Args:
+        slot: the place among the jobs that run at a time.
+        gpus: those that all jobs share.
+        each: GPUs of a slot; slots of one may take the same one in turn.
+    """
+    if each == 1:
+        return (gpus[slot % len(gpus)],) if gpus else ()
+    return tuple(gpus[slot * each : (slot + 1) * each])
+
+
+def gpu_problems(gpus: Sequence[str], each: int, n_jobs: int) -> list[MensError]:
+    """Refuse more jobs of several GPUs at a time than there are GPUs for.
+
+    Args:
+        gpus: those that all jobs share; none where that is unknown.
+        each: GPUs of a slot.
+        n_jobs: jobs at a time.
+    """
+    if each == 1 or not gpus or n_jobs * each <= len(gpus):
+        return []
+    most = len(gpus) // each
+    return [
+        RequestError(
+            "so many jobs at a time need more GPUs than there are",
+            where="hydra.launcher.n_jobs",
+            found=f"{n_jobs} of {each} GPUs each (trainer.devices), and {len(gpus)} are here",
+            expected=f"at most {most}",
+            remedy=f"choose hydra.launcher.n_jobs={most}" if most else "choose fewer processes",
+        )
+    ]
+
+
+def environment_of(
+    slot: int, *, threads: int, gpus: Sequence[str], each: int = 1, processes: int = 1
+) -> dict[str, str]:
+    """Return the environment of a job.
+
+    Args:
+        slot: the place among the jobs that run at a time.
+        threads: of the job, shared out among its processes; torch takes the number from here.
+        gpus: devices, taken in turn by the slots.
+        each: GPUs of a slot.
+        processes: of the job.
+    """
+    made = {**os.environ, **dict.fromkeys(_THREADS, str(max(1, threads // processes)))}
+    made.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # as the command line sets it
+    if mine := gpus_of(slot, gpus, each):
+        made[VISIBLE] = ",".join(mine[:processes])
+    return made

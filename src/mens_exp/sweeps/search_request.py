@@ -1,43 +1,247 @@
-"""The request of a command with hydra/sweeper=optuna, and every problem with it."""
+"""Read and check a search (hydra/sweeper=optuna): its request, its space, and its cells.
+
+Before the first draw the space is probed: which options go together, which values can never run,
+and which settings do nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.nearest import expected_name
-from mens_exp.artifacts.search import SearchRecord
+from mens_exp.artifacts.sweep import SearchRecord
 from mens_exp.config.fields import range_problems
-from mens_exp.config.launcher import SlurmLauncher, launcher_settings
-from mens_exp.config.search import OptunaSweeper, Pruner, Sampler, search_settings
-from mens_exp.config.search_space import read_space
-from mens_exp.config.sweep import Invalid
-from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems, RequestError
-from mens_exp.evals.kpi_table import KPIS, Direction
-from mens_exp.sweeps.capacity import device_problems, machine_notes
+from mens_exp.config.override_values import NO_KEY
+from mens_exp.config.overrides import Checked, check
+from mens_exp.config.search_space import read_space, written
+from mens_exp.config.sweep import (
+    Invalid,
+    OptunaSweeper,
+    Pruner,
+    Sampler,
+    SlurmLauncher,
+    launcher_settings,
+    search_settings,
+)
+from mens_exp.errors import (
+    ConfigError,
+    MensError,
+    NoEffectError,
+    Problems,
+    RequestError,
+    expected_name,
+)
+from mens_exp.evals.kpis import KPIS, Direction
 from mens_exp.sweeps.executors import executor_problems
-from mens_exp.sweeps.planning import (
+from mens_exp.sweeps.plan import (
     PlannedJob,
+    device_problems,
     directory_of,
     estimate_of,
+    machine_notes,
     place_problems,
     refuse,
 )
-from mens_exp.sweeps.search_cells import Cells, bare
-from mens_exp.sweeps.search_probes import probe
-from mens_exp.sweeps.threads import jobs_at_a_time
+from mens_exp.sweeps.process import jobs_at_a_time
+from mens_exp.tasks.resolve_references import pin_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from mens_exp.config.launcher import Launcher
+    from mens_exp.artifacts.sweep import Dimension
     from mens_exp.config.overrides import Cell
     from mens_exp.config.search_space import Space
-    from mens_exp.config.sweep import SweepConfig
-    from mens_exp.sweeps.search_probes import Probed
+    from mens_exp.config.sweep import Launcher, SweepConfig
 
-__all__ = ["Request", "read_request"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """One trial's cell.
+
+    Attributes:
+        params: key -> override, of what was drawn and does something.
+        cell: composed and settled; None where it cannot run.
+        problems: why it cannot.
+    """
+
+    params: dict[str, str]
+    cell: Cell | None
+    problems: tuple[MensError, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Cells:
+    """Makes the cells of a search.
+
+    Attributes:
+        space: what is drawn, groups first.
+        fixed: the overrides that all trials share.
+    """
+
+    space: Sequence[Dimension]
+    fixed: Sequence[str]
+    _filled: dict[tuple[str, ...], tuple[Checked, frozenset[str]]] = field(default_factory=dict)
+
+    def draw(self, number: int, suggest: Callable[[Dimension], str | float]) -> Drawn:
+        """Draw a cell: the options first, then what does something beside them."""
+        params: dict[str, str] = {}
+        for those in self._phases():
+            idle = self.filled(params)[1] if params else frozenset()
+            for one in those:
+                if bare(one["key"]) not in idle:
+                    params[one["key"]] = written(one, suggest(one))
+        checked, _ = self.judge(list(params.values()), first=number)
+        cell = checked.cells[0] if checked.cells else None
+        problems = checked.problems
+        if cell is not None:
+            params = {key: text for key, text in params.items() if text not in cell.dropped}
+            problems = problems or tuple(pin_inputs(cell))
+        return Drawn(params=params, cell=None if problems else cell, problems=problems)
+
+    def judge(self, texts: Sequence[str], *, first: int = 0) -> tuple[Checked, frozenset[str]]:
+        """Check one cell, without the drawn keys that do nothing in it.
+
+        Returns:
+            What was found, and those keys: some that other options have and its own do not, and
+            some that its other values leave without effect.
+        """
+        keys = frozenset(bare(one["key"]) for one in self.space)
+        checked = check([*self.fixed, *texts], multirun=True, drawn=keys, first=first)
+        groups = {bare(one["key"]) for one in self.space if one["kind"] == "group"}
+        absent = {
+            key
+            for key in keys
+            for problem in checked.general
+            if problem.where == key and problem.what == f"{NO_KEY} {key.partition('.')[0]}"
+            if key.partition(".")[0] in groups
+        }
+        if absent:
+            texts = [text for text in texts if bare(text) not in absent]
+            checked = check([*self.fixed, *texts], multirun=True, drawn=keys, first=first)
+        dropped = {bare(text) for cell in checked.cells for text in cell.dropped}
+        return checked, frozenset(absent | dropped)
+
+    def filled(self, chosen: Mapping[str, str]) -> tuple[Checked, frozenset[str]]:
+        """Check, once, a cell of those values and of the first of everything else."""
+        known = tuple(sorted(chosen.values()))
+        if known not in self._filled:
+            rest = [one for one in self.space if one["key"] not in chosen]
+            texts = [*chosen.values(), *(written(one, first_value(one)) for one in rest)]
+            self._filled[known] = self.judge(texts)
+        return self._filled[known]
+
+    def _phases(self) -> Iterator[list[Dimension]]:
+        """Yield what is drawn together: each group alone, as it decides on what comes after."""
+        yield from ([one] for one in self.space if one["kind"] == "group")
+        yield [one for one in self.space if one["kind"] == "choice"]
+        yield [one for one in self.space if one["kind"] in {"int", "float"}]
+
+
+def first_value(dimension: Dimension) -> str | float:
+    """Return the first choice, or the lower end."""
+    if dimension["values"]:
+        return dimension["values"][0]
+    low = dimension["low"]
+    assert low is not None, "a number has two ends"
+    return int(low) if dimension["kind"] == "int" else low
+
+
+def bare(text: str) -> str:
+    """Return the key of an override, or a key itself, without what says how it is set."""
+    return text.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+_MOST = 32  # combinations of options that are composed; of more, those that change one at a time
+
+
+@dataclass(kw_only=True, slots=True)
+class Probed:
+    """The facts about a space that are known before the first draw.
+
+    Attributes:
+        general: problems of the command itself.
+        cells: one for each combination of options that can run.
+        ends: one for each other choice and upper end that can, beside the first such combination.
+        bad: number of a probe -> why it cannot run.
+        names: number of a probe -> its values.
+    """
+
+    general: list[MensError] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    ends: list[Cell] = field(default_factory=list)
+    bad: dict[int, tuple[MensError, ...]] = field(default_factory=dict)
+    names: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+def probe(cells: Cells) -> Probed:
+    """Compose each combination of options, and each other choice and upper end beside one."""
+    found = Probed()
+    places = [(chosen, *_take(cells, chosen, found)) for chosen in _combinations(cells.space)]
+    for one in cells.space:
+        if found.general or not found.cells:
+            break
+        counts = [chosen for chosen, good, idle in places if good and bare(one["key"]) not in idle]
+        if not counts:
+            found.general.append(_idle_everywhere(one["key"]))
+            continue
+        for value in _others(one):
+            _take(cells, {**counts[0], one["key"]: written(one, value)}, found, settle=False)
+    return found
+
+
+def _take(
+    cells: Cells, chosen: dict[str, str], found: Probed, *, settle: bool = True
+) -> tuple[bool, frozenset[str]]:
+    """Judge one cell; tell whether it can run, and what does nothing in it."""
+    number = len(found.names)
+    found.names[number] = tuple(chosen.values())
+    checked, idle = cells.filled(chosen)
+    found.general += [one for one in checked.general if str(one) not in map(str, found.general)]
+    problems = tuple(one for faulty in checked.faulty.values() for one in faulty.problems)
+    if settle and checked.cells and not (problems or checked.general):
+        problems = tuple(pin_inputs(checked.cells[0]))
+    if problems:
+        found.bad[number] = problems
+    is_good = bool(checked.cells) and not (problems or checked.general)
+    if is_good:
+        (found.cells if settle else found.ends).append(checked.cells[0])
+    return is_good, idle
+
+
+def _combinations(space: Sequence[Dimension]) -> Iterator[dict[str, str]]:
+    groups = [one for one in space if one["kind"] == "group"]
+    texts = [[written(one, value) for value in one["values"]] for one in groups]
+    keys = [one["key"] for one in groups]
+    if math.prod(map(len, texts)) <= _MOST:
+        yield from (dict(zip(keys, each, strict=True)) for each in itertools.product(*texts))
+        return
+    first = {key: some[0] for key, some in zip(keys, texts, strict=True)}
+    yield first
+    for key, some in zip(keys, texts, strict=True):
+        yield from ({**first, key: text} for text in some[1:])
+
+
+def _others(dimension: Dimension) -> list[str | float]:
+    if dimension["kind"] == "group":
+        return []  # all of them have been
+    if dimension["values"]:
+        return list(dimension["values"][1:])
+    high = dimension["high"]
+    assert high is not None, "a number has two ends"
+    return [int(high) if dimension["kind"] == "int" else high]
+
+
+def _idle_everywhere(key: str) -> ConfigError:
+    return NoEffectError(
+        "in any trial",
+        where=bare(key),
+        expected="a key that does something beside one of the options at least",
+        remedy=f"drop {key}",
+    )
+
 
 _LOSS = "val_loss"
 _DIRECTIONS = {Direction.MIN: "minimize", Direction.MAX: "maximize"}

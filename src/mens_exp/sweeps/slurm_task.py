@@ -15,23 +15,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.attempt_log import AttemptLog
+from mens_exp.artifacts.host import lock_holder
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import holder
-from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
+from mens_exp.artifacts.sweep import AttemptLog, SweepDir, SweepRecord
 from mens_exp.sweeps.job import ACCEPT_CHANGES
-from mens_exp.sweeps.process import start
-from mens_exp.sweeps.slurm_script import call
-from mens_exp.sweeps.threads import environment_of
+from mens_exp.sweeps.process import environment_of, start
+from mens_exp.sweeps.slurm_commands import call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     from mens_exp.sweeps.process import Ended
-
-__all__ = ["PREEMPTED", "TIMEOUT", "main", "supervise"]
 
 TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
 _LOOK_S = 0.5
@@ -56,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
     queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
     began, warned = time.monotonic(), _Warned()
-    while holder(run.job_lock) is not None and not warned.was:
+    while lock_holder(run.job_lock) is not None and not warned.was:
         time.sleep(_LOOK_S)  # Slurm lost sight of an earlier start, whose process is at work yet
     ended = supervise(
         [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,

@@ -1,24 +1,36 @@
-"""The layers of an adapter or of a training state: where they sit, and how much they change."""
+"""Measure the layers of an adapter or a checkpoint: their places, deltas, and DoRA magnitudes.
+
+A checkpoint is read without running anything in it; its description says whether a run can resume
+from it.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mens_exp.artifacts.adapter_files import read_directory
-from mens_exp.artifacts.adapter_tensors import MAGNITUDE
-from mens_exp.artifacts.inspection import BaseRecord, LayerRecord
+from mens_exp.artifacts.adapter_tensors import MAGNITUDE, spectrum
+from mens_exp.artifacts.adapter_v2 import read_adapter_directory
+from mens_exp.artifacts.adapter_v3 import MANIFEST_NAME, read_adapter
+from mens_exp.artifacts.certificate import BaseRecord, CheckpointRecord, LayerRecord
+from mens_exp.artifacts.digest import refuse_damaged_checkpoint
+from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.config.lora import LoraVariant
-from mens_exp.errors import DataError, Problems
-from mens_exp.layout.experts import split, stacks_of
+from mens_exp.config.task import MergeConfig
+from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.export.subject import config_of
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.peft_adapter import PeftAdapter, read_peft
+from mens_exp.layout.peft_format import split_experts, stacks_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.targets import linear_modules, pattern_values
-from mens_exp.lora.spectrum import spectrum
+from mens_exp.plan.preflight import writable_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,9 +42,7 @@ if TYPE_CHECKING:
     from mens_exp.export.adapter import AdapterPlace
 
     Array = npt.NDArray[np.float32]
-
-__all__ = ["Anatomy", "of_adapter", "of_state"]
-
+    from mens_exp.artifacts.run_dir import RunDir
 
 _PATHS = "as the modules are called; a checkpoint of the base may put a prefix before it"
 
@@ -68,7 +78,7 @@ def of_adapter(place: AdapterPlace) -> Anatomy:
     """
     if place.form == "peft":
         return _of_peft(place)
-    manifest, tensors = read_directory(place.directory)
+    manifest, tensors = read_adapter_directory(place.directory)
     ours = manifest.mens_exp or {}
     scales = {layer: manifest.scale_of(layer) for layer in manifest.layer_order}
     found = _measured(tensors, manifest.base_key_map, scales, str(place.tensors))
@@ -145,7 +155,7 @@ def of_state(
     lora, shape = config.lora, shape_of(config.model)
     modules = {one.logical: one for one in linear_modules(shape)}
     stacks = [one for one in stacks_of(modules.values()) if one.logical in layers]
-    tensors = split(tensors, stacks)
+    tensors = split_experts(tensors, stacks)
     layers = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     known = [modules[layer] for layer in layers if layer in modules]
     alphas = pattern_values(lora.alpha_pattern, known, family_for(config.model), lora.alpha)
@@ -192,3 +202,177 @@ def _measured(
             magnitudes[layer] = tensors[f"{layer}.{MAGNITUDE}"]
     parameters = sum(values.size for values in tensors.values())
     return Anatomy(layers=layers, parameters=parameters, magnitudes=magnitudes)
+
+
+_NEEDED = ("adapter", "optimizer_states", "global_step", "counters", "callbacks", "loops")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """The part of a checkpoint that learns.
+
+    Attributes:
+        step: optimizer steps taken.
+        adapter: every trained tensor by name.
+        optimizer: state of each of them, by its number in that order, then by name.
+        lacks: what a run needs to go on and is not there.
+    """
+
+    step: int
+    adapter: dict[str, Any]
+    optimizer: dict[int, dict[str, Any]]
+    lacks: tuple[str, ...]
+
+
+# What torch's reader and its unpickler fail with on files that torch did not write.
+_UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    *(AssertionError, ArithmeticError, pickle.UnpicklingError),
+)
+
+
+def read_state(path: Path) -> State:
+    """Read a training state; nothing in it is run.
+
+    Raises:
+        DataError: it is not what was written, no training state of ours, or holds more than plain
+            values.
+    """
+    import torch
+
+    refuse_damaged_checkpoint(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise DataError(
+            "is no training state that can be read",
+            where=str(path),
+            found=str(error).partition("\n")[0],
+            expected="a whole step_….ckpt of a run",
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
+        raise DataError("is no training state of ours", where=str(path), expected="an adapter")
+    states, step = found.get("optimizer_states") or [{}], found.get("global_step", 0)
+    first = states[0] if isinstance(states, list) else None
+    optimizer = first.get("state") or {} if isinstance(first, dict) else None
+    if not isinstance(step, int) or not isinstance(optimizer, dict):
+        raise DataError(
+            "is no training state of ours",
+            where=str(path),
+            expected="a step, and the state of an optimizer",
+        )
+    return State(
+        step=step,
+        adapter=found["adapter"],
+        optimizer=optimizer,
+        lacks=tuple(name for name in _NEEDED if not found.get(name)),
+    )
+
+
+def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatomy]:
+    """Describe a training state and measure its adapter.
+
+    Args:
+        path: the file.
+        run: that it lies in; None where its run is not at hand.
+
+    Raises:
+        DataError: as :func:`read_state`, or a value is not finite.
+    """
+    import torch
+
+    state = read_state(path)
+    tensors = {name: values.float().numpy() for name, values in state.adapter.items()}
+    config = None if run is None else config_of(run)
+    bare = "no run is at hand that says it; norms are those of B A"
+    keys = {} if run is None else _keys(run)
+    anatomy = of_state(tensors, config, keys, bare=bare, where=str(path))
+    moments = [
+        value
+        for one in state.optimizer.values()
+        for value in one.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    why = _why_not(state, path, run)
+    record = CheckpointRecord(
+        step=state.step,
+        bytes=path.stat().st_size,
+        optimizer_tensors=len(moments),
+        optimizer_bytes=sum(one.numel() * one.element_size() for one in moments),
+        resumable=why is None,
+        why=why or f"resume={None if run is None else run.path} goes on from here",
+    )
+    return record, anatomy
+
+
+def _keys(run: RunDir) -> dict[str, str]:
+    """Return the base's keys as the run's adapter has them, or none before it is written."""
+    if not (run.adapter / MANIFEST_NAME).is_file():
+        return {}
+    return read_adapter(run.adapter)[0].base_key_map
+
+
+def _why_not(state: State, path: Path, run: RunDir | None) -> str | None:
+    """Say why no run goes on from this state."""
+    if state.lacks:
+        return f"it lacks {', '.join(state.lacks)}"
+    if run is None:
+        return "it lies in no run, whose configuration going on needs"
+    last = run.last_checkpoint()
+    if last is None or last.name != path.name:
+        return f"a run goes on from its last state, {last.name if last else 'of which it has none'}"
+    manifest = Manifest.read(run.manifest)
+    if manifest.status is Status.SUCCEEDED:
+        return "its run has ended; it goes on only with a longer trainer.max_steps"
+    return None
+
+
+_FIELD = "layers.magnitude_change"
+
+
+def tell_magnitudes(anatomy: Anatomy, place: AdapterPlace, config: RunConfig) -> None:
+    """Set ``magnitude_change`` of every layer of a DoRA, or say why it is not told.
+
+    Args:
+        anatomy: of the adapter; changed in place.
+        place: where the adapter lies.
+        config: of the command.
+    """
+    if not anatomy.magnitudes:
+        return
+    if place.run is None:
+        anatomy.unknown[_FIELD] = "the run that says what it began with is not at hand"
+        return
+    theirs, cache = config_of(place.run), writable_cache()
+    if theirs.lora.init.value != "default":
+        anatomy.unknown[_FIELD] = f"it began with {theirs.lora.init.value}'s matrices, not zero"
+        return
+    try:
+        is_here = ready_directory(theirs.model, cache) is not None
+    except MensError as error:
+        anatomy.unknown[_FIELD] = f"the base is not here: {error.what}"
+        return
+    if not is_here:
+        anatomy.unknown[_FIELD] = "the base is not on this machine"
+        return
+    for layer, before_O in _before(place, config).items():
+        moved = np.linalg.norm(anatomy.magnitudes[layer].astype(np.float64) - before_O)
+        anatomy.layers[layer]["magnitude_change"] = float(moved / np.linalg.norm(before_O))
+
+
+def _before(place: AdapterPlace, config: RunConfig) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the lengths of the rows of the weights as the adapter met them, by layer."""
+    from mens_exp.export.merge_choices import decide, deltas_of
+    from mens_exp.export.parity import row_lengths
+    from mens_exp.export.subject import gather
+
+    asked = copy.deepcopy(config)
+    asked.path, asked.merge = str(place.directory), MergeConfig()
+    inputs = gather(asked, writable_cache())
+    choices = decide(inputs, asked.merge)
+    deltas = deltas_of(inputs, choices)
+    return {
+        one.logical: row_lengths(one, deltas[one.logical], choices.quantizer).numpy()
+        for one in choices.all_places
+        if one.logical is not None
+    }

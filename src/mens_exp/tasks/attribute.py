@@ -1,4 +1,4 @@
-"""task=attribute: what quantizing the base costs, module by module, and what to do about it."""
+"""Measure the cost of quantizing the base, module by module, and suggest overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from mens_exp.artifacts.attribution import Attribution
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.evals.suggestion import suggested
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.plan.preflight import writable_cache
@@ -20,14 +19,15 @@ from mens_exp.report.attribution_view import suggested_command, worst_table
 from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from mens_exp.artifacts.attribution import ModuleRecord, Suggestion
     from mens_exp.config.root import RunConfig
     from mens_exp.evals.attribution import Subject
-    from mens_exp.model.resolve import BaseModel
+    from mens_exp.model.sources import BaseModel
     from mens_exp.tasks.run import Run
-
-__all__ = ["attribute"]
 
 _PLAIN_EVERY = 30  # modules, where the output is no terminal
 _CHUNK_TOKENS = 64  # where the objective is the user's own and has no such setting
@@ -35,13 +35,13 @@ _CHUNK_TOKENS = 64  # where the objective is the user's own and has no such sett
 
 def attribute(config: RunConfig, run: Run) -> None:
     """Measure every module alone and all at once, and write attribution.json."""
-    from mens_exp.backends.frozen_base import load_base
+    from mens_exp.artifacts import host
+    from mens_exp.backends.base_model import load_base
     from mens_exp.evals.attribution import attribute_modules, attribute_whole, parity_with
     from mens_exp.quant.bnb import compute_dtype
-    from mens_exp.training import memory_probe
     from mens_exp.training.build import device_of
 
-    memory_probe.reset_peak()
+    host.reset_peak()
     device = device_of(config.trainer.accelerator)
     base, subject = _subject(config, run, device)
     replay, configured = subject.replay, subject.variants[0].name
@@ -86,7 +86,7 @@ def attribute(config: RunConfig, run: Run) -> None:
         parity=parity,
     )
     record.write(run.dir.attribution)
-    run.manifest.results.update(_results(record), peak_rss_bytes=memory_probe.peak_rss_bytes())
+    run.manifest.results.update(_results(record), peak_rss_bytes=host.peak_rss_bytes())
     if run.manifest.results["peak_rss_bytes"] is None:
         run.unknown("results.peak_rss_bytes", "this system does not tell")
     console = Console()
@@ -99,12 +99,11 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
     """Load the unquantized model and the calibration batch, and record what they are."""
     import torch
 
-    from mens_exp.backends.frozen_base import load_base
+    from mens_exp.backends.base_model import load_base
     from mens_exp.data.datamodule import encoded_side, sampled_stream
-    from mens_exp.evals.attribution import Subject
-    from mens_exp.evals.replay import Replay
-    from mens_exp.model.resolve import resolve
-    from mens_exp.quant.stored_as import variants_of
+    from mens_exp.evals.attribution import Replay, Subject
+    from mens_exp.model.sources import resolve
+    from mens_exp.quant.round_trip import variants_of
 
     cache, shape = writable_cache(), shape_of(config.model)
     left_out = {one.path for one in skipped(config.quant.skip, shape)}
@@ -149,3 +148,101 @@ def _results(record: Attribution) -> dict[str, Any]:
         "top1_agreement_frac": record.parity["top1_agreement"],
         "suggested_overrides": record.suggestion["overrides"],
     }
+
+
+def suggested(
+    records: Sequence[ModuleRecord],
+    *,
+    variant: str,
+    already: Sequence[str],
+    kept_bits: int,
+    extra_bits: float,
+    targets_share: float,
+) -> Suggestion:
+    """Choose by measured KL; both choices are greedy.
+
+    Args:
+        records: every quantized module.
+        variant: the configured one.
+        already: patterns that `quant.skip` has.
+        kept_bits: of a weight that is left unquantized.
+        extra_bits: bits per parameter of all `records` that may be spent on leaving some out.
+        targets_share: of the summed KL that adapted kinds of modules must cover.
+    """
+    weights = sum(one["parameters"] for one in records)
+    stored = sum(_stored_bits(one, variant) for one in records)
+    left_out = _left_out(records, variant, kept_bits, extra_bits * weights)
+    spent = sum(_extra_bits(one, variant, kept_bits) for one in left_out)
+    kinds, covered = _kinds(records, targets_share)
+    adapted = [one for one in records if one["kind"] in kinds]
+    skip = [*already, *(one["path"] for one in left_out)]
+    targets = list(dict.fromkeys(_last_names(one["path"]) for one in adapted))
+    return {
+        "skip": skip,
+        "targets": targets,
+        "overrides": [
+            *([f"quant.skip=[{','.join(skip)}]"] if left_out else []),
+            f"lora.targets=[{','.join(targets)}]",
+        ],
+        "rule": (
+            f"quant.skip: modules in the order of KL per extra bit, each taken that still fits "
+            f"into {extra_bits:g} extra bits a parameter; lora.targets: kinds of modules in the "
+            f"order of KL per adapter parameter, until they cover {targets_share:.0%} of the "
+            "summed KL"
+        ),
+        "bits_per_parameter": stored / weights,
+        "bits_per_parameter_after": (stored + spent) / weights,
+        "skip_share": sum(one["share"] for one in left_out),
+        "targets_share": covered,
+        "targets_cost": _width(adapted) / _width(records),
+    }
+
+
+def _left_out(
+    records: Sequence[ModuleRecord], variant: str, kept_bits: int, budget: float
+) -> list[ModuleRecord]:
+    worth = sorted(records, key=lambda one: -one["kl"] / _extra_bits(one, variant, kept_bits))
+    taken = []
+    for one in worth:
+        cost = _extra_bits(one, variant, kept_bits)
+        if one["kl"] > 0 and cost <= budget:
+            taken.append(one)
+            budget -= cost
+    return taken
+
+
+def _kinds(records: Sequence[ModuleRecord], share: float) -> tuple[set[str], float]:
+    """Return the kinds to adapt, and the share of the summed KL that they have."""
+    by_kind: dict[str, list[ModuleRecord]] = {}
+    for one in records:
+        by_kind.setdefault(one["kind"], []).append(one)
+    worth = sorted(by_kind.values(), key=lambda group: -_share(group) / _width(group))
+    kinds: set[str] = set()
+    covered = 0.0
+    for group in worth:
+        if kinds and covered >= share:
+            break
+        kinds.add(group[0]["kind"])
+        covered += _share(group)
+    return kinds, covered
+
+
+def _share(records: Sequence[ModuleRecord]) -> float:
+    return sum(one["share"] for one in records)
+
+
+def _width(records: Sequence[ModuleRecord]) -> int:
+    return sum(one["adapter_width"] for one in records)
+
+
+def _stored_bits(one: ModuleRecord, variant: str) -> float:
+    return one["variants"][variant]["bits_per_parameter"] * one["parameters"]
+
+
+def _extra_bits(one: ModuleRecord, variant: str, kept_bits: int) -> float:
+    return kept_bits * one["parameters"] - _stored_bits(one, variant)
+
+
+def _last_names(path: str) -> str:
+    """Return the path without its layer's: ``mlp.up_proj``; two kinds may share a last name."""
+    return ".".join(path.split(".")[-2:])

@@ -12,15 +12,13 @@ from mens_exp.artifacts.atomic import write_text
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
 from mens_exp.artifacts.run_dir import RunDir, runs
-from mens_exp.config.logger import WandbLogger
+from mens_exp.config.trainer import WandbLogger
 from mens_exp.errors import MensError, RequestError
-from mens_exp.evals.kpi_table import as_recorded
+from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.sequential import looks_of
 from mens_exp.evals.study import conducted
-from mens_exp.report.comparison_page import page
-from mens_exp.report.comparison_view import markdown, verdict_table
-from mens_exp.tasks.frozen_evidence import freeze, runs_of
-from mens_exp.tasks.promotion_evidence import cycle_of
+from mens_exp.report.comparison_view import comparison_page, markdown, verdict_table
+from mens_exp.tasks.promotion_evidence import cycle_of, freeze, runs_of
 from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
-
-__all__ = ["compare"]
 
 
 def compare(config: RunConfig, run: Run) -> None:
@@ -121,7 +117,7 @@ def _records(record: Comparison, config: RunConfig, own: RunDir) -> Iterator[Pat
 
 def _write(record: Comparison, place: RunDir) -> None:
     """Write the record, and what is rendered from it."""
-    table, html = markdown(record), page(record)
+    table, html = markdown(record), comparison_page(record)
     record.write(place.comparison)
     write_text(place.comparison_table, table)
     write_text(place.comparison_page, html)

@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from mens_exp.corpus.steps.pipeline import Done
     from mens_exp.tasks.run import Run
 
-__all__ = ["corpus", "settled_places"]
-
 
 def corpus(config: RunConfig, run: Run) -> None:
     """Do the steps that are not done yet, show each, and record what came of them."""
-    from mens_exp.corpus.steps.pipeline import CORPUS_PAGE, run_steps
-    from mens_exp.corpus.steps.places import hashes, input_files
+    from mens_exp.corpus.steps.pipeline import CORPUS_PAGE, hashes, input_files, run_steps
 
     if "report" in config.corpus.steps:
         _prepare_tokenizer(config)
@@ -58,11 +55,11 @@ def _prepare_tokenizer(config: RunConfig) -> None:
     Raises:
         MensError: it cannot be had.
     """
-    from mens_exp.layout.cached import ready
+    from mens_exp.layout.model_cache import ready_directory
     from mens_exp.rows.cache import cache_root
 
-    if config.tokenizer.name != "vox" and ready(config.model, cache_root()) is None:
-        from mens_exp.model.resolve import resolve
+    if config.tokenizer.name != "vox" and ready_directory(config.model, cache_root()) is None:
+        from mens_exp.model.sources import resolve
 
         resolve(config.model, cache_root())
 
@@ -70,7 +67,7 @@ def _prepare_tokenizer(config: RunConfig) -> None:
 def _page(made: CorpusRecord, output: Path) -> str:
     """Render the report beside the steps, and say where."""
     from mens_exp.artifacts.atomic import write_text
-    from mens_exp.artifacts.corpus_report import CorpusReport
+    from mens_exp.artifacts.corpus_record import CorpusReport
     from mens_exp.corpus.steps.pipeline import CORPUS_PAGE
     from mens_exp.corpus.steps.report import RECORD
     from mens_exp.report.corpus_view import render
@@ -85,7 +82,7 @@ def settled_places(config: CorpusConfig) -> CorpusConfig:
 
     What cannot be settled stays as it is; the checks of the places say why.
     """
-    from mens_exp.corpus.git_files import resolved_commit
+    from mens_exp.corpus.steps.extract import resolved_commit
 
     named = config.input
     if named is not None:

@@ -14,10 +14,10 @@ import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from mens_exp.config.sandbox import BubblewrapSandbox
+from mens_exp.config.suite import BubblewrapSandbox
 from mens_exp.errors import MensError, SetupError
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.report.findings import Finding, State, findings_table
+from mens_exp.report.terminal_views import Finding, State, findings_table
 from mens_exp.sandbox.opening import open_sandbox
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
-
-__all__ = ["doctor", "examine"]
 
 _LEAST_DISK_BYTES = 2_000_000_000  # a base model made in the cache, checkpoints and reports
 _LEAST_MEMORY_BYTES = 3_000_000_000  # measured: the main job peaks at 2.8 GB
@@ -141,7 +139,7 @@ def _torch() -> Finding:
 def _four_bit() -> Iterator[Finding]:
     import torch
 
-    from mens_exp.quant.self_test import four_bit_test
+    from mens_exp.quant.bnb import four_bit_test
 
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:
@@ -160,12 +158,12 @@ def _four_bit() -> Iterator[Finding]:
 def _bundled_weights() -> Finding:
     from mens_exp.config.compose import compose, typed
     from mens_exp.config.model import BundledModel
-    from mens_exp.layout.bundled import locate
+    from mens_exp.layout.model_cache import locate_bundled
 
     model = typed(compose([[]])[0].values).model
     assert isinstance(model, BundledModel), "the default model is bundled"
     try:
-        locate(model)
+        locate_bundled(model)
     except MensError as error:
         return Finding(
             name="demonstration weights",

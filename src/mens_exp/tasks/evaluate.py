@@ -1,40 +1,72 @@
-"""task=evaluate: score a run, a merged model, an adapter or the base, in a run of its own."""
+"""task=evaluate: score a run, a merged model, an adapter or the base, in a run of its own.
+
+The engine is the graph at hand, vLLM (base and tuned from one engine, no graph of ours), or one
+model for each condition of a scorecard specification.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
-from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.artifacts.outputs import refuse_changed_adapter
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
-from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.logger import WandbLogger
-from mens_exp.config.suite import ScorecardSpecSuite
+from mens_exp.config.lora import LoraVariant
+from mens_exp.config.suite import EngineKind, ScorecardSpecSuite
+from mens_exp.config.trainer import WandbLogger
 from mens_exp.corpus.source import load_rows
+from mens_exp.errors import Problems, RequestError
+from mens_exp.evals.attempts import Plan, answer_all
 from mens_exp.evals.catalogue import needs_rows
+from mens_exp.evals.engines import Generation, Served, ServerEngine, VllmEngine, open_vllm
+from mens_exp.evals.scorecard_spec import FixtureEngine, Mode, SpecSuite, read_spec
+from mens_exp.export.subject import base_problems, config_of, subject_of
+from mens_exp.layout.shape import family_for, shape_of
+from mens_exp.layout.starting_adapter import find, read
+from mens_exp.layout.targets import linear_modules
+from mens_exp.plan.checks.adapter import check_initial_adapter, other_base
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.tasks.contracting import suite_part
-from mens_exp.tasks.evaluated import base_of_another, subject_named, with_adapter
-from mens_exp.tasks.evaluated_merge import MERGED, config_of_merged, other_weights
+from mens_exp.tasks.fit import suite_part
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
-from mens_exp.tasks.sampling import refuse_evaluations
-from mens_exp.tasks.scoring import score, score_served
-from mens_exp.tasks.specified import score_spec
-from mens_exp.tasks.subject import config_of
-from mens_exp.tasks.vllm_scoring import score_by_vllm
+from mens_exp.tasks.lineage import (
+    MERGED,
+    config_of_merged,
+    merge_at,
+    merged_model,
+    other_weights,
+    trained_for,
+)
+from mens_exp.tasks.rejection_sampling import refuse_evaluations
+from mens_exp.tasks.scoring import (
+    Told,
+    generation_of,
+    keep,
+    score,
+    score_by,
+    score_served,
+    suite_of,
+    tested,
+)
 from mens_exp.training.wandb_names import id_of
 
 if TYPE_CHECKING:
-    from mens_exp.config.root import RunConfig
-    from mens_exp.corpus.source import Rows
-    from mens_exp.tasks.evaluated import Subject
-    from mens_exp.tasks.run import Run
+    from collections.abc import Sequence
 
-__all__ = ["evaluate"]
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.row_files import Rows
+    from mens_exp.errors import MensError
+    from mens_exp.evals.engines import Engine
+    from mens_exp.evals.scorecard_spec import SpecCondition
+    from mens_exp.layout.starting_adapter import StartingAdapter
+    from mens_exp.model.sources import BaseModel
+    from mens_exp.rows.schema import TrainingPair
+    from mens_exp.tasks.run import Run
+    from mens_exp.tokenizer.load import Tokenizer
 
 
 def evaluate(config: RunConfig, run: Run) -> None:
@@ -93,7 +125,7 @@ def _mirror(config: RunConfig, run: Run, subject: Subject | None = None) -> None
 
 
 def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
-    from mens_exp.model.resolve import resolve
+    from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
 
     theirs, tensors, adapter = _told(config, subject)
@@ -172,3 +204,257 @@ def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
         return config_of(subject.run), read_adapter(subject.run.adapter)[1], None
     theirs, adapter = with_adapter(config, Path(subject.path))
     return theirs, adapter.tensors, adapter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """The subject that `path` names.
+
+    Attributes:
+        path: the run, the adapter's directory, or ``base``.
+        run: the run that trained, where one did.
+        merged: the model that a run of task=merge wrote, where `path` names one.
+    """
+
+    path: str
+    run: RunDir | None = None
+    merged: Path | None = None
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the base answers alone."""
+        return self.path == "base"
+
+
+def subject_named(path: str) -> Subject:
+    """Return what `path` means now.
+
+    Args:
+        path: ``base``, ``latest``, a run that trained or merged, an adapter's directory, or a
+            file in one.
+
+    Raises:
+        RequestError: there is no such thing, or it has no adapter.
+    """
+    if path == "base":
+        return Subject(path=path)
+    place = Path(path).expanduser()
+    merge = None if path == "latest" else merge_at(place)
+    if merge is not None:
+        model = merged_model(merge)
+        return Subject(path=str(merge.path), run=trained_for(merge), merged=model)
+    if path == "latest" or RunDir(place).manifest.is_file() or not place.exists():
+        run = subject_of(path)
+        return Subject(path=str(run.path), run=run)
+    try:
+        directory = find(str(place.parent if place.is_file() else place))
+    except RequestError as error:
+        raise RequestError(
+            "there is no adapter",
+            where="path",
+            found=path,
+            expected="a run that trained or merged, an adapter (schema v3 or PEFT), or base",
+            remedy="name another path, or wait for the run to end where it is still training",
+        ) from error
+    return Subject(path=str(directory))
+
+
+def evaluation_problems(config: RunConfig, subject: Subject) -> list[MensError]:
+    """List what keeps a subject from being loaded, as far as files tell."""
+    if config.eval.engine is EngineKind.openai:
+        return []  # the server has the model
+    if config.eval.engine is EngineKind.vllm:
+        found = _vllm_problems(subject)
+        if found:
+            return found
+    if subject.run is not None:
+        config_of(subject.run)  # it builds what that names
+        return []
+    found = base_problems(config)
+    if subject.is_base or found:
+        return found
+    theirs, _ = with_adapter(config, Path(subject.path))
+    return list(check_initial_adapter(theirs))
+
+
+def _vllm_problems(subject: Subject) -> list[MensError]:
+    """List what keeps vLLM from answering here, or with this adapter as it was trained."""
+    from mens_exp.evals.engines import vllm_problems_here as of_machine
+    from mens_exp.export.handoff import vllm_problems
+
+    found: list[MensError] = list(of_machine())
+    if subject.merged is not None:
+        what = RequestError(
+            "vLLM is given a base and an adapter here, and this is merged",
+            where="path",
+            found=subject.path,
+            expected="a run, with eval.engine=vllm",
+            remedy="choose eval.engine=hf, or serve the merged model and eval.engine=openai",
+        )
+        return [*found, what]
+    try:
+        adapter = peft_directory(subject)
+    except RequestError as error:
+        return [*found, error]
+    return found if adapter is None else [*found, *vllm_problems(adapter)]
+
+
+def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, StartingAdapter]:
+    """Return the command's configuration with the layers and ranks of an adapter, and that.
+
+    Raises:
+        MensError: the adapter cannot be read.
+    """
+    adapter = read(directory, family_for(config.model))
+    modules = {one.logical: one for one in linear_modules(shape_of(config.model))}
+    ranks = {
+        name.rpartition(".")[0]: tensor.shape[-2]
+        for name, tensor in adapter.tensors.items()
+        if name.endswith(".lora_a")
+    }
+    unknown = sorted(ranks.keys() - modules.keys())
+    if unknown:
+        raise RequestError(
+            "the adapter has layers that the model has not",
+            where="path",
+            found=", ".join(unknown[:8]),
+            expected=f"layers of {config.model.name}",
+            remedy="choose the model that the adapter was trained on",
+        )
+    lora = config.lora
+    found = (modules[name] for name in modules if name in ranks)
+    lora.targets = list(dict.fromkeys(one.stack or one.path for one in found))
+    lora.r, lora.alpha, lora.dropout = adapter.rank, adapter.alpha, 0.0
+    lora.variant = LoraVariant(adapter.variant)
+    lora.rank_pattern = {modules[n].path: r for n, r in ranks.items() if r != adapter.rank}
+    lora.alpha_pattern = {modules[name].path: one for name, one in adapter.alphas.items()}
+    lora.init_from = str(directory)
+    return config, adapter
+
+
+def base_of_another(adapter: StartingAdapter, base: BaseModel) -> None:
+    """Refuse an adapter that was trained on other weights than these.
+
+    Raises:
+        ConfigError: it was.
+    """
+    Problems.raise_if(list(other_base(adapter, base.weights_sha256, base.name)))
+
+
+_UNQUANTIZED = (
+    "vLLM answered with the published base weights, not with the quantized ones of training"
+)
+
+
+def peft_directory(subject: Subject) -> Path | None:
+    """Return the PEFT directory of what is scored; None where that is the base.
+
+    Raises:
+        RequestError: it has none.
+    """
+    if subject.is_base:
+        return None
+    directory = Path(subject.path) if subject.run is None else subject.run.peft
+    if not (directory / "adapter_config.json").is_file():
+        raise RequestError(
+            "vLLM loads PEFT adapters, and this has none",
+            where="path",
+            found=subject.path,
+            expected="a run of backend=qlora or lora, or a PEFT directory",
+            remedy="write one by task=export format=peft, or choose eval.engine=hf",
+        )
+    return directory
+
+
+def score_by_vllm(
+    config: RunConfig,
+    theirs: RunConfig,
+    run: Run,
+    base: BaseModel,
+    subject: Subject,
+    tokenizer: Tokenizer,
+    heldout: Sequence[TrainingPair],
+) -> None:
+    """Ask the suite of vLLM, and write the same records as any engine.
+
+    Args:
+        config: the command's own.
+        theirs: of the model: its run's, or the command's.
+        run: the open run.
+        base: the resolved base model.
+        subject: what is scored.
+        tokenizer: with the chat template of training.
+        heldout: rows that were held out, for a suite made of them.
+
+    Raises:
+        SetupError: vLLM cannot load the model.
+    """
+    from mens_exp.export.handoff import rank_of, room_for
+
+    positions = shape_of(theirs.model).max_position_embeddings
+    suite = suite_of(config, heldout, tokenizer, positions)
+    if isinstance(suite, str):
+        run.unknown("scorecard", suite)
+        return
+    adapter = peft_directory(subject)
+    run.manifest.notes.append(_UNQUANTIZED)
+    engine = open_vllm(
+        Served(
+            base=base.directory,
+            max_lora_rank=None if adapter is None else room_for(rank_of(adapter)),
+            dtype=theirs.quant.compute_dtype,
+            max_positions=positions,
+            trust_remote_code=getattr(theirs.model, "trust_remote_code", False),
+        )
+    )
+    generation = generation_of(config.suite, config.eval)
+    by = {Condition.BASE: VllmEngine(engine, tokenizer, generation, positions, None)}
+    if adapter is not None:
+        by[Condition.TUNED] = VllmEngine(engine, tokenizer, generation, positions, adapter)
+    score_by(config, run, suite, by)
+
+
+def score_spec(config: RunConfig, run: Run) -> None:
+    """Answer every task under every condition, and write one scorecard of all.
+
+    Raises:
+        DataError: the specification or a fixture is not as it should be.
+        SetupError: a server gives no answer.
+    """
+    assert isinstance(config.suite, ScorecardSpecSuite), "the caller has asked"
+    assert config.suite.path is not None, "validation has asked for it"
+    path = Path(config.suite.path).expanduser()
+    suite = SpecSuite(spec=read_spec(path))
+    run.manifest.inputs.update(specification=str(path), specification_sha256=sha256_file(path))
+    self_test = tested(suite, None, run)
+    if isinstance(self_test, str):
+        run.unknown("scorecard", self_test)
+        return
+    plan = Plan(
+        samples=config.eval.samples,
+        max_retries=suite.spec["max_retries"],
+        seed=config.eval.seed,
+    )
+    events: list[ItemEvent] = []
+    for condition in suite.spec["conditions"]:
+        engine = _engine(config, suite, condition, path.parent)
+        events += answer_all(suite, engine, None, plan, condition["id"])
+    told: list[dict[str, Any]] = [dict(condition) for condition in suite.spec["conditions"]]
+    keep(suite, events, config, run, None, self_test, told=Told(plan=plan, conditions=told))
+
+
+def _engine(config: RunConfig, suite: SpecSuite, condition: SpecCondition, beside: Path) -> Engine:
+    assert isinstance(config.suite, ScorecardSpecSuite), "the caller has asked"
+    if condition["mode"] == Mode.FIXTURE_FILE:
+        return FixtureEngine(beside / condition["fixture"], suite.spec["tasks"])
+    return ServerEngine(
+        base_url=condition["base_url"],
+        model=condition["model_id"],
+        generation=Generation(
+            max_new_tokens=config.suite.max_new_tokens,
+            batch_size=config.suite.batch_size,
+            temperature=config.eval.temperature,
+            top_p=config.eval.top_p,
+        ),
+        api_key_env=config.eval.api_key_env,
+    )

@@ -1,22 +1,30 @@
-"""task=export: pack a run for a colleague, or write it as another program reads it."""
+"""task=export, task=push and task=serve: hand a run to a colleague, the hub, or clients.
+
+export packs a bundle or writes another program's format, push uploads the adapter with its card
+and records, and serve puts a merged model behind an OpenAI-compatible server until Ctrl-C.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.digest import refuse_changed_outputs, sha256_file
 from mens_exp.config.task import ExportFormat
+from mens_exp.errors import SetupError
+from mens_exp.export import bundle
 from mens_exp.export.bundle import pack
-from mens_exp.tasks.subject import subject_of
+from mens_exp.export.serving import serving
+from mens_exp.export.subject import subject_of
+from mens_exp.layout.model_cache import hash_weights
+from mens_exp.tasks.run import Cancelled
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
-
-__all__ = ["export"]
 
 
 def export(config: RunConfig, run: Run) -> None:
@@ -24,11 +32,11 @@ def export(config: RunConfig, run: Run) -> None:
     if config.format is ExportFormat.bundle:
         _bundle(config, run)
     elif config.format in {ExportFormat.peft, ExportFormat.v2, ExportFormat.v3}:
-        from mens_exp.tasks.export_adapter import export_adapter
+        from mens_exp.tasks.merge import export_adapter
 
         export_adapter(config, run)
     else:
-        from mens_exp.tasks.export_model import export_model
+        from mens_exp.tasks.merge import export_model
 
         export_model(config, run)
 
@@ -49,3 +57,45 @@ def _bundle(config: RunConfig, run: Run) -> None:
     console = Console()
     console.print(f"{len(hashes)} files, {archive.stat().st_size / 2**20:.1f} MiB")
     console.print(f"Bundle: {archive}", soft_wrap=True, markup=False)
+
+
+def push(config: RunConfig, run: Run) -> None:
+    """Upload in one commit and record which."""
+    assert config.path is not None, "validation has asked for it"
+    assert config.repo is not None, "validation has asked for it"
+    subject = subject_of(config.path)
+    message = config.push.message or f"mens_exp run {subject.path.resolve().name}"
+    run.manifest.inputs.update(subject=str(subject.path))
+    pushed = bundle.push(subject, config.repo, private=config.push.private, message=message)
+    run.manifest.results.update(asdict(pushed))
+    Console().print(f"Pushed: {pushed.url} (commit {pushed.commit})", soft_wrap=True, markup=False)
+
+
+def serve(config: RunConfig, run: Run) -> None:
+    """Start the server, say how to ask it, and wait; Ctrl-C and SIGTERM are its usual end.
+
+    Raises:
+        SetupError: the server ended by itself.
+        Problems: a file of the model is not what its run wrote.
+    """
+    assert config.path is not None, "validation has asked for it"
+    model = Path(config.path)
+    refuse_changed_outputs(model / "config.json", *sorted(model.glob("*.safetensors")))
+    run.manifest.inputs.update(subject=str(model), base_weights_sha256=hash_weights(model))
+    console = Console()
+    asked = config.serve
+    try:
+        with serving(model, host=asked.host, port=asked.port, token_env=asked.token_env) as server:
+            run.manifest.results.update(url=server.url, model=server.model)
+            run.save()
+            console.print(f"Serving {server.model} at {server.url}; Ctrl-C ends it.")
+            console.print(server.curl, soft_wrap=True, markup=False, highlight=False)
+            code = server.process.wait()
+    except (Cancelled, KeyboardInterrupt):
+        console.print("Stopped.")
+        return
+    raise SetupError(
+        "the server ended by itself",
+        where="task=serve",
+        found=f"exit code {code}; its own words stand above",
+    )

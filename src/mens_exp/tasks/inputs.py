@@ -1,36 +1,41 @@
-"""Inputs of a run, recorded by content hash so that nothing else is ever taken for them."""
+"""Record the inputs of a run by content hash, and build its trained model again from the record.
+
+Inputs whose hashes have changed are refused, so that nothing else is taken for them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.corpus.source import labelling_of
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
+from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
+from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.errors import Problems, RequestError
+from mens_exp.export import certificate
+from mens_exp.export.adapter import config_of_adapter, with_scale_one
 from mens_exp.plan.contract import origin_of
-from mens_exp.rows import quarantine
+from mens_exp.rows import readers
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.model import TokenizerConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.config.tokenizer import TokenizerConfig
-    from mens_exp.corpus.source import Rows
+    from mens_exp.config.task import ParityConfig
+    from mens_exp.corpus.row_files import Rows
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.model.resolve import BaseModel
-    from mens_exp.tokenizer.protocol import Tokenizer
-
-__all__ = [
-    "describe",
-    "hashes_in",
-    "keep_bad_rows",
-    "note_origin",
-    "refuse_changed",
-    "tokenizer_of",
-]
+    from mens_exp.export.certificate import Probe
+    from mens_exp.export.subject import MergeInputs
+    from mens_exp.model.sources import BaseModel
+    from mens_exp.tokenizer.load import Tokenizer
 
 
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
@@ -83,7 +88,7 @@ def _rows_of(rows: Rows) -> dict[str, Any]:
 def keep_bad_rows(run: RunDir, rows: Rows) -> None:
     """Write the rows that were put aside into the run's directory, where there are any."""
     if rows.bad:
-        quarantine.write(run.quarantine, rows.bad)
+        readers.write_quarantine(run.quarantine, rows.bad)
 
 
 def _from_hub(base: BaseModel) -> dict[str, Any]:
@@ -156,3 +161,107 @@ def hashes_in(inputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from hashes_in(value, f"{prefix}{name}.")
         elif name.endswith("_sha256") and value is not None:
             yield f"{prefix}{name}", str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A model as it was trained, and the text to compare others with it on.
+
+    Attributes:
+        config: under which its graph was built.
+        base: that its adapter sits on.
+        backend: the graph, its adapter loaded.
+        probe: the text.
+        sources: content hashes and names for the certificate.
+    """
+
+    config: RunConfig
+    base: BaseModel
+    backend: Backend
+    probe: Probe
+    sources: dict[str, Any]
+
+
+def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cache: Path) -> Trained:
+    """Build the graph of a run with its adapter, and choose the text.
+
+    Args:
+        subject: the run.
+        theirs: its configuration, the device set.
+        settings: the `parity` node of the command.
+        cache: folder of models and rows.
+    """
+    from mens_exp.model.sources import resolve
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    refuse_changed_adapter(subject.adapter)
+    base = resolve(theirs.model, cache)
+    tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
+    manifest, tensors = read_adapter(subject.adapter)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(tensors)
+    text = probe_of(theirs, tokenizer, settings, cache, longest=backend.max_positions)
+    return Trained(
+        config=theirs,
+        base=base,
+        backend=backend,
+        probe=text,
+        sources={
+            "run": subject.path.resolve().name,
+            "adapter_sha256": sha256_file(subject.adapter / TENSORS_NAME),
+            "base_model": base.name,
+            "base_weights_sha256": base.weights_sha256,
+            "quant": manifest.quant,
+        },
+    )
+
+
+def trained_adapter(
+    config: RunConfig, inputs: MergeInputs, quantizer: Quantizer | None, cache: Path
+) -> Trained:
+    """Build the graph of an adapter whose run is not at hand.
+
+    Args:
+        config: of the command; its data is the text.
+        inputs: adapter and base.
+        quantizer: what made 4-bit values of the base; None where nothing did.
+        cache: folder of rows.
+    """
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    assert inputs.base is not None, "the caller has asked"
+    assert inputs.shape is not None, "the caller has asked"
+    base, manifest = inputs.base, inputs.manifest
+    theirs = config_of_adapter(config, manifest, base, inputs.shape, quantizer)
+    tokenizer = load_tokenizer(theirs.tokenizer, base.directory)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(with_scale_one(manifest, inputs.tensors))
+    text = probe_of(theirs, tokenizer, config.parity, cache, longest=backend.max_positions)
+    return Trained(
+        config=theirs,
+        base=base,
+        backend=backend,
+        probe=text,
+        sources={
+            "adapter_sha256": inputs.sha256,
+            "base_model": base.name,
+            "base_weights_sha256": base.weights_sha256,
+            "quant": manifest.quant,
+        },
+    )
+
+
+def probe_of(
+    theirs: RunConfig, tokenizer: Tokenizer, settings: ParityConfig, cache: Path, *, longest: int
+) -> Probe:
+    """Choose what is compared on: a file where one is named, else rows, held-out ones first."""
+    length = min(theirs.data.seq_len, longest)
+    if settings.text is not None:
+        path = Path(settings.text).expanduser()
+        return certificate.probe_of_text(path, tokenizer, seq_len=length, tokens=settings.tokens)
+    rows = load_rows(theirs.data, cache)
+    sides = {"held out": rows.heldout, "validation": rows.val, "training": rows.train}
+    labelling = dataclasses.replace(labelling_of(theirs), seq_len=length)
+    return certificate.probe_of_rows(sides, tokenizer, labelling, settings.tokens)

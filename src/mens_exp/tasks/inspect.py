@@ -1,40 +1,65 @@
-"""task=inspect: say what something is and what it came from, and hold it against its records."""
+"""task=inspect: describe an output and its lineage, and check both against the records.
+
+With replay=true the first steps of a run are taken again, up to the first value that differs.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import copy
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from mens_exp.artifacts.certificate import Certificate
-from mens_exp.artifacts.inspection import (
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
+from mens_exp.artifacts.certificate import (
+    ArtifactKind,
+    Certificate,
+    Check,
     Inspection,
-    Kind,
+    Replay,
     Verification,
 )
-from mens_exp.errors import MensError
-from mens_exp.report.inspection_view import (
-    inspection_view,
-    replay_verdict,
-    verification_verdict,
+from mens_exp.artifacts.digest import digest, sha256_bytes
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.compose import config_digest, from_yaml
+from mens_exp.config.trainer import CallbackConfig, NoLogger, Selection
+from mens_exp.corpus.source import load_rows
+from mens_exp.errors import MensError, RequestError
+from mens_exp.export.subject import config_of
+from mens_exp.layout import starting_adapter
+from mens_exp.layout.shape import family_for
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.plan.semantics import RECORDING_CALLBACKS
+from mens_exp.report.evidence_views import inspection_view, replay_verdict, verification_verdict
+from mens_exp.tasks import adapter_anatomy
+from mens_exp.tasks.adapter_anatomy import read_state, tell_magnitudes
+from mens_exp.tasks.checks import (
+    compared,
+    described,
+    differing,
+    not_here,
+    other_conditions,
+    refuse_differences,
 )
-from mens_exp.tasks import adapter_anatomy, checkpoint_anatomy
-from mens_exp.tasks.checking import compared, refuse_differences
-from mens_exp.tasks.inspected import Inspected, inspected
-from mens_exp.tasks.lineage import lineage
-from mens_exp.tasks.replaying import replay
-from mens_exp.tasks.row_lengths import tell_magnitudes
-from mens_exp.tasks.told import named_base, shortened
-from mens_exp.tasks.verifying import verification
+from mens_exp.tasks.inputs import describe, hashes_in, tokenizer_of
+from mens_exp.tasks.lineage import Inspected, lineage, named_base, shortened
+from mens_exp.tasks.resolve_references import inspected
+from mens_exp.tasks.run import Run
+from mens_exp.tasks.verification import verification
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from mens_exp.artifacts.inspection import Check
+    from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
-    from mens_exp.tasks.run import Run
-
-__all__ = ["inspect"]
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.layout.starting_adapter import StartingAdapter
 
 T = TypeVar("T")
 
@@ -50,7 +75,7 @@ def inspect(config: RunConfig, run: Run) -> None:
     _tried(config, damage, "layers", lambda: _anatomy(config, record, found))
     record.base = named_base(found, record.base, certificate)
     if record.base is None:
-        is_record = found.kind in {Kind.COMPARISON, Kind.DECISION}
+        is_record = found.kind in {ArtifactKind.COMPARISON, ArtifactKind.DECISION}
         why = "each of its runs names its own" if is_record else "no record beside it names one"
         record.unknown["base"] = why
     if record.base is not None and record.base["base_quant"] is not None:
@@ -115,8 +140,8 @@ def _certificate(found: Inspected) -> Certificate | None:
 
 def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
     """Fill in the layers, of a training state or of an adapter."""
-    if found.kind is Kind.CHECKPOINT:
-        record.checkpoint, anatomy = checkpoint_anatomy.anatomy_of(found.path, found.run)
+    if found.kind is ArtifactKind.CHECKPOINT:
+        record.checkpoint, anatomy = adapter_anatomy.anatomy_of(found.path, found.run)
     elif found.adapter is not None:
         record.form = found.adapter.form
         anatomy = adapter_anatomy.of_adapter(found.adapter)
@@ -124,9 +149,294 @@ def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
     else:
         unfinished = "the run has no adapter: it has not ended, or it trained every weight"
         merged = "what was merged is no adapter any more"
-        why = {Kind.RUN: unfinished, Kind.MODEL: merged, Kind.TENSORS: merged}
+        why = {
+            ArtifactKind.RUN: unfinished,
+            ArtifactKind.MODEL: merged,
+            ArtifactKind.TENSORS: merged,
+        }
         record.unknown["layers"] = why.get(found.kind, f"a {found.kind} has none")
         return
     record.layers, record.parameters = anatomy.layers, anatomy.parameters
     record.variant, record.base = anatomy.variant, anatomy.base
     record.unknown |= anatomy.unknown
+
+
+_DIGESTS = "mens_exp.training.callbacks.digests.Digests"
+# In the order in which a difference comes about: what is read, how far it moves, what it gives.
+_FIGURES = (
+    "batches_sha256",
+    "data/supervised_tokens",
+    "optim/lr",
+    "train/loss",
+    "train/grad_norm",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Again:
+    """A run on its way a second time.
+
+    Attributes:
+        subject: the run.
+        config: its own, its sinks and validations left out.
+        manifest: as it was recorded.
+        recorded: figures of its steps.
+        steps: how many are taken again.
+        checks: what was compared so far.
+        identical: the last step of which everything was equal.
+    """
+
+    subject: RunDir
+    config: RunConfig
+    manifest: Manifest
+    recorded: dict[int, dict[str, Any]]
+    steps: int
+    checks: list[Check] = field(default_factory=list)
+    identical: int = 0
+
+
+def replay(subject: RunDir, steps: int) -> Replay:
+    """Take the first steps of a run again, in a scratch directory, until something differs.
+
+    Args:
+        subject: a training run; nothing in it is changed.
+        steps: at most so many; a shorter run is taken again whole.
+
+    Raises:
+        RequestError: it recorded no step, or an adapter that it began with is gone.
+        MensError: its base or its rows cannot be read any more.
+    """
+    theirs = config_of(subject)
+    recorded = recorded_steps(subject)
+    if not recorded:
+        raise RequestError(
+            "the run recorded no step that could be taken again",
+            where="replay",
+            found=str(subject.path),
+            expected="step events in telemetry.jsonl",
+        )
+    again = _Again(
+        subject=subject,
+        config=_bare(theirs),
+        manifest=Manifest.read(subject.manifest),
+        recorded=recorded,
+        steps=min(steps, max(recorded)),
+    )
+    device = _run(again)
+    odd = differing(again.checks)
+    return Replay(
+        steps=again.steps,
+        identical_through=again.identical,
+        conditions=_conditions(again, device),
+        first_difference=described(odd[0]) if odd else None,
+        checks=again.checks,
+    )
+
+
+def recorded_steps(subject: RunDir) -> dict[int, dict[str, Any]]:
+    """Return what telemetry says of each optimizer step, by its number."""
+    if not subject.telemetry.is_file():
+        return {}
+    events = read_events(subject.telemetry)
+    steps = [event["payload"] for event in events if event["event"] == "step"]
+    return {int(payload["step"]): payload for payload in steps if "step" in payload}
+
+
+def _bare(theirs: RunConfig) -> RunConfig:
+    """Leave out what only records and validates; what may change what is learned stays."""
+    config = copy.deepcopy(theirs)
+    config.logger = NoLogger()
+    config.adapter.select = Selection.last
+    config.trainer.val_check_interval = None
+    config.callbacks = {
+        name: one
+        for name, one in config.callbacks.items()
+        if one._target_ not in RECORDING_CALLBACKS  # Hydra's own spelling
+    }
+    config.callbacks["digests"] = CallbackConfig(_target_=_DIGESTS)
+    return config
+
+
+def _run(again: _Again) -> str:
+    """Compare start and steps; return the device."""
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.model.sources import resolve
+    from mens_exp.training.build import build_backend, device_of, lightning_quiet
+
+    config, cache = again.config, writable_cache()
+    base = resolve(config.model, cache)
+    tokenizer = tokenizer_of(config.tokenizer, base, again.subject)
+    rows = load_rows(config.data, cache)
+    data = RowsDataModule(config, rows, tokenizer, cache)
+    found = dict(hashes_in(describe(base, tokenizer, rows, data)))
+    start = _start(config)
+    if start is not None:
+        found["init_from.adapter_sha256"] = start.sha256
+    recorded = dict(hashes_in(again.manifest.inputs))
+    again.checks += [
+        compared(f"inputs.{name}", recorded[name], found[name], step=0)
+        for name in recorded
+        if name in found
+    ]
+    with lightning_quiet():
+        backend = build_backend(config, base)
+        if start is not None:
+            backend.load_adapter(start.tensors)
+        again.checks += _start_checks(again, backend)
+        if not differing(again.checks):
+            _steps(again, backend, data)
+    return str(device_of(config.trainer.accelerator))
+
+
+def _start(config: RunConfig) -> StartingAdapter | None:
+    if config.lora.init_from is None:
+        return None
+    place = starting_adapter.find(config.lora.init_from)
+    return starting_adapter.read(place, family_for(config.model))
+
+
+def _start_checks(again: _Again, backend: Backend) -> list[Check]:
+    """Hold what training starts from against what the run started from, layer by layer."""
+    from mens_exp.training.callbacks.digests import layer_digests
+
+    recorded = again.manifest.facts.get("lora_init_layers_sha256") or {}
+    found = layer_digests(backend.trainable())
+    if not recorded:
+        why = "the run has no digest of the matrices that it started from"
+        return [not_here("start of the adapter", None, why, step=0)] if found else []
+    names = [*(name for name in found if name in recorded), *sorted(recorded.keys() - found.keys())]
+    odd = [name for name in names if recorded[name] != found.get(name)]
+    if odd:
+        name = odd[0]
+        return [compared(f"start of {name}", recorded[name], found.get(name), step=0)]
+    what = f"start of the adapter, {len(names)} layers"
+    sha256 = again.manifest.facts.get("lora_init_sha256")
+    return [compared(what, sha256, digest(found), step=0)]
+
+
+def _steps(again: _Again, backend: Backend, data: RowsDataModule) -> None:
+    """Train until a step differs, or enough of them were the same."""
+    from mens_exp.training.build import build_module, build_trainer, fit_first_steps
+
+    def look(step: int, figures: dict[str, Any], state: dict[int, dict[str, Any]]) -> bool:
+        checks = _figure_checks(again, step, figures)
+        if not differing(checks):
+            checks += state_checks(again.subject, step, backend.trainable(), state)
+            if again.manifest.results.get("adapter_step") == step:
+                checks += saved_adapter_check(again.subject, step, backend, again.config)
+        again.checks += checks
+        if differing(checks):
+            return False
+        again.identical = step
+        return step < again.steps
+
+    with tempfile.TemporaryDirectory(prefix="mens_exp_replay_") as folder:
+        blank = dataclasses.replace(
+            again.manifest, inputs={}, facts={}, results={}, unknown={}, outputs={}, notes=[]
+        )
+        scratch = Run(RunDir(Path(folder)), blank)
+        with scratch.telemetry:
+            module = build_module(again.config, backend, data)
+            trainer = build_trainer(again.config, scratch, max_steps=data.max_steps)
+            fit_first_steps(trainer, module, data, look)
+
+
+def _figure_checks(again: _Again, step: int, figures: dict[str, Any]) -> list[Check]:
+    recorded = again.recorded.get(step)
+    if recorded is None:
+        return [compared("step", "not in telemetry", "taken", step=step)]
+    return [
+        compared(name, recorded[name], figures[name], step=step)
+        if name in recorded
+        else not_here(name, None, "telemetry does not have it", step=step)
+        for name in _FIGURES
+        if name in figures
+    ]
+
+
+def _conditions(again: _Again, device: str) -> list[str]:
+    """Say what was otherwise than when the run was trained, or may come out otherwise."""
+    found = other_conditions(again.manifest)
+    if config_digest(from_yaml(again.subject.config)) != again.manifest.config_digest:
+        found.append("config.yaml is not the one that the manifest is of")
+    events = read_events(again.subject.telemetry)
+    began = [event["payload"] for event in events if event["event"] == "train_start"]
+    then = began[0].get("device") if began else None
+    if then is not None and then != device:
+        found.append(f"device: {then} then, {device} now")
+    elif not device.startswith("cpu"):
+        found.append(f"device: {device}, whose sums need not end in the same bits twice")
+    if (many := again.manifest.facts.get("processes", 1)) > 1:
+        found.append(f"{many} processes then, one now, whose sums need not end in the same bits")
+    if len(again.manifest.attempts) > 1:
+        found.append("the run was resumed; its configuration is that of its last attempt")
+    return found
+
+
+def state_checks(
+    run: RunDir, step: int, trainable: Mapping[str, Any], optimizer: Mapping[int, dict[str, Any]]
+) -> list[Check]:
+    """Compare adapter and optimizer with the run's training state of a step, if it kept one.
+
+    Args:
+        run: it.
+        step: that was just taken.
+        trainable: parameters by name, in the optimizer's order.
+        optimizer: its state, by number of the parameter and name.
+    """
+    path = run.checkpoint(step)
+    if not path.is_file():
+        return []
+    saved = read_state(path)
+    found = [_first_difference(path.name, "adapter", saved.adapter, trainable, step)]
+    names = list(trainable)
+    before, now = _named(saved.optimizer, names), _named(optimizer, names)
+    if before or now:
+        found.append(_first_difference(path.name, "optimizer", before, now, step))
+    return found
+
+
+def saved_adapter_check(run: RunDir, step: int, backend: Backend, config: RunConfig) -> list[Check]:
+    """Compare the adapter with the one that the run wrote, if it has; it is of this step."""
+    if not (run.adapter / TENSORS_NAME).is_file():
+        return []
+    _, saved = read_adapter(run.adapter)
+    _, now = backend.adapter(config)
+    return [_first_difference(f"{run.adapter.name}/{TENSORS_NAME}", "", saved, now, step)]
+
+
+def _named(state: Mapping[int, dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    return {
+        f"{names[number]}.{part}": value
+        for number, parts in sorted(state.items())
+        for part, value in parts.items()
+    }
+
+
+def _first_difference(
+    file: str, part: str, saved: Mapping[str, Any], now: Mapping[str, Any], step: int
+) -> Check:
+    """Name the first tensor that differs, or all of them together where none does."""
+    before = {name: _hash(value) for name, value in saved.items()}
+    after = {name: _hash(value) for name, value in now.items()}
+    names = [*before, *(name for name in after if name not in before)]
+    odd = next((name for name in names if before.get(name) != after.get(name)), None)
+    prefix = f"{file}: {part + ' ' if part else ''}"
+    if odd is None:
+        what = f"{prefix}{len(names)} tensors"
+        return compared(what, digest(before), digest(after), step=step)
+    return compared(f"{prefix}{odd}", before.get(odd), after.get(odd), step=step)
+
+
+def _hash(value: Any) -> str:
+    """Hash the format, the shape and the bytes of a tensor or an array; say any other value."""
+    import numpy as np
+    import torch
+
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    kind = f"{value.dtype} {tuple(value.shape)}"
+    return sha256_bytes(kind.encode() + flat.numpy().tobytes())

@@ -1,31 +1,79 @@
-"""Ancestors of an output, oldest first, as far as the records at hand reach."""
+"""Trace an output to its ancestors, oldest first, as far as the records at hand reach.
+
+Also: the run behind merged weights that are scored, and a summary of an output's provenance.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME
+from mens_exp.artifacts.certificate import (
+    Ancestor,
+    ArtifactKind,
+    BaseRecord,
+    CertificateRecord,
+    Role,
+)
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import read_ledger
-from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.inspection import Ancestor, BaseRecord, Kind, Role
-from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, runs
+from mens_exp.config.backend import LoraGraphConfig
+from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.model import HfModel
+from mens_exp.config.quant import QuantType
 from mens_exp.errors import RequestError
-from mens_exp.tasks.subject import config_of
+from mens_exp.export.certificate import certificate_place
+from mens_exp.export.subject import config_of
+from mens_exp.report.evidence_views import verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from mens_exp.artifacts.certificate import Certificate
-    from mens_exp.tasks.inspected import Inspected
-
-__all__ = ["base_of_run", "lineage", "trained_by", "written_by"]
+    from mens_exp.config.root import RunConfig
+    from mens_exp.export.adapter import AdapterPlace
+    from mens_exp.model.sources import BaseModel
 
 _OUTPUTS = Path("outputs")
-_RECORDS = {Kind.SCORECARD, Kind.COMPARISON, Kind.DECISION}
+_RECORDS = {ArtifactKind.SCORECARD, ArtifactKind.COMPARISON, ArtifactKind.DECISION}
+_WITHOUT_CERTIFICATE = {
+    ArtifactKind.CHECKPOINT,
+    ArtifactKind.SCORECARD,
+    ArtifactKind.COMPARISON,
+    ArtifactKind.DECISION,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspected:
+    """Something on disk.
+
+    Attributes:
+        kind: of it.
+        path: a directory, or a file of a checkpoint, of merged tensors or of decisions.
+        run: the training run that it is, or lies in; of a scorecard, the run that was scored.
+        adapter: that it is, or that the run has.
+        what: it is, in words.
+    """
+
+    kind: ArtifactKind
+    path: Path
+    run: RunDir | None
+    adapter: AdapterPlace | None
+    what: str
+
+    @property
+    def certificate(self) -> Path | None:
+        """The place for the certificate of an output; None for a run's own files."""
+        if self.run is not None or self.kind in _WITHOUT_CERTIFICATE:
+            return None
+        return certificate_place(self.path)
 
 
 def lineage(
@@ -53,10 +101,10 @@ def lineage(
 
 def _of_record(found: Inspected) -> list[Ancestor]:
     """List what a scorecard, a comparison or a ledger was made of, itself last."""
-    if found.kind is Kind.SCORECARD:
+    if found.kind is ArtifactKind.SCORECARD:
         line = [] if found.run is None else _of_run(found.run, frozenset())
         file = RunDir(found.path).scorecard
-    elif found.kind is Kind.COMPARISON:
+    elif found.kind is ArtifactKind.COMPARISON:
         file = RunDir(found.path).comparison
         line = [
             _recorded(Role.RUN, Path(one["path"]), one["manifest_sha256"])
@@ -233,4 +281,148 @@ def _base(base: BaseRecord | None) -> Ancestor:
         None,
         {} if sha256 is None else {"weights_sha256": sha256},
         None if name and sha256 else "no record names both it and its hash",
+    )
+
+
+MERGED = "trained"  # in an evaluation's inputs: the run whose merged weights were scored
+_CAUSAL = frozenset({"qlora", "lora"})
+
+
+def merge_at(place: Path) -> RunDir | None:
+    """Return the run of task=merge that a path names, itself or the model in it."""
+    for directory in (place, place.parent):
+        run = RunDir(directory)
+        if run.manifest.is_file():
+            return run if Manifest.read(run.manifest).task == "merge" else None
+    return None
+
+
+def merged_model(merge: RunDir) -> Path:
+    """Return the model that a merge wrote.
+
+    Raises:
+        RequestError: it has not ended well, wrote no whole model, or that is no longer there.
+    """
+    manifest = Manifest.read(merge.manifest)
+    out = Path(str(manifest.results.get("out"))).expanduser()  # in the run, or where it was asked
+    places = (merge.path / out, out)
+    model = next((one for one in places if (one / "config.json").is_file()), None)
+    if manifest.status is not Status.SUCCEEDED or model is None:
+        raise RequestError(
+            "the merge left no model that answers",
+            where="path",
+            found=f"{merge.path} ({manifest.status})",
+            expected="a merge that has succeeded, of a whole model, which is still there",
+            remedy="merge it anew without base_shard, or evaluate the run that was trained",
+        )
+    return model
+
+
+def trained_for(merge: RunDir) -> RunDir:
+    """Return the run that trained what was merged.
+
+    Raises:
+        RequestError: it is not at hand, or its graph is no causal model.
+    """
+    inputs = Manifest.read(merge.manifest).inputs
+    adapter = Path(str(inputs.get("adapter")))
+    beside = next((one for one in map(RunDir, adapter.parents) if one.manifest.is_file()), None)
+    run = beside or trained_by(inputs.get("adapter_sha256"), merge.path)
+    if run is None or Manifest.read(run.manifest).task != "train":
+        raise RequestError(
+            "the run that trained what was merged is not at hand",
+            where="path",
+            found=f"{merge.path}, of {adapter}",
+            expected="that run, where it was or below outputs",
+            remedy="put it back, or score the weights alone: path=base model=hf model.id=<model>",
+        )
+    backend = config_of(run).backend.name
+    if backend not in _CAUSAL:
+        raise RequestError(
+            "only a whole causal model answers once it is merged",
+            where="path",
+            found=f"{merge.path}, of backend={backend}",
+            expected="a merge of backend=qlora or lora",
+            remedy=f"evaluate the run itself: path={run.path}",
+        )
+    return run
+
+
+def config_of_merged(trained: RunDir, model: Path) -> RunConfig:
+    """Return a run's own configuration, but for its graph: the merged weights as they are stored.
+
+    The adapter that the graph has is a fresh one, which adds nothing.
+    """
+    config = config_of(trained)
+    config.model = HfModel(id=str(model))
+    config.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")
+    config.quant.quant_type, config.quant.double_quant = QuantType.none, False
+    config.lora.variant, config.lora.init = LoraVariant.lora, LoraInit.default
+    config.lora.init_from = None
+    return config
+
+
+def other_weights(merge: RunDir, base: BaseModel) -> None:
+    """Refuse weights that are not those that the merge wrote.
+
+    Raises:
+        RequestError: they are others.
+    """
+    files: dict[str, str] = Manifest.read(merge.manifest).results.get("out_sha256") or {}
+    shards = {Path(name).name: one for name, one in files.items() if name.endswith(".safetensors")}
+    if digest(shards) != base.weights_sha256:
+        raise RequestError(
+            "is not what was merged",
+            where="path",
+            found=str(base.directory),
+            expected=f"the weights that {merge.path} wrote",
+            remedy="merge it anew",
+        )
+
+
+def named_base(
+    found: Inspected, own: BaseRecord | None, certificate: Certificate | None
+) -> BaseRecord | None:
+    """Name the base of something, or nothing where no record does.
+
+    Args:
+        found: it.
+        own: what the adapter itself says, which goes before the others.
+        certificate: beside it.
+    """
+    others: BaseRecord | None = None
+    if found.run is not None:
+        others = base_of_run(Manifest.read(found.run.manifest))
+    elif certificate is not None:
+        others = _of_sources(certificate.sources)
+    if own is None or others is None:
+        return own or others
+    told = {name: value for name, value in own.items() if value is not None}
+    return BaseRecord(**{**others, **told})  # type: ignore[typeddict-item]
+
+
+def _of_sources(sources: dict[str, Any]) -> BaseRecord | None:
+    quant = sources.get("quant") or {}
+    told = BaseRecord(
+        name=sources.get("base_model"),
+        revision=None,
+        weights_sha256=sources.get("base_weights_sha256"),
+        base_quant=quant.get("base_quant"),
+        double_quant=quant.get("double_quant"),
+        quantizer=sources.get("quantizer"),
+    )
+    return told if any(value is not None for value in told.values()) else None
+
+
+def shortened(certificate: Certificate) -> CertificateRecord:
+    """Return a certificate without its files, and of its tensors the worst."""
+    worst = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])[:1]
+    return CertificateRecord(
+        verdict=verdict(certificate),
+        passed=certificate.passed,
+        accepted=certificate.accepted,
+        evidence=certificate.evidence,
+        comparisons=certificate.comparisons,
+        tensors=len(certificate.tensors),
+        worst=dict(worst),
     )

@@ -1,22 +1,46 @@
-"""task=merge: an adapter and its base become one model, or the weights that it changes."""
+"""task=merge, and the formats of task=export that need an adapter: one decided merge for all.
+
+format=peft|v2|v3 writes an adapter in another form; format=hf|gguf|ollama|vllm writes what other
+programs serve, merged on the way where they need it. Every directory has the hand-off record and
+the certificate of its contents.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.tasks.merge_choices import MOVED
-from mens_exp.tasks.merging import decided_merge, settle_certified
+from mens_exp.config.task import ExportFormat, MergeDtype, OllamaForm
+from mens_exp.errors import RequestError
+from mens_exp.export import gguf
+from mens_exp.export.adapter import find, read, write
+from mens_exp.export.certificate import hashes_of
+from mens_exp.export.gguf import GGUF_FILE as GGUF
+from mens_exp.export.gguf import export_gguf
+from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write_vllm
+from mens_exp.export.merge_choices import MOVED, decide, deltas_of
+from mens_exp.export.subject import config_of, conversion_of, gather
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.report.evidence_views import card_section, parity_table, verdict
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
-    from mens_exp.config.root import RunConfig
-    from mens_exp.tasks.run import Run
+    from collections.abc import Mapping
 
-__all__ = ["merge"]
+    from mens_exp.artifacts.certificate import Certificate
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.config.root import RunConfig
+    from mens_exp.export.merge import Merge, MergedModel
+    from mens_exp.export.merge_choices import Choices
+    from mens_exp.export.subject import Conversion, MergeInputs
+    from mens_exp.lora.low_rank import Delta
+    from mens_exp.tasks.run import Run
 
 
 def merge(config: RunConfig, run: Run) -> None:
@@ -55,3 +79,349 @@ def merge(config: RunConfig, run: Run) -> None:
     if choices.moves_embedding:
         console.print(f"merge.untie=false: {MOVED}.", soft_wrap=True, markup=False)
     console.print(f"Merged: {out}", soft_wrap=True, markup=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merging:
+    """An adapter, its base, and what becomes of them.
+
+    Attributes:
+        inputs: adapter and base, read.
+        choices: how much is written, in which format, onto which weights.
+        deltas: what is added to each weight, by logical name.
+    """
+
+    inputs: MergeInputs
+    choices: Choices
+    deltas: Mapping[str, Delta]
+
+    @property
+    def what(self) -> Merge:
+        """The operation on a checkpoint's tensors."""
+        from mens_exp.export.merge import Merge
+
+        choices = self.choices
+        return Merge(deltas=self.deltas, dtype=choices.dtype, quantizer=choices.quantizer)
+
+    def write_model(self, directory: Path) -> None:
+        """Write the complete model into an empty directory."""
+        from mens_exp.export.merge import write_directory
+
+        model = _model(self.inputs, self.choices)
+        write_directory(directory, self.choices.places, self.what, model)
+
+    def certificate(self, config: RunConfig, written: Path) -> Certificate:
+        """Hold what was written against the model that was trained."""
+        from mens_exp.tasks.certificates import certify_merge
+
+        return certify_merge(config, self.inputs, self.choices, self.deltas, written)
+
+    def note(self, run: Run) -> None:
+        """Record what is merged into what."""
+        run.manifest.inputs.update(_read(self.inputs))
+        run.manifest.results.update(_decided(self.choices))
+        if self.choices.moves_embedding:
+            run.manifest.notes.append(f"merge.untie=false: {MOVED}")
+
+
+def decided_merge(config: RunConfig) -> Merging:
+    """Read adapter and base and settle what the command leaves open.
+
+    Raises:
+        MensError: they do not belong together, or cannot be merged as asked.
+    """
+    inputs = gather(config, writable_cache())
+    choices = decide(inputs, config.merge)
+    return Merging(inputs=inputs, choices=choices, deltas=deltas_of(inputs, choices))
+
+
+def settle_certified(
+    run: Run, written: Path, out: Path, certificate: Certificate, console: Console
+) -> None:
+    """Record and show a certificate, and keep what it is of, or set it aside.
+
+    Raises:
+        GateError: it is over the budget and nobody accepted that.
+    """
+    from mens_exp.export.certificate import keep_or_set_aside
+
+    certificate.write(run.dir.parity)
+    run.manifest.results.update(parity=verdict(certificate))
+    console.print(parity_table(certificate))
+    keep_or_set_aside(written, out, certificate, card_section(certificate))
+
+
+def _read(inputs: MergeInputs) -> dict[str, Any]:
+    """Return the manifest's ``inputs``."""
+    read = {
+        "adapter": inputs.where,
+        "adapter_schema": inputs.schema,
+        "adapter_sha256": inputs.sha256,
+        "base_weights_sha256": inputs.weights_sha256(),
+        "base_shards": [shard.name for shard in inputs.shards],
+    }
+    base = inputs.base
+    if base is None:
+        return read
+    named = {"base_model": base.name, "base_source": base.source, "license": base.license}
+    return read | named | ({"base_revision": base.revision} if base.revision else {})
+
+
+def _decided(choices: Choices) -> dict[str, Any]:
+    return {
+        "mode": "subset" if choices.only_merged else "full",
+        "base": "original" if choices.quantizer is None else "dequantized",
+        "base_reason": choices.why,
+        "quantizer": None if choices.quantizer is None else dict(choices.quantizer),
+        "dtype": choices.dtype,
+        "merged_keys": {one.logical: one.name for one in choices.all_places if one.logical},
+        "untied": choices.unties,
+        "embedding_moves": choices.moves_embedding,
+    }
+
+
+def _model(inputs: MergeInputs, choices: Choices) -> MergedModel:
+    from mens_exp.export.merge import MergedModel
+
+    assert inputs.base is not None, "bare shards make no directory"
+    assert inputs.model is not None, "bare shards make no directory"
+    run, learned_ids = inputs.run, True
+    if run is not None:
+        learned_ids = config_of(run).tokenizer.name == "hf"
+    template = None if run is None or not run.chat_template.is_file() else run.chat_template
+    return MergedModel(
+        base=inputs.base,
+        config=inputs.model.config,
+        unties=choices.unties,
+        tokenizer=learned_ids,
+        chat_template=template,
+        model_card=run.model_card if run is not None and run.model_card.is_file() else None,
+        told=_told(inputs, choices),
+    )
+
+
+def _told(inputs: MergeInputs, choices: Choices) -> list[str]:
+    """Return the lines of the model card."""
+    assert inputs.base is not None, "bare shards make no directory"
+    what = f"`{inputs.base.name}` with a LoRA adapter merged into {len(choices.layers)} layers"
+    lines = [
+        f"{what}: W + (B A) · alpha / r, summed in f32 and rounded once to {choices.dtype}.",
+        "",
+        f"- base: {choices.why}",
+        f"- sha256 of the adapter: `{inputs.sha256}`",
+        f"- sha256 of the base's weights: `{inputs.base.weights_sha256}`",
+    ]
+    if choices.unties:
+        lines.append("- the head has a weight of its own; in the base it is the embedding table")
+    if choices.moves_embedding:
+        lines.append(f"- {MOVED}")
+    return lines
+
+
+def export_adapter(config: RunConfig, run: Run) -> None:
+    """Write an adapter in another form, with its certificate, and record its hash."""
+    from mens_exp.tasks.certificates import certify_adapter
+
+    asked = conversion_of(config)
+    console = Console()
+    out = Path(config.out).expanduser() if config.out else run.dir.adapter
+    manifest, tensors = read(asked.place, asked.base, asked.quant)
+    with atomic.directory(out) as temporary:
+        write(manifest, tensors, config.format, temporary, asked.base)
+        _add_template(config, asked.place.run, temporary)
+        settle_certified(run, temporary, out, certify_adapter(config, asked, temporary), console)
+    written = find(out)
+    after, _ = read(written, asked.base, asked.quant)
+    run.manifest.inputs.update(
+        subject=str(asked.place.directory),
+        subject_form=asked.place.form,
+        tensors_sha256=sha256_file(asked.place.tensors),
+        base_model=manifest.base_model,
+    )
+    run.manifest.results.update(
+        adapter="adapter" if config.out is None else config.out,
+        form=written.form,
+        layers=len(after.layer_order),
+        parameters=sum(values.size for values in tensors.values()),
+        tensors_sha256=sha256_file(written.tensors),
+        tensors_bytes=written.tensors.stat().st_size,
+    )
+    if asked.place.form == "peft" and asked.quant is None:
+        run.manifest.notes.append(
+            "PEFT's form does not tell how the base was quantized while the adapter was trained: "
+            "recorded as none, unless export.base_quant says otherwise"
+        )
+    if asked.base is not None and manifest.base_model != asked.base.name:
+        run.manifest.notes.append(
+            f"the adapter names its base {manifest.base_model}; names and shapes are those of "
+            f"{asked.base.name}"
+        )
+    size = written.tensors.stat().st_size / 2**20
+    console.print(
+        f"{asked.place.form} to {written.form}: {len(after.layer_order)} layers, {size:.1f} MiB"
+    )
+    console.print(f"Adapter: {out}", soft_wrap=True, markup=False)
+
+
+def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:
+    """Put the chat template beside a PEFT adapter: whoever loads it needs its prompts' form."""
+    if config.format is not ExportFormat.peft or subject is None:
+        return
+    template = subject.chat_template
+    if template.is_file():
+        atomic.write_text(out / template.name, template.read_text("utf-8"))
+
+
+def export_model(config: RunConfig, run: Run) -> None:
+    """Write the directory, whole or not at all, and record its hashes."""
+    write_form = {
+        ExportFormat.hf: _hf,
+        ExportFormat.gguf: _gguf,
+        ExportFormat.ollama: _ollama,
+        ExportFormat.vllm: _vllm,
+    }[config.format]
+    console = Console()
+    usual = run.dir.path / config.format.value
+    out = usual if config.out is None else Path(config.out).expanduser()
+    atomic.remove_stale(out.parent)
+    with atomic.directory(out) as directory:
+        certificate, command = write_form(config, run, directory)
+        settle_certified(run, directory, out, certificate, console)
+    run.manifest.results.update(
+        directory=config.format.value if config.out is None else config.out,
+        files_sha256=hashes_of(out),
+        bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
+    )
+    console.print(f"Written: {out}", soft_wrap=True, markup=False)
+    console.print(command.format(out=out), soft_wrap=True)
+
+
+def _merged(config: RunConfig, run: Run) -> Merging:
+    merging = decided_merge(config)
+    if merging.choices.only_merged:
+        raise RequestError(
+            "other programs run whole models",
+            where="path",
+            found="the proxy stack" if merging.choices.is_proxy else "merge.mode=subset",
+            expected="an adapter of a causal graph, merged whole",
+            remedy="merge its projections with task=merge",
+        )
+    merging.note(run)
+    return merging
+
+
+def _base_name(merging: Merging) -> str:
+    assert merging.inputs.base is not None, "a whole model has one"
+    return merging.inputs.base.name
+
+
+def _hf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+    merging = _merged(config, run)
+    merging.write_model(directory)
+    _hand_off(directory, BackendFamily.TRANSFORMERS, _base_name(merging), "transformers serve")
+    return merging.certificate(config, directory), "Serve it: mens-exp task=serve path={out}"
+
+
+def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+    from mens_exp.tasks.certificates import certify_gguf, certify_gguf_of, trained_for
+
+    assert config.path is not None, "validation has asked for it"
+    command = (
+        f"Run it: llama-server -m {{out}}/{GGUF}, or ollama create <name> -f {{out}}/Modelfile"
+    )
+    if (Path(config.path) / "config.json").is_file():
+        source = Path(config.path)
+        run.manifest.inputs.update(subject=str(source))
+        export_gguf(source, directory, config.gguf.dtype, base=source.resolve().name)
+        return certify_gguf_of(config, source, directory), command
+    if config.merge.dtype is None:  # rounded once, by what writes GGUF
+        config = dataclasses.replace(
+            config, merge=dataclasses.replace(config.merge, dtype=MergeDtype.f32)
+        )
+    merging = _merged(config, run)
+    with atomic.scratch(directory.parent) as folder:
+        source = folder / "merged"
+        source.mkdir()
+        merging.write_model(source)
+        export_gguf(source, directory, config.gguf.dtype, base=_base_name(merging))
+    trained = trained_for(config, merging.inputs, merging.choices)
+    what = f"written: merged, GGUF in {config.gguf.dtype.value}{merging.choices.caveat}"
+    return certify_gguf(trained, directory, config.parity, what=what), command
+
+
+def _ollama(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+    from mens_exp.tasks.certificates import certify_adapter
+
+    command = "Import it: cd {out} && ollama create <name> -f Modelfile"
+    if config.ollama.form is OllamaForm.adapter:
+        asked, base = _peft(config, run, directory)
+        source = _tokenizer_directory(config, asked)
+        _modelfile(directory, source, base=base, adapter=".")
+        _hand_off(directory, BackendFamily.OLLAMA, base, None, adapter=".", tokenizer=base)
+        return certify_adapter(config, asked, directory), command
+    merging = _merged(config, run)
+    merging.write_model(directory)
+    _modelfile(directory, directory, base=".", adapter=None)
+    _hand_off(directory, BackendFamily.OLLAMA, _base_name(merging), None)
+    return merging.certificate(config, directory), command
+
+
+def _vllm(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+    from mens_exp.tasks.certificates import certify_adapter
+
+    with atomic.scratch(directory.parent) as folder:
+        asked, base = _peft(config, run, folder / "peft")
+        owner = asked.place.run
+        name = asked.place.directory.name if owner is None else owner.path.resolve().name
+        write_vllm(folder / "peft", directory, base=base, name=name)
+    return certify_adapter(config, asked, directory), "Serve it: the command in {out}/README.md"
+
+
+def _peft(config: RunConfig, run: Run, directory: Path) -> tuple[Conversion, str]:
+    """Write an adapter as a PEFT directory; return its conversion and the name of its base."""
+    asked = conversion_of(config)
+    assert asked.base is not None, "PEFT's form asks for it"
+    manifest, tensors = read(asked.place, asked.base, asked.quant)
+    write(manifest, tensors, ExportFormat.peft, directory, asked.base)
+    run.manifest.inputs.update(
+        subject=str(asked.place.directory),
+        subject_form=asked.place.form,
+        base_model=asked.base.name,
+    )
+    return asked, asked.base.name
+
+
+def _tokenizer_directory(config: RunConfig, asked: Conversion) -> Path:
+    from mens_exp.export.subject import config_of
+    from mens_exp.model.sources import resolve
+    from mens_exp.plan.preflight import writable_cache
+
+    owner = config if asked.place.run is None else config_of(asked.place.run)
+    return resolve(owner.model, writable_cache()).directory
+
+
+def _modelfile(directory: Path, source: Path, *, base: str, adapter: str | None) -> None:
+    tokenizer = HfTokenizer.from_directory(source)
+    text = gguf.modelfile(tokenizer, base=base, adapter=adapter)
+    (directory / gguf.MODELFILE).write_text(text, encoding="utf-8", newline="\n")
+
+
+def _hand_off(
+    directory: Path,
+    family: BackendFamily,
+    base: str,
+    notes: str | None,
+    *,
+    adapter: str | None = None,
+    tokenizer: str = ".",
+) -> None:
+    record = Handoff(
+        backend_family=family,
+        base_model=base,
+        artifact_dir=".",
+        adapter_path=adapter,
+        tokenizer_source=tokenizer,
+        prompt_format="the tokenizer's chat template",
+        notes=notes,
+    )
+    write_handoff(record, directory)

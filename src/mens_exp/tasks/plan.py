@@ -1,15 +1,22 @@
-"""task=plan: say what a run would do and cost, without running it."""
+"""task=plan: predict what a run would do and cost, without running it.
+
+Plan versus actual: the predictions of a run are kept next to its measurements in the ledger.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.errors import MensError
+from mens_exp.plan.estimate import make_plan
 from mens_exp.plan.preflight import writable_cache
-from mens_exp.report import terminal, token_view
-from mens_exp.tasks.measured import note_plan, planned
+from mens_exp.plan.semantics import non_default_settings
+from mens_exp.plan.throughput_model import Entry, append, ledger_path
+from mens_exp.report import terminal, terminal_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,12 +24,11 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
+    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
-    from mens_exp.tokenizer.protocol import Tokenizer
-
-__all__ = ["plan"]
+    from mens_exp.tokenizer.load import Tokenizer
 
 
 def plan(config: RunConfig, run: Run) -> None:
@@ -36,7 +42,7 @@ def plan(config: RunConfig, run: Run) -> None:
     console.print(terminal.plan_table(made))
     if config.data.show:
         console.print()
-        console.print(token_view.legend(), soft_wrap=True)
+        console.print(terminal_views.token_legend(), soft_wrap=True)
         for text in _rows(config, cache):
             console.print(text, soft_wrap=True)
 
@@ -52,12 +58,12 @@ def _rows(config: RunConfig, cache: Path) -> Iterator[Text]:
 
 def _tokenizer(config: RunConfig, cache: Path) -> Tokenizer:
     """Read the tokenizer; where the model has to be made first, make it."""
-    from mens_exp.layout.cached import ready
+    from mens_exp.layout.model_cache import ready_directory
     from mens_exp.tokenizer.load import load_tokenizer
 
-    directory = ready(config.model, cache)
+    directory = ready_directory(config.model, cache)
     if directory is None:
-        from mens_exp.model.resolve import resolve
+        from mens_exp.model.sources import resolve
 
         directory = resolve(config.model, cache).directory
     return load_tokenizer(config.tokenizer, directory)
@@ -81,8 +87,8 @@ def _documents(
     for i in range(len(made)):
         part = slice(made.offsets[i], made.offsets[i + 1])
         several = f", document {i + 1} of {len(made)}" if len(made) > 1 else ""
-        yield token_view.shown(
-            token_view.ShownDocument(
+        yield terminal_views.shown_document(
+            terminal_views.ShownDocument(
                 title=title + several,
                 ids=made.ids[part].tolist(),
                 supervised=made.supervised[part].tolist(),
@@ -91,4 +97,58 @@ def _documents(
             tokenizer,
         )
     if made.dropped:
-        yield token_view.dropped(title, made.dropped, labelling.seq_len)
+        yield terminal_views.dropped_row(title, made.dropped, labelling.seq_len)
+
+
+def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:
+    """Add a run to the ledger; one that cannot be kept is a note, never a failed run.
+
+    A run of several processes says nothing of what one takes, and is left out.
+    """
+    if (plan.get("processes") or {}).get("processes", 1) > 1:
+        return
+    results, contract = manifest.results, manifest.contract or {}
+    measured = step_s(results)
+    on_cpu = plan["device"]["kind"] == "cpu"
+    rate = plan["time_s"].get("flop_per_step")
+    entry = Entry(
+        utc=utc_now(),
+        device=plan["device"]["name"],
+        family=str((contract.get("provenance") or {}).get("base_family")),
+        backend=plan["backend"],
+        run_id=manifest.run_id,
+        contract=str(contract.get("digest")),
+        parameters=plan["parameters"],
+        tokens_per_step=plan["tokens_per_step"],
+        predicted_peak_bytes=plan["memory_bytes"]["formula"],
+        measured_peak_bytes=results.get("peak_rss_bytes" if on_cpu else "peak_cuda_bytes"),
+        flop_per_step=rate,
+        predicted_step_s=plan["time_s"]["step_s"],
+        measured_step_s=measured,
+    )
+    try:
+        append(ledger_path(cache), entry)
+    except (MensError, OSError) as error:
+        manifest.notes.append(f"the ledger was not written: {error}")
+
+
+def planned(config: RunConfig, manifest: Manifest, cache: Path) -> dict[str, Any]:
+    """Make the plan of a run; it and the manifest say where the run differs from our defaults."""
+    # A resumed run's overrides are not all that made its configuration.
+    overrides = manifest.overrides if len(manifest.attempts) == 1 else None
+    changed = {"differs_from_default": non_default_settings(config, overrides)}
+    plan = make_plan(config, cache)
+    manifest.facts |= changed | {"comparison": plan["comparison"]}
+    return plan | changed
+
+
+def note_plan(manifest: Manifest, plan: dict[str, Any]) -> None:
+    """Keep the plan's notes (what is left to the operator, what may go wrong), each once."""
+    said = [*plan["notes"], *plan["warnings"]]
+    manifest.notes += [note for note in said if note not in manifest.notes]
+
+
+def step_s(results: dict[str, Any]) -> float | None:
+    """Return the mean seconds of an optimizer step after the first, None where none was timed."""
+    rate, tokens, steps = (results.get(key) for key in ("tokens_per_s", "tokens", "steps"))
+    return tokens / steps / rate if rate and tokens and steps else None

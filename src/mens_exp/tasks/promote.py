@@ -21,13 +21,13 @@ from mens_exp.artifacts.decision_ledger import (
     read_ledger,
 )
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.policy import BurnProductionPolicy
-from mens_exp.config.store import SCHEMAS
+from mens_exp.config.loader import SCHEMAS
+from mens_exp.config.promotion import BurnProductionPolicy
 from mens_exp.errors import GateError, RequestError
-from mens_exp.evals.burn_production import thresholds
 from mens_exp.evals.promotion import decide
-from mens_exp.report.promotion_view import decision_view
-from mens_exp.tasks.checking import compared, refuse_differences
+from mens_exp.evals.promotion_rules import thresholds
+from mens_exp.report.evidence_views import decision_view
+from mens_exp.tasks.checks import compared, refuse_differences
 from mens_exp.tasks.promotion_evidence import (
     certificate_of,
     comparison_files,
@@ -38,12 +38,10 @@ from mens_exp.tasks.promotion_evidence import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.artifacts.inspection import Check
-    from mens_exp.config.policy import PolicyConfig
+    from mens_exp.artifacts.certificate import Check
+    from mens_exp.config.promotion import PolicyConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
-
-__all__ = ["decided", "decision_checks", "promote"]
 
 _MADE = ("decision", "recommendation", "evidence", "parity")
 

@@ -1,38 +1,83 @@
-"""The run that every task opens: it owns the manifest's life from `started` to its close."""
+"""Run one task: open its record, do the work, and close the record with the outcome.
+
+The manifest's life runs from `started` to its close. The first Ctrl-C or SIGTERM cancels a run in
+order; a second one ends the process at once.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import shlex
+import signal
+import sys
+import threading
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from mens_exp.artifacts import atomic, provenance
-from mens_exp.artifacts.checkpoint_digests import rename_after
-from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.machine_faults import machine_fault
+from mens_exp.artifacts.digest import rename_later_checkpoints, sha256_file
+from mens_exp.artifacts.host import machine_fault, run_lock
 from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.run_lock import held
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
 from mens_exp.plan.checks import classes
 from mens_exp.plan.contract import contract_of
-from mens_exp.tasks.cancellation import Cancelled, cancellable, end_at_once
-from mens_exp.training.wandb_agent import agent_inputs
+from mens_exp.training.wandb_names import agent_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
 
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
 
-__all__ = ["TRAINING", "Run", "complete", "open_run", "reopen_run", "run_is_there"]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Cancelled(BaseException):
+    """The user or the system asked the run to stop; not an error, so nothing may catch it."""
+
+
+@contextmanager
+def cancellable(is_closing: Callable[[], bool]) -> Iterator[None]:
+    """Turn the first signal inside the block into :class:`Cancelled`.
+
+    Args:
+        is_closing: whether the run has its status already; the first signal then changes
+            nothing, so that a closing record is never torn.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread alone
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        end_at_once()
+        if not is_closing():
+            raise Cancelled(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, stop) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def end_at_once() -> None:
+    """Let the next signal end the process."""
+    if threading.current_thread() is threading.main_thread():
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
 
 # Tasks that mean a fine-tune; the others read one that has been.
 TRAINING = frozenset({"train", "plan"})
@@ -150,7 +195,7 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
     """
     run_dir = RunDir(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with held(run_dir.lock):
+    with run_lock(run_dir.lock):
         if run_dir.manifest.exists():
             raise run_is_there(directory)
         atomic.remove_stale(directory)  # of a run that was killed before it had a manifest
@@ -175,7 +220,7 @@ def complete(directory: RunDir) -> bool:
         return False
     from mens_exp.report.write import write_report
 
-    with held(directory.lock):
+    with run_lock(directory.lock):
         atomic.remove_stale(directory.path)
         write_report(directory)
     return True
@@ -201,12 +246,12 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
     Raises:
         RequestError: a process is still working on it.
     """
-    with held(directory.lock):
+    with run_lock(directory.lock):
         for parent in (directory.path, directory.checkpoints, directory.adapter):
             atomic.remove_stale(parent)
         manifest = Manifest.read(directory.manifest)
         ended = _Ended(directory, step) if manifest.status is Status.SUCCEEDED else None
-        rename_after(directory, step)
+        rename_later_checkpoints(directory, step)
         validated = sum(name in manifest.results for name in _VALIDATED_FIRST)
         rewind(directory.telemetry, step, validated=validated)
         now = utc_now()
@@ -331,3 +376,96 @@ def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
                 run.close(Status.FAILED, error)
             raise
         run.close(Status.SUCCEEDED)
+
+
+CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+
+
+def run_task(directory: Path, cell: Cell) -> int:
+    """Run one task in its directory and say how it ended."""
+
+    def work() -> None:
+        with open_run(directory, cell) as run:
+            _task(cell)(cell.config, run)
+
+    task = cell.config.task.name
+    if task == "train":
+        return ended(work, directory)
+    # The others have no training state to resume.
+    done = "; steps that are done stay so" if task == "corpus" else ""
+    return ended(work, directory, f"the same command{done}")
+
+
+# Tasks that stand in the module of another; every other has a module of its own name.
+_MODULES = {"push": "export", "serve": "export"}
+
+
+def _task(cell: Cell) -> Any:
+    name = cell.config.task.name
+    return getattr(import_module(f"mens_exp.tasks.{_MODULES.get(name, name)}"), name)
+
+
+def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None) -> int:
+    """Do the work, and show its result or its error.
+
+    Args:
+        work: what is to be done.
+        directory: of the run.
+        goes_on: what goes on with it once it was cancelled; `resume=` where nothing is said.
+
+    Returns:
+        The exit code.
+    """
+    import traceback
+
+    from mens_exp.artifacts.host import machine_fault
+    from mens_exp.errors import MensError
+
+    again = goes_on or shlex.join(["python", "-m", "mens_exp", f"resume={directory}"])
+    try:
+        work()
+    except MensError as error:
+        complain(getattr(error, "problems", [error]))
+        print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except (Cancelled, KeyboardInterrupt):
+        print(f"Cancelled. Go on with: {again}", file=sys.stderr)  # noqa: T201
+        return CANCELLED
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the outermost place
+        refused = machine_fault(error, again)
+        if refused is not None:
+            complain([refused])
+            print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
+            return refused.exit_code
+        traceback.print_exc()  # a bug, shown whole
+        print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
+        return 1
+    _show(directory)
+    return 0
+
+
+def _show(directory: Path) -> None:
+    """Print what came of a run."""
+    from rich.console import Console
+
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.report import summary, terminal
+
+    run = RunDir(directory)
+    found = summary.load(run)
+    console = Console()
+    if found.manifest.task not in {"train", "evaluate"}:
+        return
+    if found.items:
+        console.print(terminal.completions(found.items, n=3))
+    console.print(terminal.result_table(found))
+    console.print(f"Report: {run.report}", soft_wrap=True, markup=False)
+
+
+def complain(problems: Sequence[MensError]) -> None:
+    """Print problems to standard error, each in lines of its own."""
+    from rich.console import Console
+
+    from mens_exp.report import terminal
+
+    Console(stderr=True).print(terminal.problems(problems), soft_wrap=True)

@@ -1,4 +1,7 @@
-"""Score base and tuned in one process and write the scorecard."""
+"""Score base and tuned model in one process, during and after training, and write the scorecard.
+
+Scoring during training is prepared before the first step, or refused there.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,33 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, write_item_events
+from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.suite import AnsweredSuite, HeldoutSyntaxSuite, LmEvalSuite
-from mens_exp.errors import MensError
-from mens_exp.evals.attempts import Plan, answer_all
+from mens_exp.config.trainer import Selection
+from mens_exp.errors import MensError, RequestError
+from mens_exp.evals.attempts import FirstItems, Measured, Plan, answer_all, measure, to_scorecard
 from mens_exp.evals.catalogue import frozen_suite
-from mens_exp.evals.generation import Generation, GraphEngine
-from mens_exp.evals.heldout_syntax import HeldoutSyntax, choose_items
-from mens_exp.evals.running import Runner
+from mens_exp.evals.engines import Generation, GraphEngine
+from mens_exp.evals.kpis import KPIS, KpiGroup
 from mens_exp.evals.rust_suite import RustProgramSuite
-from mens_exp.evals.scored import to_scorecard
-from mens_exp.tasks.sampling import keep_passing
+from mens_exp.evals.scorecard_spec import HeldoutSyntax, choose_items
+from mens_exp.evals.suite import Runner
+from mens_exp.tasks.rejection_sampling import keep_passing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.backends.protocol import Backend
-    from mens_exp.config.evaluation import EvalConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.config.suite import SuiteConfig
-    from mens_exp.evals.generation import Engine
+    from mens_exp.config.suite import EvalConfig, SuiteConfig
+    from mens_exp.evals.engines import Engine
     from mens_exp.evals.harness_suite import Answered
     from mens_exp.evals.suite import SelfTest, Suite
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
-    from mens_exp.tokenizer.protocol import Tokenizer
-
-__all__ = [
-    "Prepared",
-    "Told",
-    "generation_of",
-    "keep",
-    "plan_of",
-    "prepare",
-    "runner_of",
-    "score",
-    "score_by",
-    "score_served",
-    "suite_of",
-    "tested",
-]
+    from mens_exp.tokenizer.load import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +172,7 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
         run: the open run.
         condition: what the model is.
     """
-    from mens_exp.evals.served import ServerEngine
+    from mens_exp.evals.engines import ServerEngine
 
     settings = config.eval
     assert settings.base_url is not None, "validation has asked for it"
@@ -345,3 +335,63 @@ def _tools(suite: Suite) -> dict[str, Any]:
 def _limits(suite: SuiteConfig) -> dict[str, Any]:
     values = dataclasses.asdict(suite)
     return {name: values[name] for name in ("max_new_tokens", "batch_size") if name in values}
+
+
+def prepared_early(
+    config: RunConfig,
+    run: Run,
+    backend: Backend,
+    heldout: Sequence[TrainingPair],
+    tokenizer: Tokenizer,
+) -> Prepared | None:
+    """Prepare what scores in training and after it; None where nothing is scored before its end.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        backend: the graph.
+        heldout: rows that were held out, for a suite made of them.
+        tokenizer: with the chat template of training.
+
+    Raises:
+        RequestError: the suite cannot score, or not what the best adapter is chosen by.
+    """
+    node = scorecard_of(config)
+    if node is None or node.every_n_steps is None:
+        return None
+    prepared = prepare(config, run, backend, heldout, tokenizer)
+    if isinstance(prepared, str):
+        raise RequestError(
+            "nothing can be scored while training runs",
+            where="callbacks.scorecard.every_n_steps",
+            found=prepared,
+            expected="a suite that can score",
+            remedy="choose another suite, or callbacks.scorecard.every_n_steps=null",
+        )
+    chosen_by = KPIS.get(config.adapter.metric)
+    if config.adapter.select is Selection.best and chosen_by is not None:
+        runs_nothing = prepared.suite.needs_sandbox and prepared.runner is None
+        if runs_nothing and chosen_by.group is KpiGroup.SEMANTIC:
+            raise RequestError(
+                "nothing that the model writes is executed here, so it is never measured",
+                where="adapter.metric",
+                found=chosen_by.name,
+                expected="parse_rate, or a sandbox that opens",
+                remedy="see sandbox in `python -m mens_exp task=doctor`",
+            )
+    return prepared
+
+
+def first_items(prepared: Prepared, manifest: Manifest) -> Callable[[int], Measured]:
+    """Return what scores the tuned model on so many of the suite's first items.
+
+    Args:
+        prepared: suite, engine and sandbox.
+        manifest: of the run.
+    """
+
+    def score(items: int) -> Measured:
+        suite = FirstItems(prepared.suite, items)
+        return measure(suite, prepared.engine, prepared.runner, prepared.plan, manifest)
+
+    return score

@@ -1,4 +1,7 @@
-"""The runs that task=compare reads: found by run, sweep, scorecard, glob or list, and read."""
+"""Find and read the runs of a study: by run, sweep, scorecard, glob or list.
+
+A sweep is read for review: its record, its runs, and its arms compared.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.atomic import write_text
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
-from mens_exp.artifacts.plain_yaml import parse_yaml
 from mens_exp.artifacts.record import read_bytes, read_lines
 from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.artifacts.telemetry import read_events
-from mens_exp.artifacts.validation_losses import read_document_losses
+from mens_exp.artifacts.sweep import SweepDir, SweepRecord
+from mens_exp.artifacts.telemetry import read_document_losses, read_events
+from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import from_yaml, typed
+from mens_exp.config.promotion import CompareConfig
 from mens_exp.config.suite import HeldoutSyntaxSuite, JsonlSuite, LmEvalSuite, ScorecardSpecSuite
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.evals.arms import Trial
 from mens_exp.evals.catalogue import frozen_suite
-from mens_exp.evals.observations import observations
-from mens_exp.evals.recomputed import Recomputed, graded_as_today, heldout_of, recomputed
-from mens_exp.evals.study import Scored
+from mens_exp.evals.observations import (
+    SweepReview,
+    cells_of,
+    columns_of,
+    observations,
+    predictions_of,
+)
+from mens_exp.evals.recompute import Recomputed, graded_as_today, heldout_of, recomputed
+from mens_exp.evals.study import Scored, conducted
 from mens_exp.plan.contract import recorded_digest
-from mens_exp.tasks.evaluated_merge import MERGED
 from mens_exp.tasks.inputs import hashes_in
+from mens_exp.tasks.lineage import MERGED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.comparison import RunRecord
-    from mens_exp.artifacts.validation_losses import DocumentLoss
+    from mens_exp.artifacts.comparison import Comparison, RunRecord
+    from mens_exp.artifacts.telemetry import DocumentLoss
     from mens_exp.evals.suite import Suite
-
-__all__ = ["Read", "job_order", "named_paths", "not_as_written", "read_study"]
 
 _SWEEP = "multirun.yaml"  # Hydra's own launcher leaves it in a sweep's directory
 _LISTED = 4  # runs by their names
@@ -424,3 +432,56 @@ def _suite_of(run: RunDir) -> Suite | str:
         return frozen_suite(config)
     except MensError as error:
         return str(error)
+
+
+_MOST_ITEMS = 30  # of each run; more would make a page of megabytes
+
+
+def read_sweep(directory: SweepDir) -> SweepReview:
+    """Read a sweep, however far it got.
+
+    Raises:
+        DataError: its own record is missing or damaged; a run's only costs that run its values.
+    """
+    record = SweepRecord.read(directory.record)
+    cells = cells_of(directory, record)
+    kpis, costs = columns_of(cells)
+    comparison, why = _compared(directory, record)
+    predictions, more = predictions_of(directory, cells, items=_MOST_ITEMS)
+    return SweepReview(
+        record=record,
+        cells=cells,
+        kpis=kpis,
+        costs=costs,
+        predictions=predictions,
+        more_predictions=more,
+        comparison=comparison,
+        why_not_compared=why,
+    )
+
+
+def write_sweep_page(directory: SweepDir) -> None:
+    """Render ``sweep.html`` from the records of a sweep.
+
+    Raises:
+        DataError: its own record is missing or damaged.
+    """
+    from mens_exp.report.sweep_page import page  # matplotlib takes a second to import
+
+    write_text(directory.page, page(read_sweep(directory)))
+
+
+def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | None, str]:
+    """Compare the runs that ended well, by what a comparison is by default."""
+    found = [directory.path / job["directory"] for job in record.jobs]
+    paths = [str(path.absolute()) for path in found if (path / "manifest.json").is_file()]
+    try:
+        read = read_study(paths)
+        if not read.runs:
+            raise RequestError("no training run of this sweep has ended well")
+        made = conducted([str(directory.path.absolute())], read.runs, [], CompareConfig())
+    except MensError as error:
+        return None, f"Not compared: {error}"
+    made.left_out = read.left_out
+    made.notes += read.unverifiable
+    return made, ""

@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.atomic import write_bytes
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
-from mens_exp.artifacts.sweep import JobState
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.evals.kpi_table import ITEM_VALUES, KPIS, name_under
+from mens_exp.artifacts.sweep import JobState, SweepDir
+from mens_exp.evals.kpis import ITEM_VALUES, KPIS, name_under
 from mens_exp.report.sweep_page import fragments, page
-from mens_exp.tasks.sweep_review import read_sweep
-from mens_exp.tasks.sync_parcels import sweep_digest
-from mens_exp.training.wandb_artifacts import artifact_of
+from mens_exp.tasks.study_runs import read_sweep
+from mens_exp.tasks.sync import sweep_digest
 from mens_exp.training.wandb_names import tags_of
-from mens_exp.training.wandb_order import Order
-from mens_exp.training.wandb_rendering import ALWAYS_SHOWN, quiet_settings
-from mens_exp.training.wandb_sending import carry_out, opened
-from mens_exp.training.wandb_study import study_tables
+from mens_exp.training.wandb_rendering import (
+    ALWAYS_SHOWN,
+    artifact_of,
+    quiet_settings,
+    study_tables,
+)
+from mens_exp.training.wandb_sending import Order, carry_out, opened
 
 if TYPE_CHECKING:
     import wandb
 
-    from mens_exp.evals.sweep_cells import SweepReview
-
-__all__ = ["main"]
+    from mens_exp.evals.observations import SweepReview
 
 _DIGEST = "records_digest"
 

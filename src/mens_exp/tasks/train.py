@@ -1,32 +1,48 @@
-"""task=train: fine-tune an adapter, score base and tuned, and leave the evidence."""
+"""Fine-tune an adapter, score base and tuned, and leave the evidence: task=train.
+
+The recipe comes first, then resume=<run>, which continues a stopped run in its own directory.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.artifacts.digest import checkpoint_digests, last_intact_checkpoint
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir, resolve
+from mens_exp.config.compose import Composed, from_yaml, typed
+from mens_exp.config.objective import CrossEntropyConfig
+from mens_exp.config.optim import ScheduleKind, warmup_steps
+from mens_exp.config.overrides import Cell
+from mens_exp.config.trainer import Strategy
+from mens_exp.config.validate import problems_of
+from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.plan.preflight import preflight, writable_cache
 from mens_exp.report import terminal
-from mens_exp.tasks.comparison import note_bits_per_byte
-from mens_exp.tasks.contracting import certify_rows
-from mens_exp.tasks.fitting import fit, read_inputs
-from mens_exp.tasks.leading import several
-from mens_exp.tasks.measured import keep_measurement, note_plan, planned
+from mens_exp.tasks.adapter_anatomy import read_state
+from mens_exp.tasks.coordinator import distributed_run
+from mens_exp.tasks.fit import certify_rows, fit, read_inputs
+from mens_exp.tasks.plan import keep_measurement, note_plan, planned
+from mens_exp.tasks.run import complete, reopen_run
 from mens_exp.tasks.scoring import score
+from mens_exp.tokenizer.load import bits_per_byte
+from mens_exp.training.optimizer import multiplier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.backends.protocol import Backend
+    from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.plan.ranks import Rank
-    from mens_exp.tasks.fitting import Fitted, Inputs
+    from mens_exp.plan.machine import Rank
+    from mens_exp.tasks.fit import Fitted, Inputs
     from mens_exp.tasks.run import Run
-
-__all__ = ["train"]
 
 
 def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> None:
@@ -48,13 +64,13 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     note_plan(run.manifest, plan)
     console.print(terminal.plan_table(plan))
 
-    from mens_exp.training import memory_probe
+    from mens_exp.artifacts import host
 
-    memory_probe.reset_peak()
+    host.reset_peak()
     inputs = read_inputs(config, run, cache)
     rows, tokenizer = inputs.rows, inputs.tokenizer
     certify_rows(config, run, rows, inputs.data, tokenizer, cache)
-    with several(config, run, checkpoint) as rank:
+    with distributed_run(config, run, checkpoint) as rank:
         trained = fit(config, run, inputs, rank, checkpoint=checkpoint)
     backend = _to_be_scored(config, inputs, trained, rank)
     score(config, run, backend, rows.heldout, tokenizer, prepared=trained.early)
@@ -64,7 +80,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
 def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank) -> Backend:
     """Return the trained graph with a base that is whole in this process."""
     from mens_exp.training.build import build_backend, lightning_quiet
-    from mens_exp.training.sharding import is_sharded
+    from mens_exp.training.distributed import is_sharded
 
     module = trained.module
     if config.suite.name != "none" and is_sharded(config, rank):
@@ -78,7 +94,7 @@ def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank
 
 def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, Any]) -> None:
     """Write the figures of the run, measured beside predicted."""
-    from mens_exp.training import memory_probe
+    from mens_exp.artifacts import host
 
     results, trainer, module = run.manifest.results, trained.trainer, trained.module
     note_bits_per_byte(module.config.objective, run, data)
@@ -88,8 +104,8 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
         micro_batches=(trainer.fit_loop.total_batch_idx + 1) * trainer.world_size,
         tokens=module.tokens,
         supervised_tokens=module.supervised_tokens,
-        peak_rss_bytes=_higher(results.get("peak_rss_bytes"), memory_probe.peak_rss_bytes()),
-        peak_cuda_bytes=_higher(results.get("peak_cuda_bytes"), memory_probe.peak_cuda_bytes()),
+        peak_rss_bytes=_higher(results.get("peak_rss_bytes"), host.peak_rss_bytes()),
+        peak_cuda_bytes=_higher(results.get("peak_cuda_bytes"), host.peak_cuda_bytes()),
     )
     if consumed := data.consumed():
         results["streamed"] = consumed
@@ -112,3 +128,205 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
 def _higher(earlier: int | None, now: int | None) -> int | None:
     """Return the higher of two peaks, of which either may be unknown."""
     return max((peak for peak in (earlier, now) if peak is not None), default=None)
+
+
+_CONDITIONS = ("base", "tuned")
+
+
+def note_bits_per_byte(objective: ObjectiveConfig, run: Run, data: RowsDataModule) -> None:
+    """Write base and tuned validation loss in bits a byte, or null with the reason."""
+    total, reason = data.validated_bytes
+    if not isinstance(objective, CrossEntropyConfig):
+        total, reason = None, "the objective is not ours, so its loss may be no likelihood"
+    for condition in _CONDITIONS:
+        name, results = f"{condition}_val_bits_per_byte", run.manifest.results
+        loss = results[f"{condition}_val_loss"]
+        results[name] = (
+            None if total is None else bits_per_byte(loss, len(data.validated_ids), total)
+        )
+        if reason is not None:
+            run.unknown(f"results.{name}", reason)
+    run.manifest.results["val_text_bytes"] = total
+    if reason is not None:
+        run.unknown("results.val_text_bytes", reason)
+
+
+_MAX_STEPS = "trainer.max_steps"
+_PROCESSES = ("trainer.devices", "trainer.num_nodes")  # any number goes on where others stopped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """The checked plan for resuming a run."""
+
+    directory: RunDir
+    cell: Cell
+    step: int
+    checkpoint: Path | None
+    notes: list[str]
+
+
+def completed(path: str) -> RunDir | None:
+    """Write the pages of a run that succeeded and was killed before all of them were written.
+
+    Args:
+        path: the run directory, or ``latest``.
+
+    Returns:
+        The run; None where there is nothing of that kind to do.
+
+    Raises:
+        RequestError: there is no such run, or a process is still working on it.
+    """
+    directory = _found(path)
+    return directory if complete(directory) else None
+
+
+def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
+    """Check that a run can go on.
+
+    Args:
+        path: the run directory, or ``latest``.
+        overrides: what else the command sets, by key.
+
+    Raises:
+        RequestError: there is no such run, it is no training, it has ended, or something other
+            than a longer ``trainer.max_steps`` or the number of processes is to be changed.
+    """
+    directory = _found(path)
+    manifest = Manifest.read(directory.manifest)
+    if manifest.task != "train":
+        raise RequestError(
+            "only training goes on",
+            where="resume",
+            found=f"{directory.path} ({manifest.task})",
+            expected="a training run",
+            remedy=f"start task={manifest.task} again",
+        )
+    values = from_yaml(directory.config)
+    before = typed(values)
+    steps = _checked(overrides, before)
+    if steps is not None:
+        OmegaConf.update(values, _MAX_STEPS, steps)
+    counts = {key: _count(key, overrides[key]) for key in _PROCESSES if key in overrides}
+    for key, count in counts.items():
+        OmegaConf.update(values, key, count)
+        if count > 1 and before.trainer.strategy is Strategy.one:
+            OmegaConf.update(values, "trainer.strategy", Strategy.ddp)
+    config = typed(values)
+    if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
+        config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
+    Problems.raise_if([*problems_of(config), *preflight(config)])
+    checkpoint, of_states = last_intact_checkpoint(directory)
+    if checkpoint is not None and not checkpoint_digests(checkpoint):
+        read_state(checkpoint)  # nothing else has looked into it
+    step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
+    if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
+        raise RequestError(
+            "the run has ended for want of a lower validation loss",
+            where="resume",
+            found=str(directory.path),
+            expected="a run that early stopping has not ended",
+            remedy=f"start a new run from it with lora.init_from={directory.path}",
+        )
+    if manifest.status is Status.SUCCEEDED and steps is None:
+        raise RequestError(
+            "the run has ended already",
+            where="resume",
+            found=str(directory.path),
+            remedy=f"give it more steps, {_MAX_STEPS}=<more than {before.trainer.max_steps}>",
+        )
+    composed = Composed(
+        overrides=(*manifest.overrides, *(f"{k}={v}" for k, v in overrides.items())),
+        values=values,
+        choices=manifest.choices,
+    )
+    return Resumption(
+        directory=directory,
+        cell=Cell(composed=composed, config=config),
+        step=step,
+        checkpoint=checkpoint,
+        notes=[*of_states, *_notes(before, config, step)],
+    )
+
+
+def _found(path: str) -> RunDir:
+    try:
+        return resolve(path, task="train")
+    except RequestError as error:
+        raise RequestError(
+            error.what,
+            where="resume",
+            found=error.found,
+            expected=error.expected,
+            remedy=error.remedy,
+        ) from error
+
+
+def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
+    others = sorted(overrides.keys() - {_MAX_STEPS, *_PROCESSES})
+    Problems.raise_if(
+        [
+            ConfigError(
+                "cannot change when a run goes on",
+                where=key,
+                found=overrides[key],
+                expected=f"nothing but a longer {_MAX_STEPS}, or another number of processes",
+                remedy="start a new run for other settings",
+            )
+            for key in others
+        ]
+    )
+    if _MAX_STEPS not in overrides:
+        return None
+    text, now = overrides[_MAX_STEPS], before.trainer.max_steps
+    if now <= 0:
+        raise ConfigError(
+            "epochs bound this run, and steps cannot make it longer",
+            where=_MAX_STEPS,
+            found=text,
+            expected=f"nothing; trainer.max_epochs is {before.trainer.max_epochs}",
+        )
+    if not text.isdecimal() or int(text) <= now:
+        raise ConfigError(
+            "a run can only get longer", where=_MAX_STEPS, found=text, expected=f"more than {now}"
+        )
+    return int(text)
+
+
+def _count(key: str, text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError("is no number of them", where=key, found=text, expected="1 or more")
+    return int(text)
+
+
+def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
+    """Say what changes: the number of processes, and what a longer run does to the schedule."""
+    many, now = before.trainer.world_size, after.trainer.world_size
+    changed = [] if many == now else [f"{now} instead of {many} processes go on"]
+    return changed + _of_schedule(before, after, step)
+
+
+def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
+    old, new = before.trainer.max_steps, after.trainer.max_steps
+    if old == new:
+        return []
+    kind = after.schedule.kind
+    warmups = {total: warmup_steps(after.schedule, total) for total in (old, new)}
+    if kind is ScheduleKind.constant and max(step, *warmups.values()) in {step, warmups[old]}:
+        return [f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"]
+    was, now = (
+        after.optim.lr * multiplier(kind, step, warmup_steps=warmup, total_steps=total)
+        for total, warmup in warmups.items()
+    )
+    laid = f"the {kind.value} schedule is laid over {new} steps from here on"
+    rate = f"the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"
+    return [f"{_MAX_STEPS} went from {old} to {new}: {laid}, so {rate}"]
+
+
+def resume_training(resumption: Resumption) -> None:
+    """Train on from the checkpoint."""
+    with reopen_run(
+        resumption.directory, resumption.cell, step=resumption.step, notes=resumption.notes
+    ) as run:
+        train(resumption.cell.config, run, checkpoint=resumption.checkpoint)

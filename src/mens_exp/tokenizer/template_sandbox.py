@@ -21,11 +21,14 @@ from jinja2.sandbox import (
 from markupsafe import Markup
 
 from mens_exp.tokenizer import template_steps as steps_of
-from mens_exp.tokenizer.template_filters import CONSUMERS, EXTRA, SHALLOW, UNGUARDED
 from mens_exp.tokenizer.template_steps import (
+    CONSUMERS,
+    EXTRA,
     PLAIN,
     READ_SHIFT,
+    SHALLOW,
     SHIFT,
+    UNGUARDED,
     TooMuch,
     bounded,
     compared,
@@ -42,8 +45,6 @@ if TYPE_CHECKING:
 
     from jinja2 import nodes
     from jinja2.compiler import Frame
-
-__all__ = ["CountingSandbox"]
 
 _MOST_SOURCE: Final = 2**18  # characters; published templates have up to 30,000
 _CALL: Final = 8  # steps of a call

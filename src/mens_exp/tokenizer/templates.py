@@ -1,8 +1,9 @@
-"""Chat templates, rendered the way transformers renders them, without importing torch.
+"""Chat templates: their source, and rendering them as transformers does, without importing torch.
 
-The environment below follows the documented behaviour of ``apply_chat_template``
-(https://huggingface.co/docs/transformers/chat_templating); a test compares the two. In one thing
-it does not: a template that asks for the date gets the configured one (`tokenizer.date`), or the
+A template comes from a file that the configuration names, from the model, or is ChatML. The
+environment follows the documented behaviour of ``apply_chat_template``
+(https://huggingface.co/docs/transformers/chat_templating); a test compares the two. It differs in
+one thing: a template that asks for the date gets the configured one (`tokenizer.date`), or the
 same rows would be other ids tomorrow, and a run stopped today could not go on.
 """
 
@@ -12,13 +13,14 @@ import functools
 import json
 import re
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Output, Scope, TemplateData
 
-from mens_exp.errors import DataError
+from mens_exp.errors import ConfigError, DataError, ModelFileError, nearest_file
 from mens_exp.tokenizer.control import MARK_BEGIN, MARK_END
 from mens_exp.tokenizer.template_sandbox import CountingSandbox
 from mens_exp.tokenizer.template_steps import allow
@@ -27,18 +29,6 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.nodes import Node
     from jinja2.parser import Parser
-
-__all__ = [
-    "CHATML",
-    "DATE",
-    "PLAIN",
-    "SHIPPED",
-    "Message",
-    "check_syntax",
-    "generated_spans",
-    "is_dated",
-    "render",
-]
 
 # ``role`` and ``content``; with tools also ``tool_calls``, and in the first message ``tools``.
 Message = dict[str, Any]
@@ -255,3 +245,82 @@ def _rendered(
 
 def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:_MOST_SHOWN]
+
+
+TOKENIZERS_OWN = (
+    "the tokenizer's own"  # what records call the source of a template that came with it
+)
+
+
+def template_in_force(
+    directory: Path, config: dict[str, Any], named: str | None
+) -> tuple[str, str]:
+    """Return the chat template of a tokenizer, and what a record calls its source.
+
+    Args:
+        directory: the model directory.
+        config: its tokenizer_config.json.
+        named: what `tokenizer.chat_template` names, if anything.
+
+    Raises:
+        ConfigError: that file is absent or holds no template.
+        ModelFileError: the directory has several templates and none called default.
+    """
+    if named is not None:
+        return template_named(named)
+    own = _own_template(directory, config)
+    return (CHATML, "ChatML") if own is None else (own, TOKENIZERS_OWN)
+
+
+def template_named(name: str) -> tuple[str, str]:
+    """Return the chat template that `tokenizer.chat_template` names, and its source for records.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no template.
+    """
+    return read_template(name), name if name in SHIPPED else "a file"
+
+
+def read_template(name: str) -> str:
+    """Read the chat template that `tokenizer.chat_template` names.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no template.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]
+    path = Path(name).expanduser()
+    where = "tokenizer.chat_template"
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_syntax(text)
+    except (OSError, UnicodeDecodeError) as error:
+        near = nearest_file(path.parent, path.name, (".jinja", ".jinja2", ".j2"))
+        raise ConfigError(
+            f"the file cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}",
+            where=where,
+            found=str(path),
+            expected=f"a file with a Jinja chat template{near}",
+        ) from error
+    except DataError as error:
+        raise ConfigError(
+            "the file is no chat template", where=where, found=f"{path}: {error.found}"
+        ) from error
+    return text
+
+
+def _own_template(directory: Path, config: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = (one for one in template if isinstance(one, dict) and one.get("name") == "default")
+        template = next(named, {}).get("template")
+        if template is None:
+            raise ModelFileError(
+                "has chat templates, but none called default",
+                where=str(directory / "tokenizer_config.json"),
+                remedy="write the one to use into chat_template.jinja",
+            )
+    return template if isinstance(template, str) else None

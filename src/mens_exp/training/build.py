@@ -1,61 +1,185 @@
-"""From a typed configuration to Lightning's objects, in dependency order."""
+"""Build Lightning's objects from a typed configuration, in dependency order.
+
+Here are also their parts that no configuration names: checkpoints that are either whole or absent,
+Lightning's loggers with the callback that feeds them, and a fit of the first steps alone.
+"""
+
+# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
+# mypy: disable-error-code="override"
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import logging
 import warnings
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import get_class, instantiate
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 
-from mens_exp.config.adapter import Selection
-from mens_exp.config.callbacks import ScorecardConfig
-from mens_exp.config.logger import NoLogger, WandbLogger
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.digest import (
+    record_checkpoint_digest,
+    refuse_damaged_checkpoint,
+    sha256_bytes,
+)
 from mens_exp.config.objective import (
     AssistantObjective,
     CrossEntropyConfig,
     LastKObjective,
     ObjectiveConfig,
 )
+from mens_exp.config.trainer import (
+    CsvLogger,
+    LoggerConfig,
+    NoLogger,
+    ScorecardConfig,
+    Selection,
+    TensorboardLogger,
+    WandbLogger,
+)
 from mens_exp.errors import SetupError
-from mens_exp.plan.ranks import ALONE
-from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
-from mens_exp.training.loggers import lightning_logger
+from mens_exp.plan.machine import ALONE
+from mens_exp.training.distributed import (
+    StartedProcesses,
+    is_sharded,
+    keep_signals,
+    sharded,
+    strategy_of,
+)
 from mens_exp.training.module import TrainingModule
-from mens_exp.training.own_signals import keep_signals
-from mens_exp.training.process_group import strategy_of
-from mens_exp.training.sharding import is_sharded, sharded
-from mens_exp.training.started_processes import StartedProcesses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from lightning import Callback
+    from lightning.pytorch.loggers import Logger
 
     from mens_exp.backends.protocol import Backend
-    from mens_exp.config.callbacks import CallbackConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.config.trainer import CallbackConfig
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.evals.during import Measured
-    from mens_exp.model.resolve import BaseModel
+    from mens_exp.evals.attempts import Measured
+    from mens_exp.model.sources import BaseModel
     from mens_exp.objective.causal import Objective
-    from mens_exp.plan.ranks import Rank
-    from mens_exp.training.record import RunRecord
+    from mens_exp.plan.machine import Rank
+    from mens_exp.training.module import RunRecord
+
+    Look = Callable[[int, dict[str, Any], dict[int, dict[str, Any]]], bool]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the place, syncs, and renames; the first of several processes reads for all.
+
+    The digest of what was written is recorded, and checked before anything is restored.
+    """
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint."""
+        assert storage_options is None, "local files take no storage options"
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content = buffer.getvalue()
+        record_checkpoint_digest(target, sha256_bytes(content))
+        atomic.write_bytes(target, content)
+
+    def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Read a checkpoint; other machines need not see the file."""
+        if not torch.distributed.is_initialized():
+            refuse_damaged_checkpoint(Path(path))
+            return super().load_checkpoint(path, *arguments, **options)
+        box: list[Any] = [None]
+        if torch.distributed.get_rank() == 0:
+            refuse_damaged_checkpoint(Path(path))
+            box = [super().load_checkpoint(path, *arguments, **options)]
+        torch.distributed.broadcast_object_list(box, src=0)
+        read: dict[str, Any] = box[0]
+        return read
+
+
+def lightning_logger(config: LoggerConfig, run: RunRecord) -> Logger | None:
+    """Make the logger that the configuration names, or None where it is none of Lightning's.
+
+    Each attempt of a run writes below its own name: Lightning's CSV logger would overwrite what
+    the attempt before has left.
+    """
+    attempt = f"attempt_{max(1, len(run.manifest.attempts))}"
+    if isinstance(config, CsvLogger):
+        from lightning.pytorch.loggers import CSVLogger
+
+        return CSVLogger(
+            run.dir.path,
+            name=run.dir.csv.name,
+            version=attempt,
+            flush_logs_every_n_steps=config.flush_every_n_steps,
+        )
+    if isinstance(config, TensorboardLogger):
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        return TensorBoardLogger(
+            run.dir.path, name=run.dir.tensorboard.name, version=attempt, default_hp_metric=False
+        )
+    return None
+
+
+class LoggerFeed(Callback):
+    """Hands the settings and the metrics of every step to the trainer's loggers."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Feed ``settings``, the whole configuration, as hyperparameters."""
+        self.settings = dict(_flat_settings(settings))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Log the hyperparameters by dotted path."""
+        del pl_module
+        for logger in trainer.loggers:
+            logger.log_hyperparams(self.settings)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the metrics of a finished step."""
+        del outputs, batch, batch_idx
+        if pl_module.at_step_boundary:
+            step, scores = pl_module.scored
+            values = pl_module.step_metrics | (scores if step == trainer.global_step else {})
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(values), step=trainer.global_step)
+
+
+def _flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Flatten to dotted paths; loggers take plain values, so the rest is spelled out."""
+    entries: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            entries += _flat_settings(value, f"{prefix}{name}.")
+        else:
+            plain = value is None or isinstance(value, bool | int | float | str)
+            entries.append(
+                (f"{prefix}{name}", value if plain else str(getattr(value, "value", value)))
+            )
+    return entries
+
 
 # What one process does for all: it shows, and writes what all have.
 _OF_THE_FIRST = frozenset(
     f"mens_exp.training.callbacks.{name}"
     for name in ("adapter_writer.AdapterWriter", "progress.Progress")
 )
-
-__all__ = ["build_backend", "build_module", "build_trainer", "device_of", "lightning_quiet"]
 
 
 def device_of(accelerator: str, local_rank: int = 0) -> torch.device:
@@ -217,8 +341,6 @@ def _callbacks(
 
         callbacks.append(WandbMirror(logger=config.logger, run=run))
     elif not isinstance(config.logger, NoLogger):
-        from mens_exp.training.callbacks.logger_feed import LoggerFeed
-
         callbacks.append(LoggerFeed(settings=dataclasses.asdict(config)))
     return callbacks
 
@@ -250,3 +372,38 @@ def lightning_quiet() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+class _FirstSteps(Callback):
+    """Shows every finished step, and ends training as soon as there is nothing more to see."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the figures of the step, and the optimizer's state after it."""
+        del outputs, batch, batch_idx
+        if pl_module.at_step_boundary:
+            figures = {**pl_module.step_metrics, **pl_module.step_digests}
+            state = trainer.optimizers[0].state_dict()["state"]
+            trainer.should_stop = not self.look(trainer.global_step, figures, state)
+
+
+def fit_first_steps(
+    trainer: Trainer, module: TrainingModule, data: RowsDataModule, look: Look
+) -> None:
+    """Train without validating, under the whole run's schedule, until told to stop.
+
+    Args:
+        trainer: built for the whole run.
+        module: likewise.
+        data: its rows.
+        look: called after each optimizer step with its number, its figures by their names in
+            telemetry, and the optimizer's state by number of the parameter and name; returns
+            whether to go on.
+    """
+    trainer.limit_val_batches = 0
+    trainer.callbacks.append(_FirstSteps(look))  # type: ignore[attr-defined]  # Lightning adds it
+    trainer.fit(module, data)

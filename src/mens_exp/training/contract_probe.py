@@ -1,39 +1,80 @@
 """The probe part of the data contract: packing, labels and accumulation tried on the run's model.
 
 A few short documents of the first batches are enough: what goes wrong goes wrong for all. Losses
-are those of training, gradients are those that the optimizer would get, and nothing is stepped.
+are those of training, gradients are those that the optimizer would get, and nothing is stepped; the
+model and the random generators are left as they were. Accumulation compares one batch with the same
+documents as micro-batches, through the loop that trains.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from lightning import Trainer
+from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.reference import agreement, f32_bytes
 from mens_exp.data.batch import Batch, packed_batch, padded_batch
-from mens_exp.plan.machine import look
+from mens_exp.data.stream import MicroBatches
+from mens_exp.lora.keyed import KeyedDropout
+from mens_exp.plan.machine import ALONE, look
 from mens_exp.quant.bnb import quantized_linears
 from mens_exp.rows.encode import Encoded
-from mens_exp.training.accumulation import accumulated
-from mens_exp.training.untouched import untouched
+from mens_exp.training.distributed import StartedProcesses, keep_signals
+from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mens_exp.artifacts.data_contract import ProbePart, ReferencePart
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.objective.causal import LossSum
-    from mens_exp.training.module import TrainingModule
+
+_DROPOUTS = (KeyedDropout, torch.nn.modules.dropout._DropoutNd)  # noqa: SLF001  # no other name
+
+
+@contextmanager
+def preserve_state(model: torch.nn.Module) -> Iterator[None]:
+    """Work on a model inside the block with nothing dropped, and put everything back.
+
+    Put back are the mode of every module, the gradients, and the generators of torch, NumPy and
+    Python. All but dropout keeps its mode, so that passes are those of training: with AVX512-BF16
+    one in evaluation mode and without gradients would spoil 4-bit layers (DESIGN.md).
+    """
+    modes = {module: module.training for module in model.modules()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    drawn, shuffled = random.getstate(), np.random.get_state()  # noqa: NPY002  # kept, not used
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            for parameter in gradients:
+                parameter.grad = None  # or passes would add to those that are kept
+            for module in modes:
+                if isinstance(module, _DROPOUTS):
+                    module.eval()
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            torch.use_deterministic_algorithms(deterministic)
+            random.setstate(drawn)
+            np.random.set_state(shuffled)  # noqa: NPY002
+
 
 Reference: TypeAlias = "tuple[ReferencePart | None, str | None]"
 
-__all__ = ["Reference", "compare", "free_bytes", "is_in_parts", "probe", "short_documents"]
 
 # Relative differences that rounding makes; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
@@ -64,7 +105,7 @@ def probe(
     began = time.monotonic()
     batches = _first_batches(data)
     first = batches[0]
-    with untouched(module):
+    with preserve_state(module):
         trial = _trial(module, data, batches)
         together = trial.together()
         peek = trial.peek()
@@ -102,7 +143,7 @@ def compare(module: TrainingModule, data: RowsDataModule) -> Reference:
     Returns:
         What was found, or None and why nothing could be compared.
     """
-    with untouched(module):
+    with preserve_state(module):
         found = _reference(module, _trial(module, data, _first_batches(data)))
         module.zero_grad(set_to_none=True)
     return found
@@ -289,3 +330,128 @@ class _Trial:
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp_min(1e-12))
+
+
+_MOST_PARAMETERS = 20_000_000  # kept of two gradients; all of any adapter, a part of a whole model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unevenness:
+    """The relative difference of micro-batches from the batch, and the size of the comparison."""
+
+    documents: int
+    loss: float
+    gradient: float
+    parameters: int
+
+
+def accumulated(
+    config: RunConfig, module: TrainingModule, documents: Encoded, pad_id: int
+) -> Unevenness | None:
+    """Take one optimizer step's gradients twice: in one batch, and document by document.
+
+    Args:
+        config: the whole configuration.
+        module: what trains; it is left alone, its backend and objective are used.
+        documents: those to take.
+        pad_id: id that fills padding.
+
+    Returns:
+        None where there is only one document.
+    """
+    many = len(documents)
+    if many < 2:  # noqa: PLR2004  # one is its own batch
+        return None
+    whole, parts = (
+        _step(config, module, _stream(config, documents, many, size, pad_id)) for size in (many, 1)
+    )
+    difference = torch.stack(
+        [(a - b).norm() for a, b in zip(whole.gradients, parts.gradients, strict=True)]
+    ).norm()
+    length = torch.stack([one.norm() for one in whole.gradients]).norm()
+    return Unevenness(
+        documents=many,
+        loss=abs(parts.loss - whole.loss) / max(abs(whole.loss), 1e-12),
+        gradient=float(difference / length.clamp_min(1e-12)),
+        parameters=sum(one.numel() for one in whole.gradients),
+    )
+
+
+def _stream(
+    config: RunConfig, documents: Encoded, many: int, size: int, pad_id: int
+) -> MicroBatches:
+    return MicroBatches(
+        documents,
+        [[number] for number in range(many)],
+        micro_batch_size=size,
+        total=many // size,
+        seed=None,
+        packing=config.data.packing,
+        pad_id=pad_id,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    loss: float
+    gradients: list[torch.Tensor]
+
+
+class _Observed(torch.optim.SGD):
+    """Lets a look be had at the gradients where others would step."""
+
+    def __init__(self, parameters: list[Any], look: Callable[[], None]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.look = look
+
+    def step(self, closure: Any = None) -> Any:
+        """Run the passes, look, and change nothing."""
+        loss = closure() if closure is not None else None
+        self.look()
+        return loss
+
+
+class _Observing(TrainingModule):
+    """The training module with an optimizer that changes nothing."""
+
+    loss = float("nan")
+
+    def configure_optimizers(self) -> Any:
+        """Keep the gradients of the step, as many as are compared."""
+        parameters = [*self.backend.trainable().values()]
+        self.gradients: list[torch.Tensor] = []
+
+        def look() -> None:
+            left = _MOST_PARAMETERS
+            for parameter in sorted(parameters, key=lambda one: one.numel()):
+                left -= parameter.numel()
+                if left >= 0 and parameter.grad is not None:
+                    self.gradients.append(parameter.grad.detach().float().cpu())
+            self.loss = self.step_metrics["train/loss"]
+
+        optimizer = _Observed(parameters, look)
+        return {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, lambda _: 1.0)}
+
+
+def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _Step:
+    """Take one optimizer step over a stream."""
+    observing = _Observing(config, module.backend, module.objective, total_steps=1)
+    trainer = Trainer(
+        accelerator="cpu" if next(module.parameters()).device.type == "cpu" else "gpu",
+        devices=1,
+        plugins=[StartedProcesses(ALONE)],
+        max_steps=1,
+        max_epochs=-1,
+        accumulate_grad_batches=stream.total,
+        limit_val_batches=0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+    keep_signals(trainer)
+    trainer.fit(observing, stream, stream)  # the second is never read: no batch of it is to be
+    return _Step(observing.loss, observing.gradients)

@@ -1,10 +1,13 @@
-"""The LightningModule: one loss over the whole optimizer step, whatever its micro-batches."""
+"""The LightningModule: one loss over the whole optimizer step, whatever its micro-batches.
+
+`RunRecord` is what callbacks see of the open run.
+"""
 
 from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from lightning import LightningModule
@@ -12,23 +15,65 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.artifacts.metrics import metric
-from mens_exp.config.schedule import warmup_steps
+from mens_exp.config.optim import warmup_steps
 from mens_exp.errors import DataError
-from mens_exp.tokenizer.text_bytes import bits_per_byte
-from mens_exp.training.loop_progress import for_processes
-from mens_exp.training.optimizer import build_optimizer
-from mens_exp.training.schedule import multiplier
-from mens_exp.training.sharding import ShardedBase, averaged
+from mens_exp.tokenizer.load import bits_per_byte
+from mens_exp.training.distributed import ShardedBase, averaged
+from mens_exp.training.optimizer import build_optimizer, multiplier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from mens_exp.artifacts.manifest import Manifest
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.artifacts.telemetry import Telemetry
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import LossSum, Objective
 
-__all__ = ["TrainingModule"]
+
+class RunRecord(Protocol):
+    """The record of a run, as long as it is open."""
+
+    @property
+    def dir(self) -> RunDir:
+        """The run directory."""
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """The event log."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest; changed in place and written by :meth:`save`."""
+
+    def save(self) -> None:
+        """Write the manifest."""
+
+    def after_close(self, fn: Callable[[Manifest], None]) -> None:
+        """Call ``fn`` with the closed manifest, once it is on disk; its errors are isolated."""
+
+
+def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
+    """Count a checkpoint's micro-batches as those of one of so many processes, in place.
+
+    Lightning counts what one process has taken, and goes by it where a step ends and where
+    validation is due. All processes together have taken the same: a step holds as many
+    micro-batches however many processes share them.
+
+    Args:
+        checkpoint: saved at the end of an optimizer step; one that says nothing of processes is of
+            one.
+        world_size: processes that go on.
+    """
+    saved = checkpoint.get("world_size", 1)
+    if saved == world_size:
+        return
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["current"], progress["total"]):
+        for name, value in counts.items():
+            counts[name] = value * saved // world_size
 
 
 class TrainingModule(LightningModule):

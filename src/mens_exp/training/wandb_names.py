@@ -1,7 +1,9 @@
-"""The names of a run in W&B: id, group, display name, tags; what varies stands first.
+"""Names of a run in W&B: id, group, display name, tags; what varies comes first.
 
 Pure functions of the JSON record. A display name is cut at its far end, so that the overrides that
-tell a run from the others of its sweep survive, and the number of the job settles what is left.
+set the run apart from the others of its sweep survive, and the number of the job settles what is
+left. What an agent of a W&B sweep gave its process is an input of the run, kept in its manifest:
+whoever sends the run, and whenever, sends it under the agent's id.
 """
 
 from __future__ import annotations
@@ -14,19 +16,75 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import SweepRecord
-from mens_exp.artifacts.sweep_dir import SweepDir
-from mens_exp.errors import MensError
-from mens_exp.training.wandb_agent import recorded_agent
+from mens_exp.artifacts.sweep import SweepDir, SweepRecord
+from mens_exp.artifacts.untrusted_input import parse_yaml
+from mens_exp.errors import DataError, MensError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from mens_exp.artifacts.sweep import SweepJob
-    from mens_exp.config.logger import WandbLogger
-    from mens_exp.training.wandb_agent import AgentRun
+    from mens_exp.config.trainer import WandbLogger
 
-__all__ = ["agent_of", "display_name", "group_of", "id_of", "name_of", "tags_of"]
+_INPUT = "wandb_agent"
+_VERSION = "wandb_version"  # of the agent's own file
+
+
+class AgentRun(NamedTuple):
+    """An agent's name for a run, the sweep of the run, and the values drawn for it.
+
+    ``entity`` and ``project`` are those of the sweep; None where the agent did not say.
+    """
+
+    run_id: str
+    sweep_id: str
+    entity: str | None
+    project: str | None
+    parameters: dict[str, Any]
+
+    def is_of(self, entity: str | None, project: str) -> bool:
+        """Tell whether the sweep lies in a project; an entity of None is anybody's."""
+        theirs = self.entity in (None, entity) or entity is None
+        return theirs and self.project in (None, project)
+
+
+def agent_inputs(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what an agent told its process, for a manifest's ``inputs``; empty without one."""
+    run_id, sweep_id = environment.get("WANDB_RUN_ID"), environment.get("WANDB_SWEEP_ID")
+    if not run_id or not sweep_id:
+        return {}
+    told = AgentRun(
+        run_id,
+        sweep_id,
+        environment.get("WANDB_ENTITY") or None,
+        environment.get("WANDB_PROJECT") or None,
+        _drawn(environment.get("WANDB_SWEEP_PARAM_PATH")),
+    )
+    return {_INPUT: told._asdict()}
+
+
+def recorded_agent(manifest: Manifest) -> AgentRun | None:
+    """Return the agent's run that a run is; None where no agent started it."""
+    told = manifest.inputs.get(_INPUT)
+    return None if told is None else AgentRun(**told)
+
+
+def _drawn(path: str | None) -> dict[str, Any]:
+    """Read the agent's file of values; what cannot be read is left out: the run has them anyway."""
+    if not path:
+        return {}
+    try:
+        stored = parse_yaml(Path(path).read_bytes(), path)
+    except (OSError, DataError):
+        return {}
+    if not isinstance(stored, dict):
+        return {}
+    return {
+        str(name): one["value"]
+        for name, one in stored.items()
+        if name != _VERSION and isinstance(one, dict) and "value" in one
+    }
+
 
 _TAG_CHARACTERS = 64  # W&B refuses a longer tag
 _NAME_CHARACTERS = 128  # W&B refuses a longer run name

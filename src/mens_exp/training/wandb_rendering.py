@@ -1,39 +1,34 @@
-"""Rendering of a run for W&B: pure functions from the JSON record to settings and tables.
+"""Rendering of a run for W&B: settings, curves, tables and artifacts from the JSON record alone.
 
-wandb itself is imported only by the functions that build its own objects.
+An artifact's version is its content, so that the same files sent twice, or read by another run, are
+the same version: that is what ties runs to one line. wandb itself is imported only by the functions
+that build its own objects.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.atomic import write_json
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.artifacts.plain_yaml import parse_yaml
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.metrics import METRICS
 from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
-from mens_exp.evals.kpi_table import ITEM_VALUES, KPIS, item_values, name_of_key, name_under
-from mens_exp.training.wandb_names import agent_of, display_name, group_of, tags_of
-from mens_exp.training.wandb_study import study_tables
+from mens_exp.artifacts.untrusted_input import parse_yaml
+from mens_exp.evals.kpis import ITEM_VALUES, KPIS, item_values, name_of_key, name_under
+from mens_exp.evals.study import BOTH
+from mens_exp.training.wandb_names import agent_of, display_name, group_of, id_of, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import wandb
 
-    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Event
-    from mens_exp.config.logger import WandbLogger
-
-__all__ = [
-    "ALWAYS_SHOWN",
-    "beside_config",
-    "config_of",
-    "quiet_settings",
-    "settings_of",
-    "summary_of",
-    "tables",
-]
+    from mens_exp.config.trainer import WandbLogger
 
 _SIDES = tuple(map(str, Condition))  # stand first, and are there where nothing was answered
 ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
@@ -195,3 +190,241 @@ def _predictions_table(path: Path) -> wandb.Table:
     shown += [f"{side}/{name}" for name in measured for side in sides]
     data = [[row.get(str(name)) for name in shown] for row in items.values()]
     return wandb.Table(columns=list(shown), data=data)
+
+
+_OF_VERDICT = (
+    *("estimate", "level", "low", "high", "p", "p_sign_flip", "p_holm"),
+    *("mde", "mde_low", "mde_high", "seeds_needed", "seeds_needed_low", "seeds_needed_high"),
+    *("in_seed_noise", "width_ratio", "verdict", "why"),
+)
+_OF_KPI = (
+    *("group", "direction", "unit", "arm_mean", "reference_mean", "estimate", "level"),
+    *("low", "high", "mde", "mde_low", "mde_high", "in_seed_noise", "verdict"),
+)
+
+
+def study_tables(record: Comparison) -> dict[str, wandb.Table]:
+    """Return the tables of a comparison, by name."""
+    verdicts = [
+        [
+            *(one["arm"], one["reference"]),
+            *_picked(one["kpis"][record.primary], _OF_VERDICT),
+            len(record.looks[one["arm"]]["others"]) + 1 if one["arm"] in record.looks else 1,
+            "; ".join(one["confounded_by"]),
+        ]
+        for one in record.contrasts
+    ]
+    kpis = [
+        [one["arm"], name, *_picked(kpi, _OF_KPI)]
+        for one in record.contrasts
+        for name, kpi in one["kpis"].items()
+    ]
+    names = list(record.arms[0]["kpis"])
+    arms = [
+        [arm["name"], len(arm["seeds"]), arm["runs"], *map(arm["kpis"].get, names)]
+        for arm in record.arms
+    ]
+    # Where base and tuned are the arms, the arm says the condition.
+    is_one = record.condition != BOTH
+    shown = [name_under(record.condition, name) if is_one else name for name in names]
+    noise = [[name, one["seed"], one["rerun"]] for name, one in record.noise.items()]
+    return {
+        "verdicts": _table(["arm", "reference", *_OF_VERDICT, "looks", "confounded_by"], verdicts),
+        "kpis": _table(["arm", "kpi", *_OF_KPI], kpis),
+        "arms": _table(["arm", "seeds", "runs", *shown], arms),
+        "noise": _table(["kpi", "seed", "rerun"], noise),
+    }
+
+
+def _picked(record: Any, names: Sequence[str]) -> list[Any]:
+    return [record[name] for name in names]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> wandb.Table:
+    import wandb
+
+    return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+
+
+_TOKENS = "data/supervised_tokens"
+_OF_SCORECARD = "eval/"
+
+
+class EventFeed:
+    """Hands events to an open W&B run, in their order, each under the time it happened."""
+
+    def __init__(self, sink: wandb.Run, drawn: Mapping[str, Any] | None = None) -> None:
+        """Tell the run by which axes its metrics are drawn.
+
+        Args:
+            sink: the run.
+            drawn: by an agent; no configuration takes its place, or the search would miss it.
+        """
+        self._sink = sink
+        self._drawn = drawn or {}
+        self._tokens = 0  # supervised tokens at the latest step, the second axis
+        self.last_step = 0
+        self._last_s: float | None = None
+        self._is_open = False  # the last row, as far as it was taken
+        sink.define_metric("step")
+        for metric in METRICS.values():
+            if metric.name == _TOKENS:  # an axis to choose in any chart
+                sink.define_metric(metric.name)
+                continue
+            reduced = metric.reduction if metric.reduction in {"max", "mean"} else None
+            sink.define_metric(shown_as(metric.name), step_metric="step", summary=reduced)
+
+    def take(self, record: Event) -> None:
+        """Show one event; one that W&B has no place for is passed over."""
+        payload, at_s = record["payload"], record["ts_ms"] / 1000
+        match record["event"]:
+            case "step":
+                self._tokens = payload.get(_TOKENS, self._tokens)
+                numbers = {k: v for k, v in _known(payload).items() if not isinstance(v, str)}
+                self._log(numbers, payload["step"], at_s)  # a digest is no point of a curve
+            case "scorecard_step":
+                names = [name for name in payload if name.startswith(_OF_SCORECARD)]
+                numbers = {shown_as(name): payload[name] for name in names}
+                self._log(numbers, payload["step"], at_s)
+            case "validation":
+                self._validation(payload, at_s)
+            case "run_started" if "config" in payload:
+                set_config(self._sink, {**payload["config"], **self._drawn})
+            case "plan" | "facts" as name:
+                set_config(self._sink, {name: payload})
+
+    def log_last(self, values: Mapping[str, Any]) -> None:
+        """Make tables a part of the last row, and end it: a summary that follows has the last word.
+
+        A curve and a result share a name; a row that is still open would be written after the
+        result. A service that has a row already takes nothing more of it: where it has the last
+        one, the tables are there with it, or come in a row of their own.
+        """
+        if not values and not self._is_open:
+            return
+        at = {} if self._last_s is None else {"_timestamp": self._last_s}
+        shown = set(self._sink.summary.keys())  # type: ignore[no-untyped-call]
+        are_there = set(values) <= shown
+        step = self.last_step if are_there else max(self.last_step, self._sink.starting_step)
+        self._sink.log({**values, **at}, step=step, commit=True)
+
+    def _validation(self, payload: Mapping[str, Any], at_s: float) -> None:
+        is_base = payload["condition"] == "base"
+        if is_base:
+            self._sink.summary[f"{Condition.BASE}/val_loss"] = payload["val/loss"]
+        if payload["condition"] == "peft_view":
+            return  # no point of the curve; the results have it
+        # The base model is a point of the tuned curve only where it starts.
+        if not is_base or payload["step"] == 0:
+            row = {shown_as(name): value for name, value in _known(payload).items()}
+            del row["condition"]
+            row[_TOKENS] = self._tokens
+            self._log(row, payload["step"], at_s)
+
+    def _log(self, values: Mapping[str, Any], step: int, at_s: float) -> None:
+        self.last_step, self._last_s, self._is_open = step, at_s, False
+        self._sink.log({**values, "_timestamp": at_s}, step=step)
+        self._is_open = True
+
+
+def shown_as(metric: str) -> str:
+    """Return the name that W&B has for a metric: ``tuned/<kpi>`` for a KPI of the tuned model.
+
+    The curve of a KPI has the name of its final value in the summary, so that a search by W&B,
+    its early stopping and its tables speak of the same thing.
+    """
+    area, _, name = metric.partition("/")
+    kpi = {"eval": name, "val": f"val_{name}"}.get(area)
+    return f"{Condition.TUNED}/{kpi}" if kpi in KPIS else metric
+
+
+def set_config(sink: wandb.Run, values: Mapping[str, Any]) -> None:
+    """Add to the configuration that W&B shows."""
+    sink.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
+
+
+def _known(payload: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in payload.items() if value is not None}
+
+
+_SHOWN = 12  # characters of a hash in a name
+
+
+def made_by(run_dir: RunDir, manifest: Manifest) -> Iterator[wandb.Artifact]:
+    """Yield what a run made, as far as it is there, and its manifest last.
+
+    The files are copied into wandb's staging directory: a resumed run will replace them. Of a
+    merged model it is the certificate: weights stay where they are.
+    """
+    for kind, root, files in _made(run_dir):
+        if files:
+            yield _artifact(kind, id_of(run_dir, manifest), manifest, root, files)
+    files = [run_dir.manifest]
+    yield _artifact("manifest", id_of(run_dir, manifest), manifest, run_dir.path, files)
+
+
+def artifact_of(kind: str, run_dir: RunDir) -> wandb.Artifact | None:
+    """Return what another run made, to be read by this one; None where it is not at hand.
+
+    Args:
+        kind: ``adapter``, ``merged``, ``scorecard`` or ``comparison``.
+        run_dir: of the other run.
+    """
+    found = {name: (root, files) for name, root, files in _made(run_dir)}
+    root, files = found[kind]
+    if not files or not run_dir.manifest.is_file():
+        return None
+    manifest = Manifest.read(run_dir.manifest)
+    return _artifact(kind, id_of(run_dir, manifest), manifest, root, files)
+
+
+def base_of(manifest: Manifest, staging: Path) -> wandb.Artifact | None:
+    """Return the base model that a run read: its name and hashes, not its weights.
+
+    Args:
+        manifest: of the run.
+        staging: a directory of this process, for the one file that describes it.
+    """
+    import wandb
+
+    inputs = manifest.inputs
+    sha256 = inputs.get("base_weights_sha256")
+    if not isinstance(sha256, str):
+        return None
+    names = ("base_model", "base_source", "base_revision", "base_weights_sha256")
+    described = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    file = staging / f"base_{sha256[:_SHOWN]}.json"
+    write_json(file, described)
+    artifact = wandb.Artifact(f"base-{sha256[:_SHOWN]}", type="base", metadata=described)
+    artifact.add_file(str(file), name="base.json")
+    return artifact
+
+
+def _made(run_dir: RunDir) -> list[tuple[str, Path, list[Path]]]:
+    """List what a run may make: kind, where its names begin, and the files that are there."""
+    # A dot begins the name of what a dead writer left half-written.
+    adapter = [path for path in run_dir.adapter.rglob("[!.]*") if path.is_file()]
+    scorecard = [run_dir.scorecard, run_dir.events] if run_dir.scorecard.is_file() else []
+    return [
+        ("adapter", run_dir.adapter, sorted(adapter)),
+        ("merged", run_dir.path, _there([run_dir.parity])),
+        ("scorecard", run_dir.path, _there(scorecard)),
+        ("comparison", run_dir.path, _there([run_dir.comparison])),
+    ]
+
+
+def _there(paths: Sequence[Path]) -> list[Path]:
+    return [path for path in paths if path.is_file()]
+
+
+def _artifact(
+    kind: str, run_id: str, manifest: Manifest, root: Path, files: Sequence[Path]
+) -> wandb.Artifact:
+    import wandb
+
+    hashes = {path.relative_to(root).as_posix(): sha256_file(path) for path in files}
+    metadata: dict[str, Any] = {"config_digest": manifest.config_digest, "sha256": hashes}
+    artifact = wandb.Artifact(f"{kind}-{run_id}", type=kind, metadata=metadata)
+    for file in hashes:
+        artifact.add_file(str(root / file), name=file)
+    return artifact

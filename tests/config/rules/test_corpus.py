@@ -13,7 +13,7 @@ from mens_exp.config.corpus import (
 )
 from mens_exp.config.data import MixStop
 from mens_exp.config.rules import corpus as rules
-from mens_exp.config.sandbox import BubblewrapSandbox, NoSandbox
+from mens_exp.config.suite import BubblewrapSandbox, NoSandbox
 
 
 def config(
@@ -28,7 +28,7 @@ def config(
 
 
 def told(steps, **values):
-    return "\n".join(map(str, rules.problems(config(steps, **values))))
+    return "\n".join(map(str, rules.corpus_problems(config(steps, **values))))
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_code_is_compiled_in_a_sandbox_alone():
 
 def test_other_tasks_are_not_asked():
     """A run that trains has no steps."""
-    assert list(rules.problems(config([], task="train"))) == []
+    assert list(rules.corpus_problems(config([], task="train"))) == []

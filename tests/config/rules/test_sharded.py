@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.rules.sharded import problems
+from mens_exp.config.rules.training import sharded_problems
 
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")
 BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
@@ -23,7 +23,7 @@ BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
 )
 def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
     """In four bits or as it is, with any adapter that leaves it alone."""
-    assert list(problems(tiny_config(*FSDP, *overrides))) == []
+    assert list(sharded_problems(tiny_config(*FSDP, *overrides))) == []
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_what_cannot_be_is_refused(
     remedy,
 ):
     """By name, with the way out."""
-    (problem,) = problems(tiny_config(*FSDP, *overrides))
+    (problem,) = sharded_problems(tiny_config(*FSDP, *overrides))
     assert (problem.where, str(problem.found)) == (where, found)
     assert remedy in str(problem.remedy)
 
 
 def test_other_strategies_ask_for_nothing(tiny_config):
     """Codes may lie in bytes, and every weight may learn."""
-    assert list(problems(tiny_config("trainer=ddp", "trainer.accelerator=cpu"))) == []
-    assert list(problems(tiny_config("backend=full", "quant=none"))) == []
+    assert list(sharded_problems(tiny_config("trainer=ddp", "trainer.accelerator=cpu"))) == []
+    assert list(sharded_problems(tiny_config("backend=full", "quant=none"))) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.rules.trainer import problems
+from mens_exp.config.rules.training import trainer_problems
 
 DDP = ("trainer=ddp", "trainer.accelerator=cpu")
 
@@ -12,15 +12,15 @@ DDP = ("trainer=ddp", "trainer.accelerator=cpu")
 def test_two_processes_share_four_micro_batches(tiny_config):
     """The defaults of trainer=ddp are accepted, and so are eight processes of eight."""
     two = tiny_config(*DDP)
-    assert list(problems(two)) == []
+    assert list(trainer_problems(two)) == []
     assert two.trainer.world_size == 2
     eight = ("trainer.devices=4", "trainer.num_nodes=2", "trainer.accumulate_grad_batches=8")
-    assert list(problems(tiny_config(*DDP, *eight))) == []
+    assert list(trainer_problems(tiny_config(*DDP, *eight))) == []
 
 
 def test_one_process_of_ddp_is_accepted(tiny_config):
     """A run of two goes on with one."""
-    assert list(problems(tiny_config(*DDP, "trainer.devices=1"))) == []
+    assert list(trainer_problems(tiny_config(*DDP, "trainer.devices=1"))) == []
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_one_process_of_ddp_is_accepted(tiny_config):
 )
 def test_what_cannot_be_shared_evenly_is_refused(tiny_config, overrides, where, expected):
     """Every step would have a process that waits for nothing."""
-    (found,) = problems(tiny_config(*DDP, *overrides))
+    (found,) = trainer_problems(tiny_config(*DDP, *overrides))
     assert found.where == where
     assert expected in str(found.expected)
 
@@ -45,6 +45,6 @@ def test_what_cannot_be_shared_evenly_is_refused(tiny_config, overrides, where, 
 @pytest.mark.parametrize("name", ["devices", "num_nodes"])
 def test_one_process_has_no_others(tiny_config, name):
     """Without a strategy the number would do nothing."""
-    (found,) = problems(tiny_config(f"trainer.{name}=2"))
+    (found,) = trainer_problems(tiny_config(f"trainer.{name}=2"))
     assert found.where == f"trainer.{name}"
     assert "trainer=ddp" in str(found.remedy)

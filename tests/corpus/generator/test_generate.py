@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from mens_exp.corpus.generator import generate as module
-from mens_exp.corpus.generator.draw import Draw
-from mens_exp.corpus.generator.families.catalogue import FAMILIES, families_of
-from mens_exp.corpus.generator.family import Case, Draft, Family, call
+from mens_exp.corpus.generator.family import Case, Draft, Draw, Family, call
 from mens_exp.corpus.generator.generate import (
+    FAMILIES,
     benchmark_tasks,
     draw_task,
+    families_of,
     generate,
     tasks_digest,
 )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.corpus.generator.draw import Draw
-from mens_exp.corpus.generator.families.catalogue import FAMILIES
+from mens_exp.corpus.generator.family import Draw
+from mens_exp.corpus.generator.generate import FAMILIES
 from mens_exp.corpus.generator.mutate import OPERATORS, all_mutants, mutants
 
 LIMIT = """\

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.corpus.generator.verify import STEP_LIMIT, Suite, first_failure, results_of
+from mens_exp.corpus.generator.mutate import STEP_LIMIT, Suite, first_failure, results_of
 
 DOUBLE = "def double(x):\n    return 2 * x"
 SUITE = Suite(["assert double(2) == 4", "assert double(3) == 6"])

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from mens_exp.corpus.generator.draw import Draw
-from mens_exp.corpus.generator.family import Case, Draft, Noun, Repair
-from mens_exp.corpus.generator.wording import (
+from mens_exp.corpus.generator.family import Case, Draft, Draw, Noun, Repair
+from mens_exp.corpus.generator.generate import (
     assert_statement,
     examples,
     instruction,

@@ -5,8 +5,8 @@ import builtins
 
 import pytest
 
-from mens_exp.corpus import rust_source
-from mens_exp.corpus.quality.constructs import KINDS_IN, all_kinds
+from mens_exp.corpus import rust
+from mens_exp.corpus.measures import KINDS_IN, all_kinds
 from mens_exp.errors import MissingExtra
 
 
@@ -97,7 +97,7 @@ def test_missing_grammar_is_no_bad_code(monkeypatch):
             raise ImportError(name)
         return real(name, *rest)
 
-    rust_source._parser.cache_clear()
+    rust._parser.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtra):
         KINDS_IN["rust"]("fn f() {}")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mens_exp.corpus.quality.distinct import MOST_EXACT, Distinct
+from mens_exp.corpus.measures import MOST_EXACT, Distinct
 
 
 def hashes(start, stop):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.corpus.quality.lengths import Lengths
+from mens_exp.corpus.token_counts import Lengths
 
 
 def of(values):

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import zlib
 
-from mens_exp.corpus.quality import measures as module
-from mens_exp.corpus.quality.measures import LISTED, OTHERS, Measures, Source, measured
-from mens_exp.corpus.side_by_side import pieces
+from mens_exp.corpus import measures as module
+from mens_exp.corpus.large_files import pieces
+from mens_exp.corpus.measures import LISTED, OTHERS, Measures, Source, measured
 from mens_exp.rows.schema import TrainingPair
 
 KEY = "AKIA" + "IOSFODNN7QQQQQQQ"

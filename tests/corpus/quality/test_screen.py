@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.artifacts.credentials import SECRETS, masked, without_secrets
-from mens_exp.corpus.quality.screen import INJECTIONS, Hit, hits_in
+from mens_exp.corpus.measures import INJECTIONS, Hit, hits_in
 from mens_exp.rows.schema import TrainingPair
 
 # Put together here, so that no file holds anything that looks like a secret.

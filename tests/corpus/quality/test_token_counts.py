@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mens_exp.corpus.quality.token_counts import drawn, token_counts
+from mens_exp.corpus.token_counts import drawn, token_counts
 from mens_exp.errors import DataError
+from mens_exp.model import sources
 from mens_exp.rows.encode import Labelling
 from mens_exp.rows.schema import TrainingPair
-from mens_exp.tokenizer import byte_level
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 # One token a byte, and one each for the three markers of ChatML.
 TEMPLATE = len("xuser\nSay hi.x\nxassistant\n")
@@ -17,7 +17,7 @@ TEMPLATE = len("xuser\nSay hi.x\nxassistant\n")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    byte_level.write_files(directory)
+    sources.write_byte_level_tokenizer(directory)
     return HfTokenizer.from_directory(directory)
 
 
@@ -81,7 +81,7 @@ def test_rows_are_drawn_once_in_order_and_alike_each_time():
 
 def test_rows_that_cannot_be_encoded_are_an_error(tmp_path):
     """Under a template that forgets them, say; whoever reports decides what to do."""
-    byte_level.write_files(tmp_path)
+    sources.write_byte_level_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("always the same")
     forgetful = HfTokenizer.from_directory(tmp_path)
     whole = Labelling(objective="assistant", seq_len=1000)

@@ -10,19 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from mens_exp.config.corpus import CanonicalConfig, CorpusConfig, OnUnformatted
-from mens_exp.config.corpus_dedupe import DedupeConfig
-from mens_exp.config.sandbox import BubblewrapSandbox
-from mens_exp.corpus.overlap import OverlapIndex, texts_of
-from mens_exp.corpus.rust_format import RustFormatter
-from mens_exp.corpus.steps.canonical import canonical
+from mens_exp.config.corpus import CanonicalConfig, CorpusConfig, DedupeConfig, OnUnformatted
+from mens_exp.config.suite import BubblewrapSandbox
+from mens_exp.corpus.benchmarks import OverlapIndex, texts_of
+from mens_exp.corpus.rust import RustFormatter
 from mens_exp.corpus.steps.dedupe import dedupe
 from mens_exp.corpus.steps.step import StepInput
+from mens_exp.corpus.steps.validate import canonical
 from mens_exp.errors import Problems, SetupError
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 from mens_exp.sandbox.program import Limits
-from mens_exp.sandbox.unsafe import Unsafe
+from mens_exp.sandbox.supervise import Unsafe
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None or shutil.which("rustfmt") is None,
@@ -182,7 +181,7 @@ def test_what_rustfmt_refuses_can_be_an_error(work):
 def test_missing_rustfmt_is_an_error_of_the_environment(monkeypatch):
     """Exit code 3, with how to install it."""
     monkeypatch.setattr(
-        "mens_exp.corpus.rust_format.find_rust",
+        "mens_exp.corpus.rust.find_rust",
         lambda: SimpleNamespace(sysroot="/nowhere", rustc="rustc"),
     )
     with pytest.raises(SetupError, match="rustup component add rustfmt") as caught:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 from mens_exp.config.corpus import CurriculumConfig, DifficultyOrder
-from mens_exp.corpus.difficulty import estimated
-from mens_exp.corpus.steps import sorted_runs
-from mens_exp.corpus.steps.curriculum import curriculum
-from mens_exp.corpus.steps.sorted_runs import sorted_lines
+from mens_exp.corpus.steps import arrange
+from mens_exp.corpus.steps.arrange import curriculum, estimated, sorted_lines
 from mens_exp.rows.schema import TrainingPair
 
 
@@ -62,7 +60,7 @@ def test_in_python_the_depth_of_the_tree_counts():
 
 def test_lines_are_sorted_over_many_runs(tmp_path, monkeypatch):
     """Runs of a few lines, merged two at a time, give what a sort in memory gives."""
-    monkeypatch.setattr(sorted_runs, "_MOST_RUNS", 2)
+    monkeypatch.setattr(arrange, "_MOST_RUNS", 2)
     lines = [b"%06d x\n" % number for number in range(300)]
     lines = lines[::2] + lines[::-2]
     assert list(sorted_lines(iter(lines), tmp_path, run_bytes=100)) == sorted(lines)

@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from mens_exp.config.corpus import CorpusConfig
-from mens_exp.config.corpus_decontaminate import DecontaminateConfig
+from mens_exp.config.corpus import CorpusConfig, DecontaminateConfig
 from mens_exp.corpus.benchmarks import benchmark_texts, humaneval_file
-from mens_exp.corpus.steps.decontaminate import LIST, decontaminate
+from mens_exp.corpus.steps.dedupe import CONTAMINATED, decontaminate
 from mens_exp.corpus.steps.step import StepInput, read_sides
 from mens_exp.errors import DataError, MissingExtra
 
@@ -49,7 +48,7 @@ def items(tmp_path):
 
 
 def listed(out):
-    return [json.loads(line) for line in (out / LIST).read_text("utf-8").splitlines()]
+    return [json.loads(line) for line in (out / CONTAMINATED).read_text("utf-8").splitlines()]
 
 
 def test_rows_with_an_item_in_them_are_dropped_and_listed(run, items):
@@ -79,7 +78,11 @@ def test_held_out_rows_are_a_benchmark_and_pass_themselves(run):
     files["train.jsonl"] = [CLEAN, row]
     result, out = run(files, against=["heldout"])
     assert result.rows_out == 2
-    assert sorted(path.name for path in out.iterdir()) == [LIST, "heldout.jsonl", "train.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        CONTAMINATED,
+        "heldout.jsonl",
+        "train.jsonl",
+    ]
 
 
 def test_held_out_rows_before_a_split_are_refused(run):

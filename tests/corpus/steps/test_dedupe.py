@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 
-from mens_exp.config.corpus import CorpusConfig
-from mens_exp.config.corpus_dedupe import DedupeConfig
+from mens_exp.config.corpus import CorpusConfig, DedupeConfig
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.steps.dedupe import dedupe
 from mens_exp.corpus.steps.step import RowWriter, StepInput, read_rows

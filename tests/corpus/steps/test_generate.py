@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.corpus import GenerateConfig
-from mens_exp.corpus.generator.families.catalogue import SIDES
+from mens_exp.corpus.generator.generate import SIDES
 from mens_exp.corpus.generator.generate import generate as tasks_of
 from mens_exp.corpus.split import Side
-from mens_exp.corpus.steps.generate import generate
+from mens_exp.corpus.steps.extract import generate
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
 

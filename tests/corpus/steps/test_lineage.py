@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from mens_exp.artifacts.corpus_record import StepRecord
-from mens_exp.corpus.steps.lineage import steps_before
+from mens_exp.corpus.steps.report import steps_before
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 

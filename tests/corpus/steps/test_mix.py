@@ -7,7 +7,7 @@ import pytest
 from mens_exp.config.corpus import MixBy, MixStepConfig
 from mens_exp.config.data import MixData, MixStop
 from mens_exp.corpus.mix import mixed
-from mens_exp.corpus.steps.mix import mix
+from mens_exp.corpus.steps.arrange import mix
 from mens_exp.corpus.steps.step import read_rows
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows.schema import TrainingPair

@@ -17,11 +17,9 @@ from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.corpus import STEPS as NAMES
 from mens_exp.config.corpus import CorpusConfig, CurriculumConfig, DifficultyOrder
-from mens_exp.config.sandbox import BubblewrapSandbox
+from mens_exp.config.suite import BubblewrapSandbox
 from mens_exp.corpus.steps import pipeline
-from mens_exp.corpus.steps.catalogue import STEPS
-from mens_exp.corpus.steps.pipeline import run_steps
-from mens_exp.corpus.steps.places import hashes, place_problems
+from mens_exp.corpus.steps.pipeline import STEPS, hashes, place_problems, run_steps
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair, to_json
 
@@ -47,7 +45,7 @@ def corpus(tmp_path):
 
 def done(config):
     """Make the corpus, and return why each step was done; None where it was already."""
-    from mens_exp.corpus.steps.places import input_files
+    from mens_exp.corpus.steps.pipeline import input_files
 
     files = input_files(config)
     why = {}
@@ -208,10 +206,10 @@ KILLED = """
 import os, sys
 from types import SimpleNamespace
 from mens_exp.config.corpus import CorpusConfig
-from mens_exp.config.sandbox import BubblewrapSandbox
+from mens_exp.config.suite import BubblewrapSandbox
 from mens_exp.corpus.steps import pipeline
-from mens_exp.corpus.steps.catalogue import STEPS
-from mens_exp.corpus.steps.places import hashes, input_files
+from mens_exp.corpus.steps.pipeline import STEPS
+from mens_exp.corpus.steps.pipeline import hashes, input_files
 import dataclasses, time
 
 def stuck(step):

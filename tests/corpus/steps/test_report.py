@@ -4,10 +4,8 @@ import builtins
 
 import pytest
 
-from mens_exp.artifacts.corpus_report import CorpusReport
-from mens_exp.config.corpus import CorpusConfig
-from mens_exp.config.corpus_dedupe import DedupeConfig
-from mens_exp.config.corpus_report import ReportConfig
+from mens_exp.artifacts.corpus_record import CorpusReport
+from mens_exp.config.corpus import CorpusConfig, DedupeConfig, ReportConfig
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.steps.report import RECORD, report
 from mens_exp.corpus.steps.step import RowWriter, StepInput
@@ -152,9 +150,9 @@ def test_without_the_library_duplicates_are_unknown(tmp_path, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    from mens_exp.corpus import fingerprints
+    from mens_exp.corpus import minhash
 
-    fingerprints._signer.cache_clear()
+    minhash._signer.cache_clear()
     found = made(tmp_path, ROWS)
     assert found.duplicates is None
     assert "datasketch is needed" in found.unknown["duplicates"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mens_exp.config.corpus import SplitBy, SplitStepConfig
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.split import split as in_memory
-from mens_exp.corpus.steps import split as module
-from mens_exp.corpus.steps.split import split
+from mens_exp.corpus.steps import arrange as module
+from mens_exp.corpus.steps.arrange import split
 from mens_exp.corpus.steps.step import read_rows
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair

@@ -7,7 +7,7 @@ import pytest
 from mens_exp.artifacts.adapter_v3 import AdapterManifest, write_adapter
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen
-from mens_exp.plan.checks.adapter import check
+from mens_exp.plan.checks.adapter import check_initial_adapter
 from mens_exp.plan.preflight import preflight
 
 
@@ -47,8 +47,8 @@ def test_an_adapter_that_fits_is_accepted(
 ):
     """Same base, same layers, same rank; and no adapter at all is no problem either."""
     start = adapter_for(tiny_config(), base=tiny_base.weights_sha256)
-    assert list(check(tiny_config(start))) == []
-    assert list(check(tiny_config())) == []
+    assert list(check_initial_adapter(tiny_config(start))) == []
+    assert list(check_initial_adapter(tiny_config())) == []
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
 def test_more_layers_than_a_message_holds_are_counted(adapter_for, tiny_config):
     """Eight names, and how many there are besides."""
     start = adapter_for(tiny_config("lora=qv"), base=None)
-    (problem,) = check(tiny_config(start))
+    (problem,) = check_initial_adapter(tiny_config(start))
     assert "l0.down, l0.gate" in str(problem.found)
     assert str(problem.found).endswith("and 2 more")
 

@@ -1,6 +1,6 @@
 """The planner's refusals of flags, as a command meets them: the rules of their groups raise them.
 
-`plan/checks/contract.py` leaves `Gate.FLAGS` out because a rule says the same by the setting's own
+`plan/preflight.py` leaves `Gate.FLAGS` out because a rule says the same by the setting's own
 name. Here each such refusal is held against its command.
 """
 
@@ -16,9 +16,8 @@ from safetensors.numpy import load_file, save_file
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.validate import problems_of
 from mens_exp.plan.contract import contract_of
-from mens_exp.plan.planner import Gate, refusals
+from mens_exp.plan.planner import Gate, environment_of, refusals
 from mens_exp.plan.preflight import preflight
-from mens_exp.plan.surroundings import surroundings_of
 
 USUAL = ["model=tiny_llama", "logger=none", "trainer=cpu"]
 PROXY = ["backend=proxy"]
@@ -45,7 +44,7 @@ def of(overrides):
 
 
 def flags(config):
-    found = refusals(contract_of(config), surroundings_of(config))
+    found = refusals(contract_of(config), environment_of(config))
     return [str(error) for gate, error in found if gate is Gate.FLAGS]
 
 
@@ -79,5 +78,5 @@ def test_skip_rate_is_no_setting_of_ours(found):
     assert contract.exec.max_skip_rate is None
     run = dataclasses.replace(contract.exec, max_skip_rate=found)
     theirs = dataclasses.replace(contract, exec=run)
-    (gate,) = [gate for gate, _ in refusals(theirs, surroundings_of(of([])))]
+    (gate,) = [gate for gate, _ in refusals(theirs, environment_of(of([])))]
     assert gate is Gate.FLAGS

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mens_exp.plan import machine
-from mens_exp.plan.checks.machine import check, findings
-from mens_exp.plan.disk import Disk
+from mens_exp.plan.checks.machine import check_machine, findings
+from mens_exp.plan.forecast import Disk
 from mens_exp.plan.machine import Machine
 from mens_exp.plan.memory import Memory
 
@@ -144,5 +144,5 @@ def test_plan_is_not_refused_for_its_machine(tiny_config, monkeypatch):
     """It shows what the machine lacks beside its figures; a run is refused."""
     poor = dataclasses.replace(CPU, free_bytes=1)
     monkeypatch.setattr(machine, "look", lambda _: poor)
-    assert [error.where for error in check(tiny_config())] == ["memory"]
-    assert list(check(tiny_config("task=plan"))) == []
+    assert [error.where for error in check_machine(tiny_config())] == ["memory"]
+    assert list(check_machine(tiny_config("task=plan"))) == []

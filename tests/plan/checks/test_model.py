@@ -23,7 +23,7 @@ def problems_of(tiny_config):
     def found(model):
         config = tiny_config("data.seq_len=64")
         config.model = model
-        return list(checks.check(config))
+        return list(checks.check_model(config))
 
     return found
 
@@ -54,7 +54,7 @@ def test_a_table_of_positions_ends_where_it_ends(family_base, tiny_config):
     for seq_len, refused in ((256, False), (257, True)):
         config = tiny_config(f"data.seq_len={seq_len}")
         config.model = HfModel(id=str(family_base("gpt2").directory))
-        assert bool(list(checks.check(config))) is refused
+        assert bool(list(checks.check_model(config))) is refused
 
 
 def test_fused_weights_are_held_to_their_widths(
@@ -141,7 +141,7 @@ def test_a_plan_draws_no_weights(tiny_config, monkeypatch):
     monkeypatch.setattr(checks, "space", lambda path: (path, 0))
     config = tiny_config("task=plan", "data.seq_len=64")
     config.model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
-    assert list(checks.check(config)) == []
+    assert list(checks.check_model(config)) == []
 
 
 def test_a_cache_that_is_not_there_yet_has_the_room_of_its_disk(problems_of, tmp_path, monkeypatch):

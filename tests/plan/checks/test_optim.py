@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from mens_exp.layout.shape import shape_of
-from mens_exp.plan.checks.optim import check, rate_warnings
+from mens_exp.plan.checks.machine import check_optimizer, rate_warnings
 from mens_exp.plan.preflight import preflight
 
 PAGED = "optim=paged_adamw_8bit"
@@ -36,14 +36,14 @@ def test_paged_memory_without_a_gpu_is_refused_by_the_plan(
 def test_paged_memory_with_a_gpu_is_accepted(monkeypatch, tiny_config, trainer):
     """Where there may be one."""
     has_gpu(monkeypatch, there=True)
-    assert list(check(tiny_config(PAGED, f"trainer={trainer}"))) == []
+    assert list(check_optimizer(tiny_config(PAGED, f"trainer={trainer}"))) == []
 
 
 @pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
 def test_other_optimizers_run_anywhere(monkeypatch, tiny_config, option):
     """The CPU kernels of bitsandbytes hold 8-bit moments too."""
     has_gpu(monkeypatch, there=False)
-    assert list(check(tiny_config(f"optim={option}"))) == []
+    assert list(check_optimizer(tiny_config(f"optim={option}"))) == []
 
 
 OF_8B = ("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32")

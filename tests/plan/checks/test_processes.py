@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.plan import machine
-from mens_exp.plan.checks.processes import check
-from mens_exp.plan.ranks import Rank, of_torchrun
+from mens_exp.plan.checks.machine import check_processes
+from mens_exp.plan.machine import Rank, of_torchrun
 
 DDP = ("trainer=ddp", "trainer.accelerator=cpu")
 SAID = {
@@ -48,13 +48,13 @@ def test_anything_less_is_one_process(torchrun, changed):
 def test_what_torchrun_started_is_accepted(torchrun, tiny_config):
     """Two processes on each of two machines, as asked."""
     torchrun()
-    assert list(check(tiny_config(*DDP, "trainer.num_nodes=2"))) == []
+    assert list(check_processes(tiny_config(*DDP, "trainer.num_nodes=2"))) == []
 
 
 def test_other_numbers_than_torchruns_are_refused(torchrun, tiny_config):
     """Each with the number that would do."""
     torchrun()
-    found = list(check(tiny_config(*DDP, "trainer.devices=4")))
+    found = list(check_processes(tiny_config(*DDP, "trainer.devices=4")))
     assert [(one.where, one.expected) for one in found] == [
         ("trainer.devices", "2"),
         ("trainer.num_nodes", "2"),
@@ -73,13 +73,13 @@ def test_torchrun_starts_no_command_of_one_process(
 ):
     """The others would wait for ever."""
     torchrun()
-    (found,) = check(tiny_config(*overrides))
+    (found,) = check_processes(tiny_config(*overrides))
     assert found.where == where
 
 
 def test_several_machines_need_torchrun(tiny_config):
     """The message holds the command."""
-    (found,) = check(tiny_config(*DDP, "trainer.num_nodes=2"))
+    (found,) = check_processes(tiny_config(*DDP, "trainer.num_nodes=2"))
     assert found.where == "trainer.num_nodes"
     assert "torchrun --nnodes=2 --nproc-per-node=2" in str(found.remedy)
 
@@ -87,9 +87,9 @@ def test_several_machines_need_torchrun(tiny_config):
 def test_more_processes_than_gpus_are_refused(tiny_config, monkeypatch):
     """Each has one of its own; on the CPU there is no such limit."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (found,) = check(tiny_config("trainer=ddp", "trainer.accelerator=gpu"))
+    (found,) = check_processes(tiny_config("trainer=ddp", "trainer.accelerator=gpu"))
     assert (found.where, found.expected) == ("trainer.devices", "at most 1")
-    assert list(check(tiny_config(*DDP))) == []
+    assert list(check_processes(tiny_config(*DDP))) == []
 
 
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu", "quant.storage_dtype=bf16")
@@ -106,9 +106,9 @@ def test_parts_need_a_torch_that_leaves_the_adapter_whole(
 ):
     """fully_shard takes parameters to ignore since 2.7."""
     monkeypatch.setattr(machine, "_torch", lambda: (version, None))
-    found = list(check(tiny_config(*FSDP)))
+    found = list(check_processes(tiny_config(*FSDP)))
     assert len(found) == problems
     for one in found:
         assert one.where == "trainer.strategy"
         assert version in str(one.found)
-    assert list(check(tiny_config(*FSDP, "trainer.devices=1"))) == []
+    assert list(check_processes(tiny_config(*FSDP, "trainer.devices=1"))) == []

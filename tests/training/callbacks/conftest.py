@@ -10,7 +10,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.corpus.source import load_rows
-from mens_exp.tokenizer.hf import HfTokenizer
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 class Record:
@@ -56,7 +56,7 @@ class Fit:
         from lightning import Trainer
         from lightning.pytorch.callbacks import Checkpoint
 
-        from mens_exp.training.atomic_checkpoint import AtomicCheckpointIO
+        from mens_exp.training.build import AtomicCheckpointIO
 
         defaults = {
             "val_check_interval": 1000,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.checkpoint import CheckpointConfig
+from mens_exp.config.trainer import CheckpointConfig
 from mens_exp.training.callbacks.checkpoint import Checkpoint
 from mens_exp.training.callbacks.telemetry import TelemetryWriter
 

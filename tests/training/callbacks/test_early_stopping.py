@@ -4,7 +4,7 @@ import pytest
 from lightning import Callback
 
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.checkpoint import CheckpointConfig
+from mens_exp.config.trainer import CheckpointConfig
 from mens_exp.training.build import build_module
 from mens_exp.training.callbacks.checkpoint import Checkpoint
 from mens_exp.training.callbacks.early_stopping import EarlyStopping

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import psutil
 
-from mens_exp.training import memory_probe
+from mens_exp.artifacts import host
 from mens_exp.training.callbacks.memory import MemoryWatch
 
 
@@ -16,8 +16,8 @@ def test_resident_memory_is_plausible(fit):
 
 def test_what_is_unknown_is_left_out(fit, monkeypatch):
     """A machine without a GPU, or a system that tells no peak, has no such metric."""
-    monkeypatch.setattr(memory_probe, "peak_rss_bytes", lambda: None)
-    monkeypatch.setattr(memory_probe, "peak_cuda_bytes", lambda: None)
+    monkeypatch.setattr(host, "peak_rss_bytes", lambda: None)
+    monkeypatch.setattr(host, "peak_cuda_bytes", lambda: None)
     fit.run(fit.trainer(MemoryWatch(fit.record), max_steps=1))
     assert "mem/rss_bytes" in fit.module.step_metrics
     assert not {"mem/peak_rss_bytes", "mem/peak_cuda_bytes"} & fit.module.step_metrics.keys()
@@ -27,15 +27,15 @@ def test_free_pages_are_given_back_every_so_many_steps(fit, monkeypatch):
     """Of five steps, the second and the fourth; micro-batches in between do not count."""
     trimmed = []
     trainer = fit.trainer(MemoryWatch(fit.record, trim_every_n_steps=2), max_steps=5)
-    monkeypatch.setattr(memory_probe, "release_free", lambda: trimmed.append(trainer.global_step))
+    monkeypatch.setattr(host, "release_free", lambda: trimmed.append(trainer.global_step))
     fit.run(trainer)
     assert trimmed == [2, 4]
 
 
 def test_the_run_s_peak_is_the_highest_of_its_processes(fit, monkeypatch):
     """A process that goes on with a run counts from the peaks in the checkpoint."""
-    monkeypatch.setattr(memory_probe, "peak_rss_bytes", lambda: 300)
-    monkeypatch.setattr(memory_probe, "peak_cuda_bytes", lambda: None)
+    monkeypatch.setattr(host, "peak_rss_bytes", lambda: 300)
+    monkeypatch.setattr(host, "peak_cuda_bytes", lambda: None)
     callback = MemoryWatch(fit.record)
     callback.load_state_dict({"mem/peak_rss_bytes": 500, "mem/peak_cuda_bytes": 7})
     fit.run(fit.trainer(callback, max_steps=1))

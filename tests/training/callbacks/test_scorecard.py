@@ -8,10 +8,9 @@ from mens_exp.artifacts.scorecard import read_item_events
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.suite import MiniPythonSuite
 from mens_exp.errors import TrainingError
-from mens_exp.evals.attempts import Plan
-from mens_exp.evals.during import FirstItems, Measured, measure
-from mens_exp.evals.generation import Generation, GraphEngine
-from mens_exp.evals.mini_python import mini_python
+from mens_exp.evals.attempts import FirstItems, Measured, Plan, measure
+from mens_exp.evals.engines import Generation, GraphEngine
+from mens_exp.evals.program_suite import mini_python
 from mens_exp.training.build import build_module
 from mens_exp.training.callbacks.best_adapter import BestAdapter
 from mens_exp.training.callbacks.checkpoint import Checkpoint

@@ -15,10 +15,10 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
-from mens_exp.config.logger import WandbLogger, WandbMode
+from mens_exp.config.trainer import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.callbacks.wandb_mirror import WandbMirror
-from mens_exp.training.wandb_agent import agent_inputs
+from mens_exp.training.wandb_names import agent_inputs
 
 RUN_ID = "20261120T055801_abcd1234"
 SHA = "ab" * 32

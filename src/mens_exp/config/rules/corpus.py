@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.artifacts.nearest import expected_name
 from mens_exp.config.corpus import LANGUAGES, STEPS, CorpusConfig
 from mens_exp.config.data import MixStop
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, expected_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
-
-__all__ = ["problems"]
 
 # Step -> steps that cannot come before it, and why.
 _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
@@ -41,7 +38,7 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
 }
 
 
-def problems(config: RunConfig) -> Iterator[ConfigError]:
+def corpus_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what keeps task=corpus from being done."""
     if config.task.name != "corpus":
         return

@@ -1,4 +1,4 @@
-"""The split, and what a source of rows needs."""
+"""Rules of `data`: the split, and the needs of each source of rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
-__all__ = ["problems"]
-
 _FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
 # The columns without which rows of a format have nothing to learn from.
 _NEEDED = {
@@ -38,7 +36,7 @@ _NEEDED = {
 }
 
 
-def problems(config: RunConfig) -> Iterator[MensError]:
+def data_problems(config: RunConfig) -> Iterator[MensError]:
     """Yield what is wrong with `data`."""
     data = config.data
     shares = data.val_frac + data.heldout_frac

@@ -1,12 +1,11 @@
-"""Rules of suites, and of the answers to their items."""
+"""Rules of suites, answers and the sandbox, with the settings that have no effect."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.callbacks import ScorecardConfig
-from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.suite import (
+    EngineKind,
     HumanEvalSuite,
     JsonlCheck,
     JsonlSuite,
@@ -14,6 +13,7 @@ from mens_exp.config.suite import (
     RustSuite,
     ScorecardSpecSuite,
 )
+from mens_exp.config.trainer import ScorecardConfig
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-__all__ = ["problems", "scorecard_of", "too_late"]
 
-
-def problems(config: RunConfig) -> Iterator[ConfigError]:
+def suite_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with `suite` and `eval`."""
     yield from _files(config)
     settings = config.eval
@@ -101,10 +99,12 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
         )
     trainer = config.trainer
     if trainer.max_steps > 0 and trainer.max_epochs <= 0:
-        yield from too_late(config, trainer.max_steps, "trainer.max_steps")
+        yield from late_scorecard_problems(config, trainer.max_steps, "trainer.max_steps")
 
 
-def too_late(config: RunConfig, total_steps: int, bound: str) -> Iterator[ConfigError]:
+def late_scorecard_problems(
+    config: RunConfig, total_steps: int, bound: str
+) -> Iterator[ConfigError]:
     """Yield a problem where training ends before its first scorecard.
 
     Args:

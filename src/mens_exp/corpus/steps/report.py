@@ -1,39 +1,111 @@
-"""The step report: measures the rows that the other steps left."""
+"""Step report: measure the rows that the other steps left, and tell the steps that made them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from mens_exp.artifacts.corpus_report import (
+from mens_exp.artifacts.corpus_record import (
+    Before,
     Constructs,
     CorpusReport,
     Diversity,
+    Mixed,
     NGrams,
     Parsed,
     Remaining,
     Safety,
     Share,
+    StepRecord,
 )
 from mens_exp.artifacts.credentials import without_secrets
-from mens_exp.corpus.duplicates import duplicates
-from mens_exp.corpus.quality.constructs import KINDS_IN, all_kinds
-from mens_exp.corpus.quality.measures import OTHERS, Measures, Source, measured
-from mens_exp.corpus.quality.token_counts import drawn, token_counts
-from mens_exp.corpus.side_by_side import in_order, pieces
+from mens_exp.corpus.large_files import map_in_order, pieces
+from mens_exp.corpus.measures import KINDS_IN, OTHERS, Measures, Source, all_kinds, measured
 from mens_exp.corpus.source import labelling_of
-from mens_exp.corpus.steps.lineage import steps_before
+from mens_exp.corpus.steps.dedupe import duplicates
 from mens_exp.corpus.steps.step import StepResult, read_rows, read_sides
+from mens_exp.corpus.token_counts import drawn, token_counts
 from mens_exp.errors import MensError, MissingExtra
-from mens_exp.layout.cached import ready
+from mens_exp.layout.model_cache import ready_directory
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
-    from mens_exp.artifacts.corpus_report import Tokens
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.corpus_record import Tokens
     from mens_exp.corpus.steps.step import StepInput
 
-__all__ = ["RECORD", "report"]
+_RECORD: Final = "step.json"
+
+
+def steps_before(files: Sequence[Path]) -> list[Before]:
+    """Return the steps that made some files, oldest first.
+
+    A step is taken for the maker of another's input if it stands before it, by the number in its
+    directory's name, and its files have that content: what an earlier corpus left in the same place
+    is none.
+
+    Args:
+        files: row files of one step, or any others.
+
+    Returns:
+        As many steps as their records tell; none for files that no step made.
+    """
+    found: list[Before] = []
+    directory = files[0].parent if files else None
+    wanted: set[str] | None = None
+    while directory is not None:
+        record = _record(directory)
+        if record is None or (wanted is not None and wanted != _row_hashes(record)):
+            break
+        found.append(_before(record))
+        wanted = set(record.inputs.values())
+        directory = _previous(directory)
+    return found[::-1]
+
+
+def _row_hashes(record: StepRecord) -> set[str]:
+    return {file["sha256"] for file in record.outputs.values() if file["rows"] is not None}
+
+
+def _previous(directory: Path) -> Path | None:
+    """Return the directory of the step before, ``02-…`` of ``03-…``."""
+    number = directory.name.partition("-")[0]
+    if not number.isdecimal() or int(number) < 2:  # noqa: PLR2004 - the first has none before it
+        return None
+    return next(iter(sorted(directory.parent.glob(f"{int(number) - 1:02d}-*"))), None)
+
+
+def _record(directory: Path) -> StepRecord | None:
+    if not (directory / _RECORD).is_file():
+        return None
+    try:
+        return StepRecord.read(directory / _RECORD)
+    except MensError:
+        return None
+
+
+def _before(record: StepRecord) -> Before:
+    mixed: dict[str, Any] | None = record.facts.get("sources") if record.step == "mix" else None
+    return Before(
+        step=record.step,
+        rows_in=record.rows_in,
+        rows_out=record.rows_out,
+        dropped=record.dropped,
+        sources=None
+        if mixed is None
+        else {
+            name: Mixed(
+                share_asked=one["share_asked"],
+                share=one["share"],
+                rows=one["rows"],
+                passes=one["passes"],
+            )
+            for name, one in mixed.items()
+        },
+    )
+
 
 RECORD: Final = "corpus_report.json"
 _ROWS_AT_ONCE: Final = 500
@@ -55,7 +127,7 @@ def report(step: StepInput) -> StepResult:
     sums = Measures()
     named = ((side.value if side else "all", pair) for side, pair in read_sides(step.files))
     processes = step.config.report.processes
-    for some in in_order(measured, pieces(named, _ROWS_AT_ONCE), processes):
+    for some in map_in_order(measured, pieces(named, _ROWS_AT_ONCE), processes):
         sums.join(some)
     unknown = dict[str, str]()
     record = CorpusReport(
@@ -88,7 +160,7 @@ def _tokens(step: StepInput, rows: int, unknown: dict[str, str]) -> Tokens | Non
         return None
     # The Vox tokenizer is ours, and reads no file of a model.
     is_ours = step.run.tokenizer.name == "vox"
-    directory = Path() if is_ours else ready(step.run.model, cache_root())
+    directory = Path() if is_ours else ready_directory(step.run.model, cache_root())
     if directory is None:
         unknown["tokens"] = f"the tokenizer of {step.run.model.name} is not on this machine yet"
         return None

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.schema import TrainingPair
 
-__all__ = [
-    "ROW_FILES",
-    "RowWriter",
-    "Step",
-    "StepInput",
-    "StepResult",
-    "read_rows",
-    "read_sides",
-    "side_of_file",
-]
-
 INPUT: Final = "corpus.input"  # what messages name for a file that cannot be read
 # The files of rows that a step may leave, in the order in which the next one reads them; whatever
 # else stands in its directory is a record beside them (duplicates.jsonl, quarantine.jsonl).

@@ -1,32 +1,46 @@
-"""The step validate: rows that can be read, and whose code parses."""
+"""Steps that check rows: validate, that they can be read and their code parses, and canonical.
+
+canonical lays Rust answers out by rustfmt, so that formatting hides no duplicate.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from mens_exp.artifacts.atomic import json_line
+from mens_exp.config.corpus import OnUnformatted
 from mens_exp.config.data import OnBadRow
-from mens_exp.corpus.code_checks import CHECKED, parse_problem
-from mens_exp.corpus.compiling import Compiler, NoCompiler
-from mens_exp.corpus.steps.step import INPUT, RowWriter, StepInput, StepResult, side_of_file
+from mens_exp.config.suite import ExecutingSandbox
+from mens_exp.corpus.code_checks import CHECKED, Compiler, NoCompiler, parse_problem, spans_of
+from mens_exp.corpus.rust import RustFormatter
+from mens_exp.corpus.steps.step import (
+    INPUT,
+    RowWriter,
+    StepInput,
+    StepResult,
+    read_sides,
+    side_of_file,
+)
 from mens_exp.errors import DataError, MensError, MissingExtra, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.parse import parse_row
-from mens_exp.rows.quarantine import BadRow, put_aside
+from mens_exp.rows.readers import BadRow, quarantined
 from mens_exp.rows.schema import TrainingPair
+from mens_exp.sandbox.opening import limits_of, open_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from mens_exp.config.suite import SandboxConfig
+    from mens_exp.corpus.rust import Formatted
     from mens_exp.corpus.split import Side
-
-__all__ = ["QUARANTINE", "validate"]
 
 QUARANTINE: Final = "quarantine.jsonl"
 _MOST_PROBLEMS: Final = 20  # told in full; the rest is counted
-_AT_ONCE: Final = 128  # rows that are read, then compiled, then written
+_COMPILED_AT_ONCE: Final = 128  # rows that are read, then compiled, then written
 
 
 def validate(step: StepInput) -> StepResult:
@@ -85,7 +99,7 @@ def _several(
     rows: Iterator[tuple[Side | None, Located]],
 ) -> Iterator[list[tuple[Side | None, Located]]]:
     """Yield rows so many at a time as are compiled at once."""
-    while some := list(itertools.islice(rows, _AT_ONCE)):
+    while some := list(itertools.islice(rows, _COMPILED_AT_ONCE)):
         yield some
 
 
@@ -142,7 +156,7 @@ class _BadRows:
 
     def add(self, located: Located, problems: list[MensError]) -> None:
         self.count += 1
-        row = put_aside(located, problems)
+        row = quarantined(located, problems)
         self.reasons[row.reasons[0]] += 1  # the first, so that the counts add up to the rows
         if not self._quarantines or located.ends:
             self._told += problems[: max(0, _MOST_PROBLEMS - len(self._told))]
@@ -172,3 +186,131 @@ class _BadRows:
             "raw": row.raw,
         }
         self._file.write(json_line(record, QUARANTINE))
+
+
+UNFORMATTED: Final = "unformatted.jsonl"
+_FORMATTED_AT_ONCE: Final = 512  # rows that are read, then formatted, then written
+
+
+def canonical(step: StepInput) -> StepResult:
+    """Format the Rust of each row's answers; a row in another language passes as it is.
+
+    `unformatted.jsonl` lists the rows that rustfmt does not format, with the reason.
+
+    Raises:
+        DataError: a file cannot be read, a row in it is wrong, or it is not formatted and that
+            is an error.
+        Problems: several are not formatted.
+        SetupError: the sandbox, rustc or rustfmt is not there.
+    """
+    policy = step.config.canonical.on_bad_row
+    assert step.run is not None, "the command says which sandbox"
+    formatter = opened(step.run.sandbox)
+    facts = Counter[str](formatted=0, unchanged=0, other_language=0, unformatted=0)
+    rows_in, errors = 0, _Errors()
+    rows = read_sides(step.files)
+    with RowWriter(step.directory) as writer, (step.directory / UNFORMATTED).open("xb") as listed:
+        while some := list(itertools.islice(rows, _FORMATTED_AT_ONCE)):
+            rows_in += len(some)
+            made = _formatted([pair for _, pair in some], formatter)
+            for (side, pair), (new, problem) in zip(some, made, strict=True):
+                facts[_fate(pair, new, problem)] += 1
+                if problem is not None:
+                    line = {"row": pair.id, "place": pair.place, "problem": problem}
+                    listed.write(json_line(line, UNFORMATTED))
+                    errors.add(pair, problem)
+                if problem is None or policy is OnUnformatted.keep:
+                    writer.write(new, side)
+        total = writer.total
+    if policy is OnUnformatted.error:
+        errors.refuse()
+    dropped = {"not formatted": rows_in - total} if rows_in > total else {}
+    return StepResult(
+        rows_in=rows_in,
+        rows_out=total,
+        dropped=dropped,
+        facts={**facts, "rustfmt": formatter.version},
+    )
+
+
+def opened(config: SandboxConfig) -> RustFormatter:
+    """Return a formatter in the sandbox that the command names.
+
+    Raises:
+        SetupError: the sandbox, rustc or rustfmt is not there.
+    """
+    workers = config.workers if isinstance(config, ExecutingSandbox) else None
+    return RustFormatter(open_sandbox(config), limits_of(config), workers)
+
+
+def _formatted(
+    pairs: Sequence[TrainingPair], formatter: RustFormatter
+) -> Iterator[tuple[TrainingPair, str | None]]:
+    """Yield each row with its Rust formatted, or as it was and what is wrong with it."""
+    answers = [_answers(pair) for pair in pairs]
+    codes = [said[a:b] for some in answers for said, spans in some for a, b in spans]
+    results = iter(formatter.formatted(codes))
+    for pair, some in zip(pairs, answers, strict=True):
+        mine = [(said, [(span, next(results)) for span in spans]) for said, spans in some]
+        problem = next((one.problem for _, each in mine for _, one in each if one.problem), None)
+        yield (pair, problem) if problem else (_with(pair, mine), None)
+
+
+def _answers(pair: TrainingPair) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Return the answers of a row in Rust, each with the places of its code."""
+    # The turns of a conversation with tools are kept as templates take them.
+    if (pair.language or "").casefold() != "rust" or pair.conversation is not None:
+        return []
+    return [(said, spans_of(said, "rust")) for _, said in pair.exchanges]
+
+
+def _with(
+    pair: TrainingPair,
+    answers: Sequence[tuple[str, Sequence[tuple[tuple[int, int], Formatted]]]],
+) -> TrainingPair:
+    """Put formatted code in the place of the code that was there."""
+    if not answers:
+        return pair
+    made = []
+    for said, codes in answers:
+        text = said
+        for (start, end), one in reversed(codes):
+            is_whole = (start, end) == (0, len(said))
+            new = one.text.strip("\n") if is_whole else one.text
+            text = text[:start] + new + text[end:]
+        made.append(text if text.strip() else said)
+    history = tuple((asked, new) for (asked, _), new in zip(pair.history, made, strict=False))
+    return dataclasses.replace(pair, history=history, response=made[-1])
+
+
+def _fate(pair: TrainingPair, new: TrainingPair, problem: str | None) -> str:
+    if problem is not None:
+        return "unformatted"
+    if (pair.language or "").casefold() != "rust":
+        return "other_language"
+    return "unchanged" if new == pair else "formatted"
+
+
+class _Errors:
+    """The first rows that are not formatted, and the count of all."""
+
+    def __init__(self) -> None:
+        self.count, self.told = 0, list[MensError]()
+
+    def add(self, pair: TrainingPair, problem: str) -> None:
+        self.count += 1
+        if len(self.told) < _MOST_PROBLEMS:
+            told = DataError(f"rustfmt does not format it: {problem}", where=pair.place)
+            self.told.append(told)
+
+    def refuse(self) -> None:
+        hidden = self.count - len(self.told)
+        more = [DataError(f"{hidden} more rows are not formatted", where="corpus.input")]
+        way = DataError(
+            "rows that are not formatted are errors",
+            where="corpus.canonical.on_bad_row",
+            found=f"error, and {self.count} such rows",
+            remedy="mend the rows, or choose keep or drop",
+        )
+        if self.told:
+            Problems.raise_if([*self.told, *(more if hidden else []), way])

@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.nearest import nearest
-from mens_exp.config.own_conf import our_targets
-from mens_exp.config.own_schema import CLASS_GROUPS
-from mens_exp.errors import ConfigError, MensError
+from mens_exp.config.user_config import CLASS_GROUPS, our_targets
+from mens_exp.errors import ConfigError, MensError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
-
-__all__ = ["check", "record"]
 
 # Of what every optimizer has, the rate alone is an argument of its class.
 _NOT_ARGUMENTS = {"_target_", "name"}

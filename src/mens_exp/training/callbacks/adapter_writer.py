@@ -15,10 +15,7 @@ from mens_exp.artifacts.adapter_v3 import write_adapter
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["AdapterWriter"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 
 class AdapterWriter(Callback):

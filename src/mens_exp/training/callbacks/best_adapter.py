@@ -17,10 +17,7 @@ from mens_exp.errors import TrainingError
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["BestAdapter"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 _LOSS = "val/loss"
 

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from mens_exp.data.batch import Batch
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["Digests", "layer_digests"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 _BATCHES = "batches_sha256"
 _INIT, _INIT_LAYERS = "lora_init_sha256", "lora_init_layers_sha256"

@@ -13,10 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["EarlyStopping"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 
 class EarlyStopping(LightningEarlyStopping):

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning import Callback
 
-from mens_exp.config.schedule import warmup_steps
+from mens_exp.config.optim import warmup_steps
 
 if TYPE_CHECKING:
     from lightning import Trainer
 
     from mens_exp.backends.protocol import Backend
     from mens_exp.data.batch import Batch
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["ManifestFacts"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 
 class ManifestFacts(Callback):

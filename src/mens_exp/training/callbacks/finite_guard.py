@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from lightning import Trainer
     from torch.optim import Optimizer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["FiniteGuard"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 
 class FiniteGuard(Callback):

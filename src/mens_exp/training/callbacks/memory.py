@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning import Callback
 
-from mens_exp.training import memory_probe
+from mens_exp.artifacts import host
 
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["MemoryWatch"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 _PEAKS = {"mem/peak_rss_bytes": "peak_rss_bytes", "mem/peak_cuda_bytes": "peak_cuda_bytes"}
 
@@ -42,10 +39,10 @@ class MemoryWatch(Callback):
         if not pl_module.at_step_boundary:
             return
         if trainer.global_step % self.trim_every_n_steps == 0:
-            memory_probe.release_free()
-        pl_module.record("mem/rss_bytes", memory_probe.rss_bytes())
+            host.release_free()
+        pl_module.record("mem/rss_bytes", host.rss_bytes())
         for name, probe in _PEAKS.items():
-            value = getattr(memory_probe, probe)()
+            value = getattr(host, probe)()
             if value is not None:
                 self._peaks[name] = max(value, self._peaks[name] or 0)
                 pl_module.record(name, value)

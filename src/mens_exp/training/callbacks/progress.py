@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from lightning import Trainer
     from rich.progress import TaskID
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["Progress"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 
 class Progress(Callback):

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
     from lightning import Trainer
 
-    from mens_exp.evals.during import Measured
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["Scorecard"]
+    from mens_exp.evals.attempts import Measured
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 _STEP = re.compile(r"step_(\d+)\.jsonl")
 

@@ -12,10 +12,7 @@ from lightning import Callback
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["TelemetryWriter"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 
 class TelemetryWriter(Callback):

@@ -13,10 +13,7 @@ from lightning import Callback
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from mens_exp.training.module import TrainingModule
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["Throughput"]
+    from mens_exp.training.module import RunRecord, TrainingModule
 
 _TOKENS = ("tokens", "supervised_tokens")
 

@@ -16,27 +16,28 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from lightning import Callback
 
-from mens_exp.artifacts.manifest import Status
-from mens_exp.artifacts.sync_record import Destination
+from mens_exp.artifacts.manifest import Destination, Status
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.logger import WandbMode
+from mens_exp.config.trainer import WandbMode
 from mens_exp.errors import MensError, SetupError
-from mens_exp.training.wandb_artifacts import made_by
-from mens_exp.training.wandb_environment import (
+from mens_exp.training.wandb_names import display_name, id_of
+from mens_exp.training.wandb_rendering import (
+    EventFeed,
+    beside_config,
+    config_of,
+    made_by,
+    set_config,
+    settings_of,
+    summary_of,
+    tables,
+)
+from mens_exp.training.wandb_sending import (
+    Order,
+    Sender,
     contained,
     require_account,
     server_address,
     stop_service,
-)
-from mens_exp.training.wandb_events import EventFeed, set_config
-from mens_exp.training.wandb_names import display_name, id_of
-from mens_exp.training.wandb_order import Order, Sender
-from mens_exp.training.wandb_rendering import (
-    beside_config,
-    config_of,
-    settings_of,
-    summary_of,
-    tables,
 )
 
 if TYPE_CHECKING:
@@ -47,10 +48,8 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.telemetry import Event
-    from mens_exp.config.logger import WandbLogger
-    from mens_exp.training.record import RunRecord
-
-__all__ = ["WandbMirror"]
+    from mens_exp.config.trainer import WandbLogger
+    from mens_exp.training.module import RunRecord
 
 _SENDER = "mens_exp.training.wandb_sending"
 _PATIENCE_S = 600.0  # unverified guess; of a sender, after the end of the run

@@ -8,13 +8,9 @@ from collections import Counter
 
 import pytest
 
-from mens_exp.corpus.generator.draw import Draw
-from mens_exp.corpus.generator.families.catalogue import FAMILIES, SIDES, families_of
-from mens_exp.corpus.generator.family import NOT_TOLD, Noun
-from mens_exp.corpus.generator.generate import draw_task
-from mens_exp.corpus.generator.mutate import all_mutants
-from mens_exp.corpus.generator.verify import Suite, first_failure
-from mens_exp.corpus.generator.wording import instruction
+from mens_exp.corpus.generator.family import NOT_TOLD, Draw, Noun
+from mens_exp.corpus.generator.generate import FAMILIES, SIDES, draw_task, families_of, instruction
+from mens_exp.corpus.generator.mutate import Suite, all_mutants, first_failure
 from mens_exp.corpus.split import Side
 
 DRAWS = 8

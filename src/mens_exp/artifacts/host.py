@@ -1,0 +1,349 @@
+"""Locks, processes, memory and faults of the host.
+
+A file lock makes others wait; a run lock refuses a second process on the same run directory. Errors
+of the disk and the memory are reported as such instead of as bugs or wrong requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import re
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+from typing import IO, TYPE_CHECKING, Final
+
+import psutil
+
+from mens_exp.errors import MensError, RequestError, SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+if sys.platform == "win32":
+    import msvcrt
+    import time
+else:
+    import fcntl
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a lock file inside the block, as soon as nobody else does.
+
+    The kernel holds the lock for the process, so one that dies lets go of it. The file is gone
+    afterwards.
+
+    Args:
+        path: the lock file; missing parent directories are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = _locked(path)
+    try:
+        yield
+    finally:
+        _let_go(path, handle)
+
+
+def _locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            _wait_for(handle)
+            if _is_still(path, handle):
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # of a file that its last holder removed while we waited
+
+
+if sys.platform == "win32":
+
+    def _wait_for(handle: int) -> None:
+        while True:
+            try:
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+            except OSError:
+                time.sleep(0.01)
+            else:
+                return
+
+    def _let_go(path: Path, handle: int) -> None:
+        os.close(handle)  # a file that is open is not removed, so another's stays
+        with suppress(OSError):
+            path.unlink()
+
+else:
+
+    def _wait_for(handle: int) -> None:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def _let_go(path: Path, handle: int) -> None:
+        path.unlink(missing_ok=True)  # before another one gets the lock
+        os.close(handle)
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def run_lock(path: Path) -> Iterator[None]:
+    """Hold a lock file inside the block; one left by a process that died is taken over.
+
+    Raises:
+        RequestError: a living process of this machine holds it.
+    """
+    # One at a time: of two that find the lock of a dead process, only the first takes it over.
+    with file_lock(path.with_name(f".{path.name}.taking")):
+        _take(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def lock_holder(path: Path) -> tuple[int, float] | None:
+    """Return the living process of this machine that holds a lock, and when it started."""
+    try:
+        record = json.loads(path.read_bytes())
+        pid, started = int(record["pid"]), float(record["started"])
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or torn by its writer's death
+        return None
+    return (pid, started) if is_alive(pid, started) else None
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Tell whether the process of that number is still the one that started then.
+
+    One that has ended and was not waited for counts as dead.
+    """
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < 1
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _take(path: Path) -> None:
+    found = lock_holder(path)
+    if found is not None:
+        raise RequestError(
+            "a process is still working on this run",
+            where=str(path.parent),
+            found=f"process {found[0]}",
+            remedy="wait for it, or end it first",
+        )
+    me = psutil.Process()
+    path.write_text(json.dumps({"pid": me.pid, "started": me.create_time()}), encoding="ascii")
+
+
+_SOURCE = Path(__file__).resolve().parents[2]
+
+
+def python_path(environment: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of an environment, with the directory of this package in front."""
+    return os.pathsep.join(filter(None, [str(_SOURCE), environment.get("PYTHONPATH", "")]))
+
+
+def spawn_python(
+    arguments: Sequence[str],
+    *,
+    output: IO[bytes] | int,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Popen[bytes]:
+    """Start this interpreter in a session of its own, without input.
+
+    Neither Ctrl-C in the terminal nor closing the terminal ends such a process.
+
+    Args:
+        arguments: of ``python``.
+        output: file that takes standard output and standard error.
+        environment: of the process, this one's by default; this package can be imported there.
+        cwd: working directory of the process, this one's by default.
+
+    Raises:
+        OSError: the system cannot start another process.
+    """
+    environment = os.environ if environment is None else environment
+    return Popen(  # noqa: S603  # our own interpreter and modules
+        [sys.executable, *arguments],
+        stdin=DEVNULL,
+        stdout=output,
+        stderr=STDOUT,
+        env={**environment, "PYTHONPATH": python_path(environment)},
+        cwd=cwd,
+        start_new_session=True,
+    )
+
+
+_RESET_PEAK = "5"  # proc(5): clear_refs, 5 resets the peak resident set size
+
+
+def rss_bytes() -> int:
+    """Return the resident set size."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak_rss() -> bool:
+    """Forget earlier peaks, so that what is done next does not inherit them.
+
+    Returns:
+        Whether the peak could be reset; only Linux can.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def peak_rss_bytes(pid: int | None = None) -> int | None:
+    """Return the peak resident set size since :func:`reset_peak_rss`, or None where unknown.
+
+    Args:
+        pid: of a process; None is this one.
+    """
+    try:
+        status = Path(f"/proc/{pid or 'self'}/status").read_text("utf-8", "replace")
+    except OSError:
+        return _peak_wset(pid)
+    line = next((x for x in status.splitlines() if x.startswith("VmHWM:")), None)
+    return int(line.split()[1]) * 1024 if line is not None else None
+
+
+def _peak_wset(pid: int | None) -> int | None:
+    """Return what Windows keeps of a process, which may have ended."""
+    try:
+        peak = getattr(psutil.Process(pid).memory_info(), "peak_wset", None)
+    except psutil.Error:
+        return None
+    return int(peak) if peak is not None else None
+
+
+# Of each error: what is wrong, and what to do first.
+_AGAIN: Final = ", then go on with: "
+_ELSEWHERE: Final = "use another disk (hydra.run.dir, or MENS_EXP_CACHE for the cache)"
+_FULL: Final = ("the disk is full", f"free some space, or {_ELSEWHERE}")
+_DENIED: Final = ("access is denied", "change the file's permissions, or use another directory")
+_MEMORY: Final = (
+    "there is not enough memory",
+    "end other programs, or choose a smaller model, batch or sequence length",
+)
+_BY_NUMBER: Final = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: ("the disk quota is used up", _FULL[1]),
+    errno.EFBIG: ("a file would exceed the size limit", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("the file system is read-only", _ELSEWHERE),
+    errno.EACCES: _DENIED,
+    errno.EPERM: _DENIED,
+    errno.EIO: ("the disk failed to read or write", "check the disk, or write elsewhere"),
+    errno.EMFILE: ("too many files are open", "raise the limit (ulimit -n)"),
+    errno.ENFILE: ("too many files are open", "end other programs"),
+    errno.ENOMEM: _MEMORY,
+}
+# Libraries in other languages raise no OSError: Rust has the number in its text, torch words alone.
+_IN_RUST: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
+_BY_TEXT: Final = {
+    "No space left on device": _FULL,
+    "PytorchStreamWriter failed writing": _FULL,
+    "DefaultCPUAllocator: can't allocate memory": _MEMORY,
+    "CUDA out of memory": _MEMORY,
+}
+
+
+def machine_fault(error: BaseException, again: str = "the same command") -> SetupError | None:
+    """Return the error as one of the machine, or None where it is another one.
+
+    An error that has a message for the user keeps it.
+
+    Args:
+        error: as it reached the outermost place; the errors that it came of count, too.
+        again: what to go on with once the machine is well.
+    """
+    if isinstance(error, MensError):
+        return None
+    for one in _causes(error):
+        found = _fault(one)
+        if found is not None:
+            where = one.filename if isinstance(one, OSError) else None
+            return SetupError(
+                found[0],
+                where=os.fsdecode(where) if isinstance(where, str | bytes) else None,
+                found=" ".join(str(one).split())[:300] or None,
+                remedy=f"{found[1]}{_AGAIN}{again}",
+            )
+    return None
+
+
+def is_of_disk(remedy: str | None) -> bool:
+    """Tell from the remedy on record whether an error was one of files, and not of the memory."""
+    first = (remedy or "").partition(_AGAIN)[0]
+    return first != _MEMORY[1] and first in {its for _, its in _BY_NUMBER.values()}
+
+
+def _fault(error: BaseException) -> tuple[str, str] | None:
+    if isinstance(error, MemoryError):
+        return _MEMORY
+    number = error.errno if isinstance(error, OSError) else None
+    in_rust = _IN_RUST.search(str(error))
+    if in_rust:
+        number = int(in_rust[1] or in_rust[2])
+    if number in _BY_NUMBER:
+        return _BY_NUMBER[number]
+    if isinstance(error, OSError):
+        return None
+    return next((its for text, its in _BY_TEXT.items() if text in str(error)), None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes, as a traceback shows them."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def release_free() -> bool:
+    """Give freed pages back to the system.
+
+    Documents of many lengths leave holes that glibc keeps: the process grew by 40 MB an optimizer
+    step, without a leak (measured: experiments/LOG.md).
+
+    Returns:
+        Whether the C library can; only glibc's can.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    return trim is not None and bool(trim(0) in {0, 1})
+
+
+def reset_peak() -> bool:
+    """Forget earlier peaks, so that jobs in one process do not inherit each other's.
+
+    Returns:
+        Whether the host's peak could be reset; only Linux can.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return reset_peak_rss()
+
+
+def peak_cuda_bytes() -> int | None:
+    """Return the GPU allocator's peak, or None without a GPU in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.max_memory_allocated())

@@ -1,0 +1,277 @@
+"""YAML and regular expressions from untrusted files, within limits of time and memory.
+
+YAML aliases let a kilobyte stand for billions of values, and deep nesting exceeds Python's
+recursion limit, so both are counted before anything is built. A regular expression may take a time
+that doubles with each character of the text, and `re` cannot be interrupted, so patterns run in a
+process that can be ended. PEFT matches with `re`, and another engine or a smaller grammar would
+sometimes give another answer. Patterns that consist of names only are matched in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from typing import Any, Final
+
+import yaml
+
+from mens_exp.errors import DataError
+
+MAX_YAML_NODES: Final = 100_000  # the largest configuration of a run has some 500
+MAX_YAML_DEPTH: Final = 100
+_OPEN: Final = 0  # the size of a collection whose end has not come
+_MOST_DIGITS: Final = 4_300  # Python's own limit; numbers to base 60 take the square of it
+_DIGITS: Final = re.compile(r"[-+0-9a-fA-FxXoO:_.]+")
+# In C where PyYAML was built with libyaml: ten times as fast.
+YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# PyYAML's own errors, and those of the constructors of dates, numbers and the like.
+_FAILURES: Final = (
+    *(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(AssertionError, RecursionError),
+)
+
+
+def parse_yaml(data: str | bytes, where: str, loader: Any = YAML_LOADER) -> Any:
+    """Parse one YAML document as ``yaml.safe_load`` does.
+
+    Args:
+        data: the text.
+        where: the file, for messages.
+        loader: a safe loader with tags of its own.
+
+    Raises:
+        DataError: it is not valid YAML, contains itself, or holds more than a configuration does.
+    """
+    try:
+        _count(data, where, loader)
+        return yaml.load(data, Loader=loader)  # noqa: S506  # one of the safe loaders
+    except _FAILURES as error:
+        raise DataError(
+            "is not valid YAML",
+            where=where,
+            found=" ".join(str(error).split()) or type(error).__name__,
+        ) from error
+
+
+def _count(data: str | bytes, where: str, loader: Any) -> None:
+    """Count the values that a text stands for, aliases at the size of what they repeat."""
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []  # anchors of collections, and the count before
+    count = 0
+    for event in yaml.parse(data, Loader=loader):
+        if isinstance(event, yaml.AliasEvent):
+            count += _repeated(event, sizes, where)
+        elif isinstance(event, yaml.ScalarEvent):
+            count += 1
+            _check_number(event, where)
+            if event.anchor is not None:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, count))
+            count += 1
+            if event.anchor is not None:
+                sizes[event.anchor] = _OPEN
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            sizes[anchor or ""] = count - before
+        if count > MAX_YAML_NODES:
+            raise _too_much(where, f"more than {MAX_YAML_NODES:,} values, aliases written out")
+        if len(open_nodes) > MAX_YAML_DEPTH:
+            raise _too_much(where, f"nested more than {MAX_YAML_DEPTH} deep")
+
+
+def _repeated(event: yaml.AliasEvent, sizes: dict[str, int], where: str) -> int:
+    """Return the size of what an alias repeats."""
+    size = sizes.get(event.anchor or "", 1)
+    if size == _OPEN:
+        raise DataError("a value contains itself", where=where, found=f"*{event.anchor}")
+    return size
+
+
+def _check_number(event: yaml.ScalarEvent, where: str) -> None:
+    if event.implicit[0] and len(event.value) > _MOST_DIGITS and _DIGITS.fullmatch(event.value):
+        raise _too_much(where, f"a number of {len(event.value):,} digits")
+
+
+def _too_much(where: str, found: str) -> DataError:
+    return DataError(
+        "the YAML holds more than a configuration does",
+        where=where,
+        found=found,
+        expected=f"at most {MAX_YAML_NODES:,} values, nested at most {MAX_YAML_DEPTH} deep",
+    )
+
+
+_MOST_S: Final = 5  # processor time for all matches of one file, or for one search
+_MOST_WALL_S: Final = 60  # for one of them, where the system has no limit on processor time
+_MOST_BYTES: Final = 2**30  # of memory
+_MOST_PATTERN: Final = 100_000  # characters; compiling takes the square of some
+# Names, `.` (which stands for any character), `\.`, and the ends of a text: nothing to try twice.
+_NAMES: Final = re.compile(r"\^?(?:[\w.-]|\\\.)*\$?")
+_PEFT: Final = re.compile(r"\(\.\*\\\.\)\?\((?P<names>.*)\)\$", re.DOTALL)
+_SOURCE: Final = """
+import json, re, signal, sys, time
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+except (ImportError, ValueError, OSError):
+    pass
+has_timer = hasattr(signal, "setitimer")
+if has_timer:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+for line in sys.stdin.buffer:
+    begun = time.process_time()
+    if has_timer:
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
+    how, pattern, text = json.loads(line)
+    try:
+        compiled = re.compile(pattern)
+        found = None if how == "compile" else getattr(compiled, how)(text) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        found = str(error)
+    except MemoryError:
+        sys.exit(1)
+    reply = json.dumps([found, time.process_time() - begun]) + "\\n"
+    sys.stdout.buffer.write(reply.encode())
+    sys.stdout.buffer.flush()
+"""
+
+
+def pattern_problem(pattern: str, where: str) -> str | None:
+    """Return why a text is not a regular expression, or None if it is one.
+
+    Raises:
+        DataError: compiling it takes too long.
+    """
+    if len(pattern) > _MOST_PATTERN:
+        return f"it has more than {_MOST_PATTERN:,} characters"
+    found = None if _is_plain(pattern) else _WORKER.ask("compile", pattern, "", where)
+    return found if isinstance(found, str) else None
+
+
+def pattern_matches(pattern: str, text: str, where: str) -> bool:
+    """Tell whether ``re.match`` finds a pattern at the beginning of a text.
+
+    Args:
+        pattern: a regular expression, for which `problem_of` returns None.
+        text: the text.
+        where: the file that holds the pattern; the patterns of a file share their time.
+
+    Raises:
+        DataError: it takes too long, or too much memory.
+    """
+    return _found("match", pattern, text, where)
+
+
+def pattern_searches(pattern: str, text: str, where: str) -> bool:
+    """Tell whether ``re.search`` finds a pattern anywhere in a text.
+
+    Each search has the whole time, because a file does not say how many answers it is applied to.
+
+    Raises:
+        DataError: it takes too long, or too much memory.
+    """
+    return _found("search", pattern, text, where)
+
+
+def _found(how: str, pattern: str, text: str, where: str) -> bool:
+    if _is_plain(pattern):
+        return getattr(re, how)(pattern, text) is not None
+    return _WORKER.ask(how, pattern, text, where) is True
+
+
+def _is_plain(pattern: str) -> bool:
+    r"""Tell whether a pattern holds names alone, also in PEFT's ``(.*\.)?(names)$``."""
+    form = _PEFT.fullmatch(pattern)
+    return _NAMES.fullmatch(pattern if form is None else form["names"]) is not None
+
+
+class _Worker:
+    """A process that matches patterns; it is started on first use, and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._used_s: Counter[str] = Counter()
+
+    def ask(self, how: str, pattern: str, text: str, where: str) -> Any:
+        """Return what the process finds."""
+        with self._lock:
+            is_over = self._used_s[where] > _MOST_S
+            reply = None if is_over else self._answer([how, pattern, text])
+            if reply is None:
+                if how != "search":
+                    self._used_s[where] = _MOST_S + 1
+                raise _too_long(pattern, where)
+            found, used_s = reply
+            if how != "search":
+                self._used_s[where] += used_s
+        return found
+
+    def _answer(self, asked: list[str]) -> Any:
+        """Ask the process; None where it was ended before it had an answer."""
+        process = self._started()
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
+        timer = threading.Timer(_MOST_WALL_S, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(asked).encode("ascii") + b"\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except OSError:
+            reply = b""
+        finally:
+            timer.cancel()
+        if reply:
+            return json.loads(reply)
+        self.end()
+        return None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # A fork has the pipes of the process that it came from, and must not write into them.
+        if self._process is None or self._owner != os.getpid():
+            self._owner = os.getpid()
+            self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and source
+                [sys.executable, "-I", "-S", "-c", _SOURCE, str(_MOST_S), str(_MOST_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        return self._process
+
+    def end(self) -> None:
+        """End the process, if this process has started one."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None, "both are pipes"
+            try:
+                pipe.close()
+            except OSError:  # what it did not take
+                continue
+        process.wait()
+
+
+_WORKER: Final = _Worker()
+atexit.register(_WORKER.end)
+
+
+def _too_long(pattern: str, where: str) -> DataError:
+    return DataError(
+        "the regular expression takes too long, or too much memory",
+        where=where,
+        found=pattern[:200],
+        expected=f"patterns that take at most {_MOST_S} s of processor time in all, and 1 GiB",
+        remedy="rewrite it without a repetition inside another, such as (a+)+",
+    )

@@ -1,0 +1,404 @@
+"""The frozen base model: loading, quantization, the check for attention leaks, one forward pass.
+
+transformers loads it and bitsandbytes quantizes it. A forward pass gives hidden states where tokens
+are learned, and logits. Packing hands document bounds down to attention. The families that we know
+pass them on; another's code, or code that somebody ships with a model, may drop them, and every
+document would read its neighbours in silence: a trial before training compares documents packed
+and alone.
+
+Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mens_exp.errors import ModelFileError, SetupError
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import skipped
+from mens_exp.model import attention
+from mens_exp.model.quiet import quiet
+from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.bnb import (
+    compute_dtype,
+    keep_trainable,
+    quantization_config,
+    quantized_like,
+    quantized_linears,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.data.batch import Batch
+    from mens_exp.model.sources import BaseModel
+
+
+def backbone(causal_lm: Any) -> Any:
+    """Return the part of a causal model that makes hidden states: all but its head.
+
+    Raises:
+        ModelFileError: no part does.
+    """
+    modules = causal_lm._modules  # noqa: SLF001  # of one level
+    if causal_lm.base_model_prefix in modules:
+        return modules[causal_lm.base_model_prefix]
+    from transformers import PreTrainedModel
+
+    models = [module for module in modules.values() if isinstance(module, PreTrainedModel)]
+    if len(models) != 1:
+        raise ModelFileError(
+            "the model has no backbone apart from its head",
+            where=type(causal_lm).__name__,
+            found=", ".join(modules),
+            remedy="choose another model",
+        )
+    return models[0]
+
+
+def hidden_states(causal_lm: Any, batch: Batch) -> torch.Tensor:
+    """Return hidden states at the batch's supervised positions, ``[M, D]``."""
+    packed = batch.documents is not None
+    ids_BT = batch.input_ids_BT
+    output = backbone(causal_lm)(
+        input_ids=ids_BT,
+        attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
+        use_cache=False,
+        **({"position_ids": batch.position_ids_BT, "documents": batch.documents} if packed else {}),
+    )
+    hidden_BTD: torch.Tensor = output.last_hidden_state
+    return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
+
+
+def logits(causal_lm: Any, hidden_MD: torch.Tensor) -> torch.Tensor:
+    """Return the logits that the model's own code makes of hidden states, ``[M, V]``.
+
+    The model's ``forward`` runs with a backbone that returns these states, so that whatever the
+    model does behind its backbone (scale, cap, project) is done here too.
+
+    Raises:
+        ModelFileError: the model's code computes logits from something else.
+    """
+    with _backbone_returns(causal_lm, hidden_MD[None]) as stand_in:
+        ids_BM = torch.zeros((1, len(hidden_MD)), dtype=torch.long, device=hidden_MD.device)
+        try:
+            logits_BMV: torch.Tensor = causal_lm(input_ids=ids_BM, use_cache=False).logits
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _from_elsewhere(causal_lm, f"{type(error).__name__}: {error}") from error
+    if stand_in.calls != 1:
+        calls = f"{stand_in.calls} calls of {type(backbone(causal_lm)).__name__}"
+        raise _from_elsewhere(causal_lm, calls)
+    return logits_BMV[0]
+
+
+def _from_elsewhere(causal_lm: Any, found: str) -> ModelFileError:
+    return ModelFileError(
+        "the model's code does not compute its logits from its backbone's hidden states alone",
+        where=type(causal_lm).__name__,
+        found=found,
+        expected="one call of the backbone, and its last hidden states used",
+        remedy="choose another model",
+    )
+
+
+@contextmanager
+def _backbone_returns(causal_lm: Any, hidden_BMD: torch.Tensor) -> Iterator[_Backbone]:
+    """Put a stand-in in place of the backbone; the real one and its hooks are not run."""
+    real, modules = backbone(causal_lm), causal_lm._modules  # noqa: SLF001  # no setter
+    name = next(name for name, module in modules.items() if module is real)
+    stand_in = _Backbone(real, hidden_BMD)
+    modules[name] = stand_in
+    try:
+        yield stand_in
+    finally:
+        modules[name] = real
+
+
+class _Backbone:
+    """A backbone that returns given hidden states; everything else is the real one's."""
+
+    def __init__(self, real: Any, hidden_BMD: torch.Tensor) -> None:
+        self._real, self._hidden_BMD = real, hidden_BMD
+        self._decoder = real.get_decoder() if hasattr(real, "get_decoder") else None
+        self.calls = 0
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        return _Output([self._hidden_BMD])
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        return self if found is self._decoder else found
+
+
+class _Output(tuple[torch.Tensor, ...]):
+    """The output of a backbone, by place or by name; a part that it may omit is None."""
+
+    __slots__ = ()
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+_WINDOW = 4  # tokens; shorter than the documents, as no real window is
+_LENGTHS = (7, 9)
+_BOUNDS = ((0, 7), (7, 16))
+# Of a document's norm. Its neighbour's values reach it through nothing but a leak, so that rounding
+# is no excuse; alone, it meets other kernels, and bf16 rounds otherwise. Unverified guesses.
+_BY_NEIGHBOUR, _BY_PACKING = 1e-3, 0.05
+
+# What code that knows no bounds of documents, or another form of mask, raises.
+MODEL_CODE_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def check_attention_leaks(causal_lm: Any) -> None:
+    """Compare two documents packed, packed with another neighbour, alone, and without packing.
+
+    Raises:
+        ModelFileError: the model's code takes no document bounds, or a document's hidden states
+            depend on its neighbour or its place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = causal_lm.config.vocab_size
+    ids = torch.randint(vocabulary, (1, sum(_LENGTHS)), generator=generator).to(causal_lm.device)
+    changed = ids.clone()
+    changed[:, : _LENGTHS[0]] = (changed[:, : _LENGTHS[0]] + 1) % vocabulary
+    second = slice(*_BOUNDS[1])
+    try:
+        with torch.no_grad(), _narrow_windows(causal_lm):
+            packed = _hidden(causal_lm, ids, _BOUNDS)[:, second]
+            other = _hidden(causal_lm, changed, _BOUNDS)[:, second]
+            alone = _hidden(causal_lm, ids[:, second], ((0, _LENGTHS[1]),))
+            plain = backbone(causal_lm)(input_ids=ids[:, second], use_cache=False)
+    except MODEL_CODE_ERRORS as error:
+        raise _refusal(causal_lm, str(error)) from error
+    for what, found, limit in (
+        ("another neighbour", other, _BY_NEIGHBOUR),
+        ("no neighbour", alone, _BY_PACKING),
+        ("no packing", plain.last_hidden_state, _BY_PACKING),
+    ):
+        moved = float((found - packed).float().norm() / packed.float().norm())
+        if not moved <= limit:
+            raise _refusal(causal_lm, f"{what} moves a document's hidden states by {moved:.1%}")
+
+
+@contextmanager
+def _narrow_windows(causal_lm: Any) -> Iterator[None]:
+    """Narrow windows of attention: code may tell them to transformers' masks and not to attention.
+
+    Such code (PhiMoE's) attends to whole documents where they are packed.
+    """
+    holders = [causal_lm.config, *causal_lm.modules()]
+    kept = [
+        (vars(holder), window)
+        for holder in holders
+        if type(window := vars(holder).get("sliding_window")) is int
+    ]
+    try:
+        for held, _ in kept:
+            held["sliding_window"] = _WINDOW
+        yield
+    finally:
+        for held, window in kept:
+            held["sliding_window"] = window
+
+
+def _hidden(causal_lm: Any, ids: torch.Tensor, bounds: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    positions = torch.cat([torch.arange(b - a, device=ids.device) for a, b in bounds])[None]
+    hidden: torch.Tensor = backbone(causal_lm)(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=attention.no_mask(ids),
+        use_cache=False,
+        documents=bounds,
+    ).last_hidden_state
+    return hidden
+
+
+def _refusal(causal_lm: Any, found: str) -> ModelFileError:
+    return ModelFileError(
+        "the model's code cannot keep packed documents apart",
+        where=type(causal_lm).__name__,
+        found=found,
+        expected="attention through transformers' attention interface, arguments handed on",
+        remedy="set data.packing=false; or model.trust_remote_code=false, where transformers has "
+        "the model itself",
+    )
+
+
+def frozen_weights(directory: Path) -> SetupError:
+    """Return the error for who wants the weights of a base that was not trained."""
+    return SetupError(
+        "the base was frozen; its weights are the published ones",
+        where=str(directory),
+        expected="the adapter, which is what was trained",
+        remedy="merge the adapter into the base",
+    )
+
+
+def load_base(
+    config: RunConfig, base: BaseModel, device: torch.device, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Return the causal model on its device, quantized as configured, every parameter frozen.
+
+    Args:
+        config: the whole configuration.
+        base: the model on disk.
+        device: where to put it.
+        dtype: of what is not quantized; None is the compute format.
+
+    Raises:
+        SetupError: nothing was quantized.
+        ModelFileError: the model's code cannot do what is asked of it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    left_out, shape = config.quant.skip, shape_of(config.model)
+    skip = [one.path for one in skipped(left_out, shape)] if left_out else []
+    with quiet():
+        model_config = _config_without_dropout(base)
+        attends = _attention_implementation(model_config, packing=config.data.packing)
+        with _clear_about_packing(model_config):
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                base.directory,
+                config=model_config,
+                dtype=dtype or compute_dtype(config.quant),
+                quantization_config=quantization_config(config.quant, skip),
+                attn_implementation=attends,
+                device_map={"": device},  # left open, bitsandbytes takes any GPU there is
+                use_safetensors=True,
+                trust_remote_code=base.trust_remote_code,  # left open, transformers would ask
+                output_loading_info=True,
+            )
+    _refuse_random(loading["missing_keys"], base)
+    if config.quant.is_quantized:
+        _check_and_block(model, config, base)
+    if base.source == "hub":
+        model.name_or_path = base.name  # what PEFT writes down as the base, and others can load
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # a rate that code shipped with a model does not take from config.json
+    model.requires_grad_(requires_grad=False)
+    if config.data.packing and (base.trust_remote_code or not shape.family.verified):
+        check_attention_leaks(model)
+    return model
+
+
+def published_config(base: BaseModel) -> Any:
+    """Return a base model's own configuration, an object of transformers."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(base.directory, trust_remote_code=base.trust_remote_code)
+
+
+def _config_without_dropout(base: BaseModel) -> Any:
+    """Return a model's configuration with every rate of dropout at zero.
+
+    A base drops nothing of its own while an adapter trains. Rates are set here and not in the
+    graph, because many models (OPT, BioGPT) call dropout as a function.
+    """
+    found = published_config(base)
+    for part in [found, *_parts(found)]:
+        for name, value in vars(part).items():
+            if type(value) in {int, float} and "drop" in name:
+                setattr(part, name, type(value)(0))
+    return found
+
+
+def _parts(model_config: Any) -> list[Any]:
+    from transformers import PretrainedConfig
+
+    return [one for one in vars(model_config).values() if isinstance(one, PretrainedConfig)]
+
+
+def _attention_implementation(model_config: Any, *, packing: bool) -> str | None:
+    """Return the attention to load a model with; None is the model's own choice.
+
+    Only ours keeps packed documents apart. Code that does not go through transformers' attention
+    interface builds its masks for its own attention, so it keeps that where nothing is packed.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    attention.register()
+    known = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if packing or not known:
+        return attention.IMPLEMENTATION
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    supported = cls._supports_attention_backend
+    return attention.IMPLEMENTATION if supported else None
+
+
+@contextmanager
+def _clear_about_packing(model_config: Any) -> Iterator[None]:
+    """Say what to do where a model's code looks our attention up in a table of its own.
+
+    Raises:
+        ModelFileError: it does.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (attention.IMPLEMENTATION,):
+            raise
+        raise ModelFileError(
+            "the model's code cannot keep packed documents apart",
+            where=str(model_config.model_type),
+            found="attention of its own, outside transformers' attention interface",
+            remedy="set data.packing=false",
+        ) from error
+
+
+def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
+    """Refuse a checkpoint that lacks weights, which transformers draws at random with a notice.
+
+    Raises:
+        ModelFileError: naming the first of them.
+    """
+    if missing:
+        raise ModelFileError(
+            "the checkpoint lacks weights of the model that its config.json names",
+            where=str(base.directory),
+            found=f"no {min(missing)}, {len(missing)} in all",
+            expected="every weight; what is absent would be random",
+            remedy="look at model_type in config.json, or download the model again",
+        )
+
+
+def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
+    """Prepare quantized layers for training, 4-bit ones in blocks of the size that is asked for.
+
+    bitsandbytes' configuration has no block size, so that other blocks are made here, from the
+    published weights: what 64 have left of them would be rounded twice.
+
+    Raises:
+        SetupError: nothing was quantized.
+    """
+    layers = quantized_linears(model)
+    if not layers:
+        raise SetupError(
+            "no linear layer was quantized",
+            found=f"bitsandbytes on {model.device}",
+            expected=f"{config.quant.quant_type.value} linear layers",
+            remedy="set backend=lora quant=none: transformers quantizes no layer of this model; or "
+            "reinstall bitsandbytes for this machine",
+        )
+    keep_trainable(model)
+    if not config.quant.is_four_bit:
+        return
+    block = config.quant.block
+    others = {p: m for p, m in layers.items() if m.weight.quant_state.blocksize != block}
+    if others:
+        weights = StoredWeights(base.directory, shape_of(config.model).family)
+        for path, module in others.items():
+            values_OI = weights.read(path, module.weight.device)
+            module.weight = quantized_like(module.weight, values_OI, block_size=block)

@@ -1,0 +1,258 @@
+"""Settings of task=compare and task=promote, and the policies that decide a promotion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from mens_exp.config.fields import Condition, setting, unless
+
+
+class CompareTest(Enum):
+    """The test behind a verdict."""
+
+    t = "t"
+    sign_flip = "sign_flip"
+
+
+class CompareTarget(Enum):
+    """The items that a verdict is about."""
+
+    these_items = "these_items"
+    items_like_these = "items_like_these"
+
+
+class Sequential(Enum):
+    """Whether a verdict allows for several looks at the same arms."""
+
+    none = "none"
+    always_valid = "always_valid"
+
+
+@dataclass(kw_only=True, slots=True)
+class CompareConfig:
+    """The basis of a verdict, declared before the verdict is seen."""
+
+    primary: str | None = setting(
+        None,
+        "The one KPI that verdicts are given on, all others are secondary; null is task_success, "
+        "parse_rate or val_loss, the first that every arm has.",
+    )
+    reference: str | None = setting(
+        None,
+        "The arm that others are held against: its name, or its value of a factor; null is that "
+        "of the first run.",
+    )
+    condition: str = setting("tuned", "The scorecards' condition that arms are compared on.")
+    alpha: float = setting(
+        0.05, "Two-sided error rate, shared by all arms (Holm).", ge=1e-9, lt=0.5
+    )  # the field's convention
+    power: float = setting(
+        0.8, "Chance at which the minimum detectable effect is stated.", ge=0.5, lt=1
+    )
+    test: CompareTest = setting(
+        CompareTest.t,
+        "t: Student's t on the seeds' differences (measured: benchmarks/calibration.py); "
+        "sign_flip: their signs alone, which five seeds can never bring under 0.05.",
+    )
+    target: CompareTarget = setting(
+        CompareTarget.these_items,
+        "these_items: other seeds on exactly these items; items_like_these: other items of their "
+        "kind too, of which these are a sample (needs test=t; measured: benchmarks/items.py).",
+    )
+    sequential: Sequential = setting(
+        Sequential.none,
+        "none: the p-value of one look, after a number of seeds that was fixed before; "
+        "always_valid: one that may be read after every seed, at the price of wider intervals "
+        "(measured: benchmarks/looks.py).",
+    )
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {
+            "primary": self.primary,
+            "reference": self.reference,
+            "condition": self.condition,
+            "alpha": self.alpha,
+            "power": self.power,
+            "test": self.test.value,
+            "target": self.target.value,
+            "sequential": self.sequential.value,
+        }
+
+
+# Of the reference's own rules (REFERENCE §10).
+_FLOORS = {
+    "strictness": 0.95,
+    "compile_pass_1": 0.90,
+    "semantic_task_success": 0.85,
+    "anti_stub_pass": 0.92,
+    "richness": 0.20,
+}
+_CEILINGS = {"trivial_placeholder_output": 0.08, "placeholder_marker_hits": 0.08}
+
+
+class Direction(Enum):
+    """The direction of a hypothesis."""
+
+    higher = "higher"
+    lower = "lower"
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyConfig:
+    """Settings that every policy has."""
+
+    name: str = setting(MISSING, "Name of the policy; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class BurnProductionPolicy(PolicyConfig):
+    """May the challenger's backend take the incumbent's place in production.
+
+    `open=<cycle>` freezes these values; KPI, direction and margin are the cycle's (`promote`).
+    """
+
+    name: str = "burn_production"
+    challenger: str = setting("burn", "Backend that is to be promoted.")
+    incumbent: str = setting("qlora", "Backend whose place it would take.")
+    min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=2)
+    share_margin: float = setting(
+        0.02, "How much worse a KPI that is a share may be at most (unverified guess).", ge=0
+    )
+    relative_margin: float = setting(
+        0.1,
+        "The same for any other KPI, as a share of the incumbent's mean (unverified guess).",
+        ge=0,
+    )
+    floors: dict[str, float] = setting(
+        _FLOORS, "Least mean of the challenger, by KPI (REFERENCE §10)."
+    )
+    ceilings: dict[str, float] = setting(
+        _CEILINGS, "Highest mean of the challenger, by KPI (REFERENCE §10)."
+    )
+    parity: bool = setting(
+        default=True, doc="Ask for a passed certificate of one of the challenger's adapters."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class QloraPlateauPolicy(PolicyConfig):
+    """Has QLoRA come to its end, so that research into another model is due."""
+
+    name: str = "qlora_plateau"
+    backend: str = setting("qlora", "Backend of the arms.")
+    spread: float = setting(
+        0.05, "Task success of the arms lies within this (REFERENCE §10).", ge=0
+    )
+    floors: dict[str, float] = setting(
+        _FLOORS, "Least mean that the best arm should have, by KPI (REFERENCE §10)."
+    )
+    ceilings: dict[str, float] = setting(
+        _CEILINGS, "Highest mean that it should have, by KPI (REFERENCE §10)."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class BurnRndPolicy(PolicyConfig):
+    """Is research into the challenger worth more."""
+
+    name: str = "burn_rnd"
+    challenger: str = setting("burn", "Backend under research.")
+    incumbent: str = setting("qlora", "Backend that it is held against.")
+    margin: float = setting(
+        0.05, "Task success that its best arm has over the other's (REFERENCE §10).", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalGatePolicy(PolicyConfig):
+    """Is one arm fit to leave: thresholds, of which a missing metric fails."""
+
+    name: str = "eval_gate"
+    arm: str | None = setting(None, "Arm to judge; null is the only one beside the reference.")
+    floors: dict[str, float] = setting(
+        {
+            "supervised_frac": 0.10,
+            "parse_rate": 0.60,
+            "coverage": 0.35,
+            "pass_at_1": 0.25,
+            "pass_at_k": 0.50,
+            "anti_stub_pass": 0.92,
+            "richness": 0.20,
+        },
+        "Least mean, by KPI (REFERENCE §10).",
+    )
+    ceilings: dict[str, float] = setting(
+        {"truncated_frac": 0.50, **_CEILINGS}, "Highest mean, by KPI (REFERENCE §10)."
+    )
+    tokens_per_s: float = setting(
+        0.0, "Least training throughput, tokens/s; it depends on the device.", ge=0
+    )
+    regression: float = setting(
+        0.03, "How much worse the primary KPI may be than the reference's (REFERENCE §10).", ge=0
+    )
+
+
+_OF_A_CYCLE = unless("open", None, needs="open=<cycle>")
+DECIDES = Condition(
+    holds=lambda config: config.policy is not None and config.open is None,
+    words=lambda config: f"without policy=<name>{'' if config.open is None else ' alone'}",
+    needs="policy=<name>, without open=",
+    tasks=frozenset({"promote"}),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class PromoteConfig:
+    """Settings of task=promote besides its policy; all but `parity` are of open=<cycle>."""
+
+    parity: str | None = setting(
+        None,
+        "Certificate (parity.json) of the merge or export of a challenger's adapter.",
+        only_if=DECIDES,
+    )
+    suite_digest: str | None = setting(
+        None,
+        "SHA-256 of the suite that the cycle freezes, as a scorecard states it.",
+        only_if=_OF_A_CYCLE,
+    )
+    seeds: list[int] = setting(
+        [], "Seeds of the cycle, none of them of an earlier one.", only_if=_OF_A_CYCLE
+    )
+    arms: list[str] = setting(
+        [], "Backends, or names of arms, that the cycle runs.", only_if=_OF_A_CYCLE
+    )
+    factor: str | None = setting(
+        None, "What the arms differ in: the hypothesis' factor.", only_if=_OF_A_CYCLE
+    )
+    kpi: str = setting(
+        "task_success",
+        "KPI of the hypothesis, the primary one of the comparison.",
+        only_if=_OF_A_CYCLE,
+    )
+    direction: Direction = setting(
+        Direction.higher,
+        "Which way the KPI of `policy.challenger` goes from that of `policy.incumbent`.",
+        only_if=_OF_A_CYCLE,
+    )
+    margin: float = setting(
+        0.0,
+        "By how much, in the KPI's unit: the worse bound of the difference has to exceed it.",
+        ge=0,
+        only_if=_OF_A_CYCLE,
+    )
+    alpha: float = setting(
+        0.05, "`compare.alpha` of the cycle's comparison.", ge=1e-9, lt=0.5, only_if=_OF_A_CYCLE
+    )  # the field's convention
+    test: CompareTest = setting(CompareTest.t, "`compare.test` of it.", only_if=_OF_A_CYCLE)
+    sequential: Sequential = setting(
+        Sequential.none, "`compare.sequential` of it.", only_if=_OF_A_CYCLE
+    )
+    condition: str = setting("tuned", "`compare.condition` of it.", only_if=_OF_A_CYCLE)
+    target: CompareTarget = setting(
+        CompareTarget.these_items, "`compare.target` of it.", only_if=_OF_A_CYCLE
+    )

@@ -1,0 +1,295 @@
+"""Rules of the trained graph: backend, model dimensions, quantization and adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.fields import shown
+from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
+from mens_exp.config.quant import ComputeDtype, QuantType
+from mens_exp.errors import ConfigError, expected_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.lora import LoraConfig
+    from mens_exp.config.quant import QuantConfig
+    from mens_exp.config.root import RunConfig
+
+PROXY_STACK = "proxy_stack"  # the proxy's only target
+_OWN_IDS_ONLY = frozenset({"qlora", "lora", "full", "proxy"})  # the planner's gate 2 refuses vox
+
+
+def backend_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `backend`, alone and beside the other groups."""
+    if isinstance(config.backend, ProxyConfig):
+        yield from _proxy(config, config.backend)
+    if config.tokenizer.name == "vox":
+        yield from _vox(config)
+    if config.backend.name == "burn" and config.quant.compute_dtype is not ComputeDtype.f32:
+        yield ConfigError(
+            "the research lane computes in f32",
+            where="quant.compute_dtype",
+            found=config.quant.compute_dtype.value,
+            expected="f32",
+            remedy="choose backend=lora for bf16",
+        )
+
+
+def _vox(config: RunConfig) -> Iterator[ConfigError]:
+    if not config.tokenizer.allow_control_text:
+        yield ConfigError(
+            "the vox tokenizer has no way to tell a row's markers from the template's",
+            where="tokenizer.allow_control_text",
+            found=False,
+            expected="true, or tokenizer=hf",
+        )
+    judged = _encodes_for_it(config) and config.backend.name not in _OWN_IDS_ONLY
+    if judged and _is_pretrained(config) and not config.tokenizer.allow_unrelated_rows:
+        yield ConfigError(
+            "the ids 0 to 130 of the vox tokenizer select unrelated rows of this model's embedding",
+            where="tokenizer",
+            found=f"vox, for {config.model.name}",
+            expected="hf, the model's own tokenizer, or a model with random weights",
+            remedy="choose tokenizer=hf, or add tokenizer.allow_unrelated_rows=true to train on "
+            "them all the same",
+        )
+
+
+def _is_pretrained(config: RunConfig) -> bool:
+    return config.model.source != "random"
+
+
+def _encodes_for_it(config: RunConfig) -> bool:
+    """Tell whether the task puts ids into the command's own model."""
+    return config.task.name in {"train", "plan"} or config.path == "base"
+
+
+def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
+    if backend.require_full_stack and (backend.lm_head_only or backend.max_layers == 0):
+        yield ConfigError(
+            "a head alone is no full stack",
+            where="backend.require_full_stack",
+            found=True,
+            expected="false, or middle projections",
+        )
+    yield from _only_plain_lora(config)
+
+
+def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what the proxy's own LoRA has no place for."""
+    lora = config.lora
+    usual: dict[str, tuple[Any, Any]] = {
+        "targets": (lora.targets, [PROXY_STACK]),
+        "variant": (lora.variant, LoraVariant.lora),
+        "init": (lora.init, LoraInit.default),
+        "rank_pattern": (lora.rank_pattern, {}),
+        "alpha_pattern": (lora.alpha_pattern, {}),
+    }
+    for name, (found, expected) in usual.items():
+        if found != expected:
+            yield ConfigError(
+                "the proxy stack has plain LoRA on every projection",
+                where=f"lora.{name}",
+                found=getattr(found, "value", found),
+                expected=shown(getattr(expected, "value", expected)),
+                remedy="choose lora=proxy_stack, or backend=qlora",
+            )
+
+
+_STRADDLES = "4-bit blocks would straddle rows, which bitsandbytes gets wrong in silence"
+BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/backends
+
+
+def model_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `model`, its dimensions all in their intervals."""
+    model = config.model
+    if Checkpointing.read(model.gradient_checkpointing) is None:
+        yield ConfigError(
+            "unknown setting",
+            where="model.gradient_checkpointing",
+            found=model.gradient_checkpointing,
+            expected=expected_name(model.gradient_checkpointing, Checkpointing.__members__),
+        )
+    if isinstance(model, RandomModel):
+        if config.quant.is_four_bit:
+            yield from _widths(model)
+        yield from _heads(model)
+        yield from _shared_heads(model)
+
+
+def _widths(model: RandomModel) -> Iterator[ConfigError]:
+    for name in ("hidden_size", "intermediate_size"):
+        width = getattr(model, name)
+        if width % BLOCK_SIZE:
+            yield ConfigError(
+                _STRADDLES,
+                where=f"model.{name}",
+                found=width,
+                expected=f"a multiple of {BLOCK_SIZE}",
+            )
+    if model.head_dim is not None and (model.head_dim * model.num_attention_heads) % BLOCK_SIZE:
+        yield ConfigError(
+            _STRADDLES,
+            where="model.head_dim",
+            found=f"{model.num_attention_heads} heads of {model.head_dim}",
+            expected=f"heads that are a multiple of {BLOCK_SIZE} wide together",
+        )
+
+
+def _heads(model: RandomModel) -> Iterator[ConfigError]:
+    stated = model.head_dim is not None
+    if stated and model.head_dim % 2:  # type: ignore[operator]  # not None, as stated says
+        yield ConfigError(
+            "heads must have an even width", where="model.head_dim", found=model.head_dim
+        )
+    if (
+        model.hidden_size % model.num_attention_heads
+        if stated
+        else model.hidden_size % (2 * model.num_attention_heads)
+    ):
+        yield ConfigError(
+            "heads must have an even, whole width",
+            where="model.num_attention_heads",
+            found=f"{model.num_attention_heads} heads for a width of {model.hidden_size}",
+            expected="hidden_size divisible by twice the heads",
+        )
+    if model.num_attention_heads % model.num_key_value_heads:
+        yield ConfigError(
+            "query heads must divide evenly over key and value heads",
+            where="model.num_key_value_heads",
+            found=f"{model.num_key_value_heads} for {model.num_attention_heads} query heads",
+            expected="a divisor of num_attention_heads",
+        )
+
+
+def _shared_heads(model: RandomModel) -> Iterator[ConfigError]:
+    if model.family is ModelFamily.gpt2 and model.num_key_value_heads != model.num_attention_heads:
+        yield ConfigError(
+            "gpt2 gives every query head keys and values of its own",
+            where="model.num_key_value_heads",
+            found=model.num_key_value_heads,
+            expected=f"{model.num_attention_heads}, as num_attention_heads",
+        )
+
+
+# What each of ours is built on; a backend of the user's own may be built on either.
+_QUANTIZED = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
+_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for other devices
+
+
+def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `quant`, alone and under the chosen backend."""
+    quant, name = config.quant, config.backend.name
+    trains = config.task.name != "attribute"  # which builds no backend, and has a rule of its own
+    if trains and quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
+        yield ConfigError(
+            f"backend={name} has {'no' if quant.is_quantized else 'a'} quantized base",
+            where="quant.quant_type",
+            found=quant.quant_type.value,
+            expected="none" if quant.is_quantized else _bases(name),
+            remedy="choose quant=none"
+            if quant.is_quantized
+            else "choose backend=lora, or quant=nf4",
+        )
+    if quant.block_size is not None and quant.block_size not in _BLOCKS:
+        yield ConfigError(
+            "is no block size of bitsandbytes",
+            where="quant.block_size",
+            found=quant.block_size,
+            expected=f"one of {', '.join(map(str, _BLOCKS))}",
+        )
+    if len(set(quant.skip)) < len(quant.skip):
+        yield ConfigError(
+            "a module is named twice",
+            where="quant.skip",
+            found=", ".join(quant.skip),
+            expected="each module once",
+        )
+    if quant.is_quantized and name == "proxy":
+        yield from _unused_by_the_proxy(quant)
+
+
+def _bases(backend: str) -> str:
+    return "nf4 or fp4" if backend == "proxy" else "nf4, fp4 or int8"
+
+
+def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
+    """Yield what the stack, quantized once and read from its compute copy, has no use for."""
+    if quant.quant_type is QuantType.int8:
+        yield ConfigError(
+            "the proxy stack is defined over 4-bit projections",
+            where="quant.quant_type",
+            found=quant.quant_type.value,
+            expected=_bases("proxy"),
+            remedy="choose quant=nf4, or backend=qlora",
+        )
+    if quant.skip:
+        yield ConfigError(
+            "the proxy stack quantizes all of its projections",
+            where="quant.skip",
+            found=", ".join(quant.skip),
+            expected="nothing",
+        )
+
+
+def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `lora`."""
+    lora = config.lora
+    yield from _target_problems(lora.targets)
+    yield from _pattern_problems(lora)
+    quantized_all = config.quant.is_four_bit and not config.quant.skip
+    if lora.init is not LoraInit.default and not quantized_all:
+        yield ConfigError(
+            "starts from what four bits miss of a weight, and some weights are not in four bits",
+            where="lora.init",
+            found=lora.init.value,
+            expected="lora.init=default, or quant=nf4 with an empty quant.skip",
+        )
+    if lora.init_from is not None and lora.init is not LoraInit.default:
+        yield ConfigError(
+            "an adapter starts from one place",
+            where="lora.init",
+            found=f"{lora.init.value} beside lora.init_from={lora.init_from}",
+            expected="lora.init=default, or lora.init_from=null",
+            remedy="drop one of the two",
+        )
+
+
+def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
+    if not targets:
+        yield ConfigError(
+            "no module gets an adapter",
+            where="lora.targets",
+            found=[],
+            expected="at least one group or module name, such as attention or q_proj",
+        )
+    if len(set(targets)) < len(targets):
+        yield ConfigError(
+            "a module is named twice",
+            where="lora.targets",
+            found=", ".join(targets),
+            expected="each module once",
+        )
+
+
+def _pattern_problems(lora: LoraConfig) -> Iterator[ConfigError]:
+    for name, usual in (("rank_pattern", lora.r), ("alpha_pattern", lora.alpha)):
+        for target, value in getattr(lora, name).items():
+            where = f"lora.{name}"
+            if value < 1:
+                yield ConfigError(
+                    "out of range",
+                    where=where,
+                    found=f"{target}: {value}",
+                    expected="a value >= 1",
+                )
+            elif value == usual and len(getattr(lora, name)) == 1:
+                yield ConfigError(
+                    "changes nothing: it is the value of every module",
+                    where=where,
+                    found=f"{target}: {value}",
+                    expected=f"another value than {usual}, or no pattern",
+                )

@@ -1,0 +1,305 @@
+"""Rules of training: trainer, sharding, optimizer, schedule, objective, checkpoints, kept adapter.
+
+trainer=fsdp shards the frozen decoder layers of a causal model, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.objective import LABELLINGS, LastKObjective
+from mens_exp.config.optim import OptimConfig, warmup_steps
+from mens_exp.config.quant import QuantType
+from mens_exp.config.rules.suite import scorecard_of
+from mens_exp.config.trainer import Selection, Strategy
+from mens_exp.errors import ConfigError, expected_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+
+ACCELERATORS = ("auto", "cpu", "gpu")
+
+
+def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `trainer`."""
+    trainer = config.trainer
+    if trainer.max_steps <= 0 and trainer.max_epochs <= 0:
+        yield ConfigError(
+            "nothing bounds the run",
+            where="trainer.max_steps",
+            found=trainer.max_steps,
+            expected="at least 1 step, or max_steps=-1 with max_epochs of at least 1",
+        )
+    elif trainer.max_steps == 0 or trainer.max_epochs == 0:
+        name = "max_steps" if trainer.max_steps == 0 else "max_epochs"
+        yield ConfigError(
+            "zero trains nothing", where=f"trainer.{name}", found=0, expected="-1 or at least 1"
+        )
+    if trainer.accelerator not in ACCELERATORS:
+        yield ConfigError(
+            "unknown accelerator",
+            where="trainer.accelerator",
+            found=trainer.accelerator,
+            expected=expected_name(trainer.accelerator, ACCELERATORS),
+        )
+    yield from _shared(config)
+
+
+def _shared(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what several processes cannot share out among them."""
+    trainer, several = config.trainer, config.trainer.world_size
+    if trainer.strategy is Strategy.one:
+        for name in ("devices", "num_nodes"):
+            if getattr(trainer, name) != 1:
+                yield ConfigError(
+                    "one process trains",
+                    where=f"trainer.{name}",
+                    found=getattr(trainer, name),
+                    expected="1, or a trainer of several processes",
+                    remedy="choose trainer=ddp or trainer=fsdp",
+                )
+        return
+    for name, what in (
+        ("accumulate_grad_batches", "micro-batches of a step"),
+        ("val_check_interval", "micro-batches between validations"),
+    ):
+        value = getattr(trainer, name)
+        if value is not None and value % several:
+            yield ConfigError(
+                f"{several} processes cannot share the {what} evenly",
+                where=f"trainer.{name}",
+                found=value,
+                expected=f"a multiple of {several}: trainer.devices × trainer.num_nodes",
+            )
+
+
+_BACKENDS = ("qlora", "lora")  # whose base is frozen, and a model of transformers
+
+
+def can_be_sharded(config: RunConfig) -> bool:
+    """Tell whether trainer=fsdp suits a run as it is, however its codes are stored."""
+    return next(_of_the_run(config), None) is None
+
+
+def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what of a run cannot be in parts."""
+    if config.trainer.strategy is not Strategy.fsdp:
+        return
+    yield from _of_the_run(config)
+    quant = config.quant
+    if config.backend.name not in _BACKENDS or not quant.is_four_bit:
+        return
+    if quant.storage_dtype.value != quant.compute_dtype.value:
+        yield ConfigError(
+            "parts of 4-bit weights lie in tensors of the compute format",
+            where="quant.storage_dtype",
+            found=quant.storage_dtype.value,
+            expected=f"quant.compute_dtype, {quant.compute_dtype.value}; the codes are the same",
+            remedy=f"choose quant.storage_dtype={quant.compute_dtype.value}",
+        )
+
+
+def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
+    if config.backend.name not in _BACKENDS:
+        yield ConfigError(
+            "has no frozen base of decoder layers that processes could hold in parts",
+            where="backend",
+            found=config.backend.name,
+            expected=" or ".join(_BACKENDS),
+            remedy="choose trainer=ddp",
+        )
+        return
+    quant, lora = config.quant, config.lora
+    if quant.quant_type is QuantType.int8:
+        yield ConfigError(
+            "bitsandbytes keeps codes of eight bits outside of what can be in parts",
+            where="quant.quant_type",
+            found=quant.quant_type.value,
+            expected="nf4, fp4, or none with backend=lora",
+            remedy="choose quant=nf4, or trainer=ddp",
+        )
+    if lora.start_changes_base:
+        yield ConfigError(
+            "this start exchanges the base's weights, which are in parts",
+            where="lora.init",
+            found=lora.init.value,
+            expected="default, or loftq with lora.loftq_iters=1",
+            remedy="choose trainer=ddp",
+        )
+    scorecard = scorecard_of(config)
+    if scorecard is not None and scorecard.every_n_steps is not None:
+        yield ConfigError(
+            "one process scores, and no part of a base answers alone",
+            where="callbacks.scorecard.every_n_steps",
+            found=scorecard.every_n_steps,
+            expected="null: scored when training has ended",
+            remedy="choose callbacks.scorecard.every_n_steps=null, or trainer=ddp",
+        )
+
+
+def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `optim`."""
+    optim = config.optim
+    if not isinstance(optim, OptimConfig):
+        return  # an optimizer of the user's own, which judges its values itself
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):  # noqa: PLR2004
+        yield ConfigError(
+            "two decay rates are needed",
+            where="optim.betas",
+            found=optim.betas,
+            expected="two numbers >= 0 and < 1",
+        )
+
+
+def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `schedule`."""
+    schedule, trainer = config.schedule, config.trainer
+    if schedule.warmup_steps is not None and schedule.warmup_frac is not None:
+        yield ConfigError(
+            "warm-up is set twice",
+            where="schedule.warmup_frac",
+            found=f"{schedule.warmup_frac:g} beside warmup_steps {schedule.warmup_steps}",
+            expected="one of the two",
+            remedy="set the other one to null",
+        )
+    elif trainer.max_steps > 0 and trainer.max_epochs <= 0:
+        yield from warmup_problems(config, trainer.max_steps, "trainer.max_steps")
+
+
+def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator[ConfigError]:
+    """Yield a problem where warm-up never ends.
+
+    Args:
+        config: the whole configuration.
+        total_steps: optimizer steps of the run.
+        bound: what makes it so long, for the message.
+    """
+    schedule = config.schedule
+    steps = schedule.warmup_steps
+    # By fraction it is shorter by itself, but for a run of one step, which then is all warm-up.
+    if steps is not None and warmup_steps(schedule, total_steps) >= total_steps:
+        yield ConfigError(
+            "warm-up lasts as long as the run",
+            where="schedule.warmup_steps",
+            found=steps,
+            expected=f"less than {bound} ({total_steps})",
+        )
+
+
+def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with `objective`."""
+    if config.objective.labels not in LABELLINGS:
+        yield ConfigError(
+            "unknown labelling rule",
+            where="objective.labels",
+            found=config.objective.labels,
+            expected=expected_name(config.objective.labels, LABELLINGS),
+        )
+    if isinstance(config.objective, LastKObjective) and config.objective.k > config.data.seq_len:
+        yield ConfigError(
+            "more last tokens than a sequence has",
+            where="objective.k",
+            found=config.objective.k,
+            expected=f"at most data.seq_len ({config.data.seq_len})",
+            remedy="lower objective.k, or raise data.seq_len",
+        )
+
+
+_LOSS = "val/loss"
+_DURING = "eval/"
+_EXECUTED = frozenset({"task_success", "semantic_task_success", "pass_at_1", "pass_at_k"})
+_REPAIRS = frozenset({"repair_depth", "repair_stalled"})
+
+
+def adapter_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what `adapter.select=best` and early stopping lack."""
+    needing: list[tuple[str, str | None]] = []
+    if config.adapter.select is Selection.best:
+        needing.append(("adapter.select", "best"))
+    if "early_stopping" in config.callbacks:
+        needing.append(("callbacks.early_stopping", None))
+    if needing:
+        yield from _validations(config, needing)
+    if config.adapter.metric == _LOSS:
+        return
+    yield from _kpi(config)
+
+
+def _kpi(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield why the KPI that the best adapter is chosen by is never measured, or cannot choose."""
+    from mens_exp.artifacts.metrics import METRICS
+
+    name = config.adapter.metric
+    known = {
+        metric.removeprefix(_DURING): one
+        for metric, one in METRICS.items()
+        if metric.startswith(_DURING)
+    }
+    chosen = known.get(name)
+    if chosen is None or chosen.direction == "none":
+        choices = [_LOSS, *(other for other, one in known.items() if one.direction != "none")]
+        yield ConfigError(
+            "is no KPI" if chosen is None else "neither way of it is better",
+            where="adapter.metric",
+            found=name,
+            expected=expected_name(name, choices),
+        )
+        return
+    node = scorecard_of(config)
+    if node is None or node.every_n_steps is None:
+        yield ConfigError(
+            "is not measured while training runs",
+            where="adapter.metric",
+            found=name,
+            expected="callbacks.scorecard.every_n_steps to be set",
+            remedy="add callbacks.scorecard.every_n_steps=<optimizer steps>",
+        )
+        return
+    if lacking := _lacking(config):
+        yield ConfigError("is never measured", where="adapter.metric", found=name, expected=lacking)
+    interval, each = config.trainer.val_check_interval, config.trainer.accumulate_grad_batches
+    if interval is not None and node.every_n_steps * each % interval:
+        yield ConfigError(
+            "a scorecard would fall between two validations, and its adapter has no loss then",
+            where="callbacks.scorecard.every_n_steps",
+            found=node.every_n_steps,
+            expected=f"optimizer steps of {each} micro-batches that are a multiple of "
+            f"trainer.val_check_interval ({interval}), which adapter.metric={name} needs",
+        )
+
+
+def _lacking(config: RunConfig) -> str | None:
+    """Say what a KPI needs that the configuration does not have."""
+    name, settings = config.adapter.metric, config.eval
+    if config.suite.name == "heldout_syntax" and name in _EXECUTED:
+        return "a suite that executes answers, such as suite=mini_python"
+    if name == "pass_at_k" and settings.samples == 1:
+        return "eval.samples above 1"
+    if name in _REPAIRS and not settings.max_retries:
+        return "eval.max_retries above 0"
+    return None
+
+
+def _validations(config: RunConfig, needing: list[tuple[str, str | None]]) -> Iterator[ConfigError]:
+    interval = config.trainer.val_check_interval
+    each = config.trainer.accumulate_grad_batches
+    remedy = f"add trainer.val_check_interval=<micro-batches, a multiple of {each}>"
+    if interval is None:
+        for where, found in needing:
+            yield ConfigError(
+                "needs validations while training runs",
+                where=where,
+                found=found,
+                expected="trainer.val_check_interval to be set",
+                remedy=remedy,
+            )
+    elif interval % each:
+        yield ConfigError(
+            "a validation would fall inside an optimizer step",
+            where="trainer.val_check_interval",
+            found=interval,
+            expected=f"a multiple of trainer.accumulate_grad_batches ({each}), "
+            f"which {' and '.join(where for where, _ in needing)} need",
+        )

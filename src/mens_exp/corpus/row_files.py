@@ -1,0 +1,360 @@
+"""Rows from the files that a configuration names, by side, and rows kept in the cache.
+
+In the cache, the first line holds the hash of all that follows, so that a damaged file is never
+taken for whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts import atomic, digest
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow
+from mens_exp.corpus import hub_rows
+from mens_exp.corpus.split import group_of
+from mens_exp.errors import DataError, MensError, Problems, RequestError, SetupError
+from mens_exp.rows.decode import has_lines
+from mens_exp.rows.files import COMPRESSED, resolve_files
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.readers import FileOfRows, Reading, read_located, read_rows, rows_digest
+from mens_exp.rows.schema import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from mens_exp.config.data import RowsData
+    from mens_exp.corpus.split import Side
+    from mens_exp.rows.readers import BadRow
+    from mens_exp.rows.schema import TrainingPair
+
+MOST_LEAKS = 5  # told in full; the rest is counted
+# Bytes of text from which rows stay on disk: in memory they take some four times as many.
+_LARGE = 64 * 2**20
+_TEXT_OF_COMPRESSED = 4  # bytes of text in one that is compressed; unverified guess
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsFile:
+    """One file of rows, or split of a dataset, as the record has it.
+
+    A file has the hash of its content, a split the commit that it is of.
+    """
+
+    path: str
+    role: str
+    form: str
+    rows: int
+    ignored: dict[str, int]
+    sha256: str | None = None
+    revision: str | None = None
+
+
+def records(files: Sequence[RowsFile]) -> dict[str, Any]:
+    """Return files for a manifest or a plan, by path; columns left out only where there are any."""
+    found = {}
+    for file in files:
+        record = {name: one for name, one in dataclasses.asdict(file).items() if one is not None}
+        if not file.ignored:
+            del record["ignored"]
+        found[record.pop("path")] = record
+    return found
+
+
+def read_own(config: RowsData) -> tuple[list[FileOfRows], list[FileOfRows] | None]:
+    """Read the rows that somebody wrote, and those to validate on where some are named.
+
+    Raises:
+        MensError: a file or a split cannot be had.
+        DataError: a file or a row in it is wrong.
+        Problems: several are.
+    """
+    if isinstance(config, HubData):
+        return _read_splits(config)
+    assert isinstance(config, JsonlData), "the only other one"
+    own, apart = _read_files(config)
+    return own, None if config.val_path is None else apart
+
+
+def _read_splits(config: HubData) -> tuple[list[FileOfRows], list[FileOfRows] | None]:
+    dataset = hub_rows.opened(config)
+    problems: list[MensError] = []
+    sides: list[list[FileOfRows]] = []
+    for setting, split in (("data.split", config.split), ("data.val_split", config.val_split)):
+        sides.append([])
+        if split is None:
+            continue
+        try:
+            rows = dataset.rows(split, setting)
+            sides[-1].append(read_located(dataset.name(split), rows, how(config, setting)))
+        except RequestError as error:
+            problems += getattr(error, "problems", [error])
+    Problems.raise_if(problems)
+    return sides[0], None if config.val_split is None else sides[1]
+
+
+def read_apart(config: RowsData) -> list[FileOfRows] | None:
+    """Read the rows to validate on where some are named, and no others.
+
+    Raises:
+        MensError: as `read_own`.
+    """
+    if isinstance(config, HubData):
+        if config.val_split is None:
+            return None
+        rows = hub_rows.streamed_rows(config, config.val_split, "data.val_split")
+        name = hub_rows.name(config, config.val_split)
+        return [read_located(name, rows, how(config, "data.val_split"))]
+    assert isinstance(config, JsonlData), "the only other one"
+    if config.val_path is None:
+        return None
+    problems: list[MensError] = []
+    found = read_each(config.val_path, how(config, "data.val_path"), read_rows, problems)
+    Problems.raise_if(problems)
+    return found
+
+
+def is_large(config: JsonlData) -> bool:
+    """Tell whether the rows are of files of lines that together are too large to hold."""
+    text = 0
+    for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
+        try:
+            for path in resolve_files(names or [], setting):
+                size = path.stat().st_size
+                text += size * (_TEXT_OF_COMPRESSED if path.suffix.lower() in COMPRESSED else 1)
+                if not has_lines(path):
+                    return False
+        except (DataError, Problems, OSError):  # told when they are read
+            return False
+    return text >= _LARGE
+
+
+def bytes_of(config: RowsData) -> dict[str, Any]:
+    """Return what is known of rows without reading them: sizes of files, a commit of the hub."""
+    if isinstance(config, HubData):
+        split = hub_rows.name(config, config.split)
+        return {"split": split, "revision": hub_rows.pinned(config)}
+    assert isinstance(config, JsonlData), "the only other one"
+    paths = resolve_files(config.path, "data.path")
+    return {"file_bytes": {str(path): path.stat().st_size for path in paths}}
+
+
+def how(config: RowsData, setting: str) -> Reading:
+    """Return how the files or splits that a setting names are to be read."""
+    columns = {
+        field.name: column
+        for field in dataclasses.fields(ColumnsConfig)
+        if (column := getattr(config.columns, field.name)) is not None
+    }
+    return Reading(
+        form=config.format,
+        columns=columns,
+        group_column=config.group_column,
+        setting=setting,
+        quarantine=config.on_bad_row is OnBadRow.quarantine,
+    )
+
+
+def _read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
+    """Read the files of `data.path`, and those of `data.val_path`.
+
+    Raises:
+        DataError: a file or a row in it is wrong.
+        Problems: several are; of all files.
+    """
+    problems: list[MensError] = []
+    sides = []
+    for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
+        reading = how(config, setting)
+        sides.append([] if names is None else read_each(names, reading, read_rows, problems))
+    Problems.raise_if(problems)
+    return sides[0], sides[1]
+
+
+def read_each(
+    names: Any,
+    reading: Reading,
+    read: Callable[[Path, Reading], FileOfRows],
+    problems: list[MensError],
+) -> list[FileOfRows]:
+    """Read the files that a setting names; what is wrong with any of them is added."""
+    files = []
+    try:
+        paths = resolve_files(names, reading.setting)
+    except (DataError, Problems) as error:
+        problems += getattr(error, "problems", [error])
+        return []
+    for path in paths:
+        try:
+            files.append(read(path, reading))
+        except (DataError, Problems) as error:
+            problems += getattr(error, "problems", [error])
+    return files
+
+
+def pairs_of(files: Sequence[FileOfRows]) -> list[TrainingPair]:
+    """Return the rows of files, one file after the other."""
+    return [pair for file in files for pair in file.pairs]
+
+
+def described(config: RowsData, files: Sequence[FileOfRows], role: str) -> Iterator[RowsFile]:
+    """Yield what the record says of each file or split.
+
+    Args:
+        config: what named them.
+        files: what was read.
+        role: what their rows are for.
+    """
+    commit = hub_rows.pinned(config) if isinstance(config, HubData) else None
+    for file in files:
+        yield RowsFile(
+            path=file.name,
+            role=role,
+            form=file.form.value,
+            rows=len(file.pairs),
+            ignored=file.ignored,
+            sha256=sha256_file(Path(file.name)) if commit is None else None,
+            revision=commit,
+        )
+
+
+def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) -> None:
+    """Refuse validation rows that the other rows answer already.
+
+    Args:
+        rows: the rows to train on and to hold out.
+        val: the rows to validate on.
+
+    Raises:
+        DataError: a validation row is also one of the others, or shares its group (its
+            prompt, where it has no group); both places are named.
+        Problems: several do.
+    """
+    known = {pair.id: pair for pair in reversed(rows)}
+    groups = {group_of(pair): pair for pair in reversed(rows)}
+    leaks = []
+    for pair in val:
+        same, near = known.get(pair.id), groups.get(group_of(pair))
+        first = same or near
+        if first is not None:
+            leaks.append((pair, first))
+    raise_leaks(leaks[:MOST_LEAKS], len(leaks))
+
+
+def raise_leaks(first: Sequence[tuple[TrainingPair, TrainingPair]], count: int) -> None:
+    """Refuse so many validation rows, the first of them told with the row that answers each.
+
+    Raises:
+        DataError: there is one.
+        Problems: there are several.
+    """
+    leaks: list[MensError] = [_leak(*pairs) for pairs in first]
+    if count > len(leaks):
+        leaks.append(DataError(f"{count - len(leaks)} more such rows", where="data"))
+    Problems.raise_if(leaks)
+
+
+def _leak(pair: TrainingPair, other: TrainingPair) -> DataError:
+    shared = f"group {pair.group!r}" if pair.group else "prompt"
+    return DataError(
+        "a validation row is trained on"
+        if pair.id == other.id
+        else f"a validation row shares its {shared} with another row",
+        where=pair.place,
+        found=f"the same in {other.place}",
+        expected="rows that the others have nothing of",
+        remedy="take it out of one of the two",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The three sides of a split, the hash of all rows in order, and where they come from.
+
+    ``taken`` says how they were chosen: what was put aside, what filters refused, how a
+    mix was drawn. ``bad`` are the
+    rows that were put aside. Of rows that are streamed these are the first window's. Where rows
+    stay on disk, ``sides_sha256`` are the hashes of the sides, which would take reading them again.
+    """
+
+    source: str
+    train: Sequence[TrainingPair]
+    val: Sequence[TrainingPair]
+    heldout: Sequence[TrainingPair]
+    sha256: str
+    files: tuple[RowsFile, ...] = ()
+    taken: dict[str, Any] = field(default_factory=dict)
+    bad: tuple[BadRow, ...] = ()
+    streamed: bool = False
+    sides_sha256: Mapping[Side, str] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return files and choice for a manifest or a plan; nothing of what does not apply."""
+        return ({"files": records(self.files)} if self.files else {}) | self.taken
+
+    def side_sha256(self, side: Side) -> str:
+        """Hash the rows of one side."""
+        return self.sides_sha256.get(side) or rows_digest(getattr(self, side.value))
+
+
+def refuse_empty(side: Side, rows: int) -> DataError:
+    """Return that a side which a run needs has none of so many rows."""
+    return DataError(
+        f"no row is left for {side.value}",
+        where="data",
+        found=f"{rows} rows",
+        expected="at least three groups, or a larger share",
+        remedy="add rows, or give rows that may be parted different `group` values",
+    )
+
+
+def store_rows(path: Path, header: Mapping[str, Any], pairs: Sequence[TrainingPair]) -> None:
+    """Write rows to the cache, all or nothing.
+
+    Args:
+        path: the file; its directory is made where it is missing.
+        header: what the rows are, plain JSON values; `format` and `version` among them.
+        pairs: the rows.
+
+    Raises:
+        SetupError: the cache cannot be written.
+    """
+    rows = b"".join(digest.canonical_json(to_json(pair)) + b"\n" for pair in pairs)
+    first = digest.canonical_json({**header, "rows_sha256": digest.sha256_bytes(rows)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_bytes(path, first + b"\n" + rows)
+    except OSError as error:
+        raise SetupError(
+            f"the cache cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="name a cache directory that can be written",
+        ) from error
+
+
+def load_stored_rows(
+    path: Path, content_sha256: str
+) -> tuple[dict[str, Any], list[TrainingPair]] | None:
+    """Read rows from the cache.
+
+    Args:
+        path: the file.
+        content_sha256: what its header must say they were made of.
+
+    Returns:
+        The header and the rows; None where there is no file, or none that can be trusted.
+    """
+    try:
+        head, _, rows = path.read_bytes().partition(b"\n")
+        header = json.loads(head)
+        if header["content_sha256"] != content_sha256 or header[
+            "rows_sha256"
+        ] != digest.sha256_bytes(rows):
+            return None
+        return header, [parse_row(json.loads(line), str(path)) for line in rows.splitlines()]
+    except (OSError, ValueError, KeyError, TypeError, DataError, Problems):
+        return None

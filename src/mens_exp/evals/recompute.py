@@ -1,0 +1,372 @@
+"""Recompute a scorecard's figures from its lines, and read its answers again by the suite.
+
+Hashes say that a file is the one that its run wrote, and whoever edits a file can hash it again.
+What is checked here has to agree however often it was hashed: figures with the lines that they sum
+up, fields of a line with each other, and the answer's text with what reading it says. Nothing is
+executed, so a verdict that only execution gives is taken as recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from mens_exp.artifacts.record import check_type
+from mens_exp.artifacts.scorecard import ItemEvent, event_of_today
+from mens_exp.errors import DataError
+from mens_exp.evals.attempts import graded_digest
+from mens_exp.evals.completion_styles import GRADING
+from mens_exp.evals.kpis import summarise
+from mens_exp.evals.scorecard_spec import HeldoutSyntax
+from mens_exp.evals.suite import Answer, Item
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from mens_exp.artifacts.scorecard import Scorecard
+    from mens_exp.evals.suite import Judgement, Suite
+
+NOT_EXECUTED: Final = "verdicts of answers that were executed were not executed again"
+EARLIER: Final = "answers that were repaired are not in the record, so that only the last was read"
+_ROUNDING: Final = 1e-9
+_FIELDS: Final = tuple(ItemEvent.__annotations__)
+_MOST_PROBLEMS: Final = 20
+_MOST_CHARACTERS: Final = 80  # of a value in a message
+_HARNESS: Final = "lm_eval"  # the one suite that states figures of its own, all with a slash
+# Field of a line -> field of the judgement that reading the last answer gives.
+_READ: Final = {
+    "parses": "compiles",
+    "canonical_pass": "canonical",
+    "strictness": "strict",
+    "placeholder_marker_hits": "placeholder_hits",
+    "trivial_placeholder_output": "trivial",
+    "richness": "richness",
+    "anti_stub_pass": "anti_stub",
+}
+# Likewise, where the suite executes nothing or nothing was executed.
+_JUDGED: Final = {
+    "task_success": "success",
+    "semantic_task_success": "semantic",
+    "outcome": "outcome",
+}
+
+Line = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Recomputed:
+    """Result of the check.
+
+    Attributes:
+        problems: values that do not agree.
+        unverifiable: values that could not be computed or read again, each with its reason.
+    """
+
+    problems: list[DataError] = field(default_factory=list)
+    unverifiable: list[str] = field(default_factory=list)
+
+
+def graded_as_today(scorecard: Scorecard) -> bool:
+    """Tell whether answers were graded by the version of grading that this program has."""
+    return bool(scorecard.generation.get("grading") == GRADING)
+
+
+def heldout_of(scorecard: Scorecard, lines: Sequence[Line]) -> Suite:
+    """Return suite=heldout_syntax over the items of lines, which are all that its digest is of."""
+    first: dict[str, Item] = {}
+    for line in lines:
+        name = str(line.get("item_id"))
+        messages = ({"role": "user", "content": str(line.get("prompt"))},)
+        reference = str(line.get("reference"))
+        first.setdefault(name, Item(id=name, messages=messages, reference=reference))
+    limit = scorecard.generation.get("max_new_tokens")
+    return HeldoutSyntax(items=list(first.values()), max_new_tokens=limit)  # type: ignore[arg-type]  # another one has another digest
+
+
+def recomputed(
+    scorecard: Scorecard,
+    lines: Sequence[Line],
+    suite: Suite | str,
+    *,
+    scorecard_path: Path,
+    events_path: Path,
+    python: str | None,
+) -> Recomputed:
+    """Compare a scorecard with its lines, and the lines with their answers.
+
+    Args:
+        scorecard: as it was read.
+        lines: of its events.jsonl.
+        suite: that was answered, or why it is not at hand.
+        scorecard_path: for messages.
+        events_path: likewise.
+        python: the version that the run had, which may parse other code than this one does.
+    """
+    found = Recomputed()
+    is_today = graded_as_today(scorecard)
+    if is_today:  # whatever records the version of grading writes whole lines
+        found.problems += itertools.islice(_malformed(lines, events_path), _MOST_PROBLEMS)
+        if found.problems:
+            return found
+    _conditions(scorecard, lines, scorecard_path, events_path, found)
+    if is_today and not found.problems:
+        found.problems += _contradictions(scorecard, lines, str(events_path))
+    if not is_today:
+        version = scorecard.generation.get("grading")
+        said = "no version of grading is recorded" if version is None else f"version {version}"
+        found.unverifiable.append(
+            f"answers were not read again: {said}, and this program grades by version {GRADING}"
+        )
+    elif isinstance(suite, str):
+        found.unverifiable.append(f"answers were not read again: {suite}")
+    else:
+        _answers(scorecard, lines, suite, str(events_path), found, _reader(python))
+    if any((line.get("attempts") or 1) > 1 for line in lines):
+        found.unverifiable.append(EARLIER)
+    if scorecard.sandbox is not None:
+        found.unverifiable.append(NOT_EXECUTED)
+    return found
+
+
+def _malformed(lines: Sequence[Line], path: Path) -> Iterator[DataError]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        try:
+            yield from check_type(event_of_today(line, where), ItemEvent, where)
+        except DataError as error:  # of a newer version
+            yield error
+
+
+def _conditions(
+    scorecard: Scorecard,
+    lines: Sequence[Line],
+    scorecard_path: Path,
+    events_path: Path,
+    found: Recomputed,
+) -> None:
+    """Compare every condition's figures with its lines."""
+    for name in dict.fromkeys(str(line.get("condition")) for line in lines):
+        if name not in scorecard.conditions:
+            where, what = str(scorecard_path), f"the scorecard does not have {name}"
+            found.problems.append(DataError(what, where=where, expected="every condition's KPIs"))
+    for name, stated in scorecard.conditions.items():
+        mine = [line for line in lines if str(line.get("condition")) == name]
+        missing = list(_counts(scorecard, mine, f"{events_path}: {name}"))
+        found.problems += missing
+        if not missing:
+            _figures(scorecard, mine, stated, f"{scorecard_path}: conditions.{name}", found)
+
+
+def _samples(scorecard: Scorecard, lines: Sequence[Line]) -> int:
+    """Return how often each item was asked; a scorecard of version 1 does not say."""
+    stated = scorecard.generation.get("samples")
+    return stated if isinstance(stated, int) else len({line.get("sample", 0) for line in lines})
+
+
+def _counts(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
+    """Ask that every item has its samples, each once: a dropped failure makes a share better."""
+    answered = Counter((line["item_id"], line.get("sample", 0)) for line in lines)
+    of_item = Counter(str(name) for name, _ in answered)
+    samples = _samples(scorecard, lines)
+    numbers = {number for _, number in answered}
+    is_whole = len(of_item) == scorecard.items and set(of_item.values()) <= {samples}
+    if not is_whole or max(answered.values(), default=1) > 1 or numbers - set(range(samples)):
+        once = "once" if samples == 1 else f"{samples} times"
+        yield DataError(
+            "an item's answers are missing, or there twice",
+            where=where,
+            found=f"{len(lines)} lines of {len(of_item)} items",
+            expected=f"{scorecard.items} items, each answered {once}",
+        )
+
+
+def _figures(
+    scorecard: Scorecard,
+    lines: Sequence[Line],
+    stated: Mapping[str, float | int | None],
+    where: str,
+    found: Recomputed,
+) -> None:
+    """Compute a condition's figures again; lines that are graded as today have every field."""
+    is_strict = graded_as_today(scorecard)
+    usual = {"group": "", "sample": 0, "finished": False, "unknown": {}}
+    whole: Any = [{**dict.fromkeys(_FIELDS), **usual, **line} for line in lines]
+    retries = scorecard.generation.get("max_retries")
+    computed, _ = summarise(
+        whole,
+        items=max(1, scorecard.items),
+        samples=max(1, _samples(scorecard, lines)),
+        max_retries=retries if isinstance(retries, int) else 0,
+    )
+    lacking = []
+    for name, value in stated.items():
+        again = computed.get(name)
+        is_other = scorecard.suite == _HARNESS and "/" in name
+        if value is not None and again is None and (is_other or not is_strict):
+            lacking.append(name)
+        elif not _alike(value, again):
+            found.problems.append(
+                DataError(
+                    "is not what its items come to",
+                    where=f"{where}.{name}",
+                    found=value,
+                    expected=f"{again}, from {scorecard.items} items",
+                    remedy="put the scorecard back as it was, or run it again",
+                )
+            )
+    if lacking:
+        found.unverifiable.append(
+            f"no line has what {', '.join(sorted(lacking))} sums up, so that it cannot be "
+            "computed again"
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, bool | int | float) and isinstance(other, bool | int | float):
+        return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return bool(one == other)
+
+
+def _contradictions(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
+    """Yield the fields that the rest of their line contradicts, each once a condition."""
+    retries = scorecard.generation.get("max_retries")
+    seen: dict[tuple[str, str], list[tuple[Line, Any]]] = {}
+    for line in lines:
+        for name, expected in _implied(line, retries if isinstance(retries, int) else 0):
+            if not _alike(line[name], expected):
+                seen.setdefault((line["condition"], name), []).append((line, expected))
+    yield from _described(seen, where, "contradicts the rest of its line", "the rest of the line")
+
+
+def _implied(line: Line, max_retries: int) -> Iterator[tuple[str, Any]]:
+    """Yield what fields of a line are by the others, as `attempts` makes them.
+
+    Attempts end with the first valid one, so that the verdict is that of the last.
+    """
+    attempts, success, parses = line["attempts"], line["task_success"], line["parses"]
+    is_valid = bool(parses if success is None else success)
+    yield "attempts", min(max(1, attempts), max_retries + 1)
+    yield "repair_depth", attempts - 1 if is_valid else None
+    if not is_valid:
+        yield "time_to_first_valid_ms", None
+    if attempts == 1:
+        yield "task_success", line["pass_1"]
+        yield "compile_pass_1", parses
+        yield "compile_pass_n", parses
+        yield "pass_1", success
+        yield "repair_stalled", False
+    elif line["pass_1"] is not None:
+        yield "pass_1", False  # else nothing had been repaired
+    elif line["compile_pass_1"] is not None:
+        yield "compile_pass_1", False
+    if parses and line["compile_pass_n"] is not None:
+        yield "compile_pass_n", True
+    if line["outcome"] is not None:
+        yield "outcome", "passed" if success else _other_than_passed(line["outcome"])
+    stub = (line["trivial_placeholder_output"], line["placeholder_marker_hits"])
+    if line["semantic_task_success"] and (not success or line["anti_stub_pass"] is False):
+        yield "semantic_task_success", False
+    if None not in (*stub, line["anti_stub_pass"]):
+        yield "anti_stub_pass", not stub[0] and stub[1] == 0
+
+
+def _other_than_passed(outcome: str) -> str:
+    return "any but passed" if outcome == "passed" else outcome
+
+
+def _answers(
+    scorecard: Scorecard,
+    lines: Sequence[Line],
+    suite: Suite,
+    where: str,
+    found: Recomputed,
+    reader: str,
+) -> None:
+    """Have the suite read every answer again, without executing any."""
+    found_digest = graded_digest(suite)
+    if found_digest != scorecard.suite_digest:
+        if isinstance(suite, HeldoutSyntax):
+            found.problems.append(
+                DataError(
+                    "the items are not those of the suite's digest",
+                    where=where,
+                    found=found_digest,
+                    expected=scorecard.suite_digest,
+                    remedy="put the lines back as they were, or run it again",
+                )
+            )
+        else:
+            what = f"suite={suite.name}, read from where the run had it, is another one now"
+            found.unverifiable.append(f"answers were not read again: {what}")
+        return
+    items = {item.id: item for item in suite.items}
+    seen: dict[tuple[str, str], list[tuple[Line, Any]]] = {}
+    for line in lines:
+        for name, expected in _asked(line, items.get(line["item_id"])):
+            seen.setdefault((line["condition"], name), []).append((line, expected))
+    if seen:
+        found.problems += _described(seen, where, "is not what the suite asks", "the suite")
+        return
+    answers = [Answer(item=items[line["item_id"]], text=line["completion"]) for line in lines]
+    is_executed = suite.needs_sandbox and scorecard.sandbox is not None
+    for line, judgement in zip(lines, suite.judge(answers, None), strict=True):
+        for name, expected in _judged(judgement, is_executed=is_executed, line=line):
+            if not _alike(line[name], expected):
+                seen.setdefault((line["condition"], name), []).append((line, expected))
+    found.problems += _described(seen, where, "is not what its answer says", reader)
+
+
+def _reader(python: str | None) -> str:
+    """Name what reads answers; a newer Python parses code that an older one does not."""
+    ours = platform.python_version()
+    if python is None or python.split(".")[:2] == ours.split(".")[:2]:
+        return "the answer"
+    return f"the answer as Python {ours} reads it; the run had Python {python}: compare with that"
+
+
+def _asked(line: Line, item: Item | None) -> Iterator[tuple[str, Any]]:
+    """Yield what of a line is of another item than the suite has."""
+    if item is None:
+        yield "item_id", "an item of the suite"
+        return
+    for name, expected in (("prompt", item.prompt), ("reference", item.reference)):
+        if line[name] != expected:
+            yield name, expected
+
+
+def _judged(judgement: Judgement, *, is_executed: bool, line: Line) -> Iterator[tuple[str, Any]]:
+    """Yield what reading an answer says of its line's fields."""
+    for name, source in _READ.items():
+        value = getattr(judgement, source)
+        if value is not None or not is_executed:
+            yield name, value
+    if not is_executed:
+        yield from ((name, getattr(judgement, source)) for name, source in _JUDGED.items())
+    elif judgement.errors and line["task_success"]:
+        yield "task_success", False  # what is no program was never executed
+
+
+def _described(
+    seen: Mapping[tuple[str, str], Sequence[tuple[Line, Any]]], where: str, what: str, by: str
+) -> Iterator[DataError]:
+    """Yield one problem for each field of a condition, by the first line that has it."""
+    for (condition, name), some in seen.items():
+        line, expected = some[0]
+        more = f", and {len(some) - 1} more" if len(some) > 1 else ""
+        yield DataError(
+            what,
+            where=f"{where}: {name}",
+            found=f"{_short(line[name])} for item {line['item_id']} of {condition}{more}",
+            expected=f"{_short(expected)}, by {by}",
+            remedy="put the lines back as they were, or run it again",
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."

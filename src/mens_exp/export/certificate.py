@@ -1,0 +1,267 @@
+"""Parts of a certificate that need no torch: the probe, adapter deltas, and the verdict.
+
+The probe is real text, encoded once, that both models are compared on. Two forms of an adapter are
+compared in f64 by what each adds to every weight. An output is kept or set aside by its verdict.
+
+Shapes: R rank, I inputs and O outputs of a projection.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.adapter_tensors import MAGNITUDE
+from mens_exp.artifacts.certificate import ProbeRecord, TensorError
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.errors import DataError, GateError
+from mens_exp.rows.encode import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.rows.encode import Labelling
+    from mens_exp.rows.schema import TrainingPair
+    from mens_exp.tokenizer.load import Tokenizer
+
+    Tensors = Mapping[str, npt.NDArray[np.float32]]
+    from mens_exp.artifacts.certificate import Certificate
+
+_LEAST = 2  # tokens of a document: one, and one that follows it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Documents as ids, each of at least two tokens.
+
+    Attributes:
+        documents: in order.
+        source: where they are from, in words.
+    """
+
+    documents: tuple[tuple[int, ...], ...]
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return sum(map(len, self.documents))
+
+    def record(self) -> ProbeRecord:
+        """Describe the probe by content."""
+        return ProbeRecord(
+            source=self.source,
+            documents=len(self.documents),
+            tokens=self.tokens,
+            sha256=digest([list(ids) for ids in self.documents]),
+        )
+
+
+def probe_of_rows(
+    sides: Mapping[str, Sequence[TrainingPair]],
+    tokenizer: Tokenizer,
+    labelling: Labelling,
+    tokens: int,
+) -> Probe:
+    """Take whole rows, as they are trained on, until there are tokens enough.
+
+    Args:
+        sides: sides of the split by name, the first to be taken from first; a small corpus has
+            too little held out, and then the others fill up.
+        tokenizer: with its chat template.
+        labelling: how rows become documents, and how long these are.
+        tokens: at least so many, as long as there are rows.
+
+    Raises:
+        DataError: the template spoils a row, or no row has two tokens.
+    """
+    documents: list[tuple[int, ...]] = []
+    used = []
+    for name, pairs in sides.items():
+        missing = tokens - sum(map(len, documents))
+        if missing <= 0:
+            break
+        found = _taken(pairs, tokenizer, labelling, missing)
+        if found:
+            used.append(f"{len(found)} of {name}")
+        documents += found
+    if not documents:
+        raise DataError("there is no row to compare on", where="parity", expected="held-out rows")
+    return Probe(documents=tuple(documents), source=f"rows: {', '.join(used)}")
+
+
+def _taken(
+    pairs: Sequence[TrainingPair], tokenizer: Tokenizer, labelling: Labelling, tokens: int
+) -> list[tuple[int, ...]]:
+    """Encode a few rows at a time until there are tokens enough."""
+    found: list[tuple[int, ...]] = []
+    for start in range(0, len(pairs), 16):
+        encoded = encode(pairs[start : start + 16], tokenizer, labelling)
+        for i in range(len(encoded)):
+            ids = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
+            if len(ids) >= _LEAST:
+                found.append(tuple(ids))
+            tokens -= len(ids)
+            if tokens <= 0:
+                return found
+    return found
+
+
+def probe_of_text(path: Path, tokenizer: Tokenizer, *, seq_len: int, tokens: int) -> Probe:
+    """Take a file's text from its beginning, in pieces of ``seq_len`` tokens.
+
+    Raises:
+        DataError: the file cannot be read, is not UTF-8, or holds too little.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            "is no text that can be read",
+            where="parity.text",
+            found=f"{path}: {error}",
+            expected="a file in UTF-8",
+        ) from error
+    (ids,) = tokenizer.encode_all([text])
+    if len(ids) < tokens:
+        raise DataError(
+            "the text is too short to compare on",
+            where="parity.text",
+            found=f"{path}: {len(ids)} tokens",
+            expected=f"parity.tokens={tokens} or more",
+            remedy="name a longer text, or lower parity.tokens",
+        )
+    pieces = [tuple(ids[start : start + seq_len]) for start in range(0, tokens, seq_len)]
+    documents = tuple(piece for piece in pieces if len(piece) >= _LEAST)
+    return Probe(documents=documents, source=f"text: {path.name}")
+
+
+def adapter_errors(
+    manifest: AdapterManifest, tensors: Tensors, after: AdapterManifest, after_tensors: Tensors
+) -> dict[str, TensorError]:
+    """Compare ``s · B A``, and in DoRA the lengths of rows, layer by layer.
+
+    Args:
+        manifest: of the adapter as it was.
+        tensors: of the same.
+        after: of the form that was written, read back.
+        after_tensors: of the same.
+
+    Returns:
+        The errors by logical layer, ``….lora_magnitude`` beside them in DoRA.
+
+    Raises:
+        DataError: the forms have other layers.
+    """
+    if set(manifest.layer_order) != set(after.layer_order):
+        odd = sorted(set(manifest.layer_order) ^ set(after.layer_order))
+        raise DataError("the written adapter has other layers", found=", ".join(odd[:8]))
+    errors = {}
+    for layer in manifest.layer_order:
+        before_OI, after_OI = _delta(manifest, tensors, layer), _delta(after, after_tensors, layer)
+        errors[layer] = _error(before_OI, after_OI)
+        name = f"{layer}.{MAGNITUDE}"
+        if name in tensors or name in after_tensors:
+            errors[name] = _error(_values(tensors, name), _values(after_tensors, name))
+    return errors
+
+
+def _delta(manifest: AdapterManifest, tensors: Tensors, layer: str) -> npt.NDArray[np.float64]:
+    A_RI, B_OR = _values(tensors, f"{layer}.lora_a"), _values(tensors, f"{layer}.lora_b")
+    return manifest.scale_of(layer) * (B_OR @ A_RI)
+
+
+def _values(tensors: Tensors, name: str) -> npt.NDArray[np.float64]:
+    if name not in tensors:
+        raise DataError("the two forms have other tensors", found=f"no {name} in one of them")
+    return tensors[name].astype(np.float64)
+
+
+def _error(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) -> TensorError:
+    if before.shape != after.shape:
+        raise DataError(
+            "the written adapter has another shape", found=after.shape, expected=str(before.shape)
+        )
+    apart, size = after - before, float(np.linalg.norm(before))
+    return TensorError(
+        max_abs=float(np.abs(apart).max()),
+        relative=float(np.linalg.norm(apart)) / (size or 1.0),
+    )
+
+
+CARD_NAME = "README.md"
+PARITY_NAME = "parity.json"
+_LISTED = 4
+
+
+def hashes_of(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of a file, or of every file below a directory but its certificate."""
+    if directory.is_file():
+        return {"": sha256_file(directory)}
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): sha256_file(path)
+        for path in files
+        if path != directory / PARITY_NAME
+    }
+
+
+def rejected_place(out: Path) -> Path:
+    """Return where something lies that its certificate spoke against."""
+    return out.with_name(f"{out.name}.rejected")
+
+
+def certificate_place(out: Path) -> Path:
+    """Return where the certificate of a directory lies, in it, or of a file, beside it."""
+    return out / PARITY_NAME if out.is_dir() else out.with_name(f"{out.name}.{PARITY_NAME}")
+
+
+def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card: str = "") -> None:
+    """Put the certificate with what it is of, and set both aside when it says no.
+
+    Args:
+        temporary: the directory or the file, not yet in its place.
+        out: that place; whoever made ``temporary`` moves it there.
+        certificate: of what lies in ``temporary``.
+        card: what the model card of a directory, where it has one, is to say of it; Markdown.
+
+    Raises:
+        GateError: it is over the budget and nobody accepted that; it lies beside ``out`` now.
+    """
+    kept = certificate.passed or certificate.accepted
+    aside = rejected_place(out)
+    if temporary.is_dir():
+        _tell(temporary, certificate, card)
+        certificate.write(temporary / PARITY_NAME)
+    else:
+        certificate.write(certificate_place(out if kept else aside))
+    if kept:
+        return
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    temporary.replace(aside)
+    over = certificate.exceeded()
+    more = f" and {len(over) - _LISTED} more" if len(over) > _LISTED else ""
+    raise GateError(
+        "what was written is not the model that was trained",
+        where=str(aside),
+        found="; ".join(over[:_LISTED]) + more,
+        expected="within parity.budget",
+        remedy=f"read {PARITY_NAME} there; parity.accept=true keeps it on record all the same",
+    )
+
+
+def _tell(directory: Path, certificate: Certificate, section: str) -> None:
+    """Let the card of a written directory, where it has one, say what was measured."""
+    card = directory / CARD_NAME
+    if card.is_file() and section:
+        atomic.write_text(card, f"{card.read_text('utf-8')}\n{section}")
+        certificate.files[CARD_NAME] = sha256_file(card)

@@ -1,0 +1,371 @@
+"""Decide a merge: how much is written, in which format, and onto which weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.config.task import MergeBase, MergeMode
+from mens_exp.errors import Problems, RequestError
+from mens_exp.layout.adapter_base import (
+    AdaptedLayer,
+    Place,
+    dtype_of,
+    layer_problems,
+    places,
+    stored_key,
+    untied,
+)
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.shape import HEAD, base_key
+from mens_exp.layout.targets import linear_modules
+from mens_exp.plan.backend_specs import SUBSET_MERGE
+from mens_exp.plan.messages import needs_verified_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.config.task import MergeConfig
+    from mens_exp.errors import MensError
+    from mens_exp.export.subject import MergeInputs
+    from mens_exp.lora.low_rank import Delta
+
+# The meaning of merge.untie=false, for whoever reads what was merged.
+MOVED = (
+    "head and input embedding are one tensor, so the input embedding moves by the head's delta "
+    "too; this is not the model that was trained, and its loss differs"
+)
+
+_NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
+_FOUR_BIT = ("nf4", "fp4")
+_DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """The settings of a merge.
+
+    Attributes:
+        layers: of the adapter, in its order.
+        only_merged: whether merged tensors alone are written.
+        quantizer: what makes 4-bit values of the base first; None merges into published weights.
+        why: the reason for that base, for the operator.
+        dtype: of the output, as safetensors calls it.
+        unties: whether a tied head gets a weight of its own.
+        moves_embedding: whether a tied head stays tied, and its delta moves the embedding.
+        places: where each tensor of the output comes from, by the base's file.
+        is_proxy: whether the adapter's graph is the proxy stack.
+        trained_on: what made 4-bit values of the base while the adapter was trained.
+    """
+
+    layers: tuple[AdaptedLayer, ...]
+    only_merged: bool
+    quantizer: Quantizer | None
+    why: str
+    dtype: str
+    unties: bool
+    moves_embedding: bool
+    places: dict[Path, list[Place]]
+    is_proxy: bool
+    trained_on: Quantizer | None
+
+    @property
+    def all_places(self) -> list[Place]:
+        """Every tensor of the output, file by file."""
+        return [one for listed in self.places.values() for one in listed]
+
+    @property
+    def caveat(self) -> str:
+        """The last part of a description of the output; empty if there is nothing to say."""
+        return f"; {MOVED}" if self.moves_embedding else ""
+
+
+def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
+    """Compare adapter and base by their headers and settle what `merge` leaves open.
+
+    Raises:
+        RequestError: they do not belong together, or what is asked for cannot be made of them.
+        ModelFileError: the base lacks a tensor, or has another shape.
+        Problems: several of these.
+    """
+    layers = tuple(
+        AdaptedLayer(
+            logical=layer,
+            key=inputs.manifest.base_key_map[layer],
+            shape=(
+                *inputs.tensors[f"{layer}.lora_b"].shape[:-1],
+                inputs.tensors[f"{layer}.lora_a"].shape[-1],
+            ),
+        )
+        for layer in inputs.manifest.layer_order
+    )
+    Problems.raise_if(layer_problems(layers, inputs.shards, inputs.where))
+    if not asked.any_base:
+        _refuse_other_base(inputs)
+    proxy = _is_proxy(inputs)
+    only_merged = _only_merged(inputs, asked, proxy=proxy)
+    if only_merged:
+        _refuse_unverified(inputs)
+    tied = _tied_head(layers, inputs)
+    Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
+    eight_bits = inputs.manifest.quant["base_quant"] == "int8"
+    quantizer, why = _of_eight_bits(asked) if eight_bits else _base(inputs, asked)
+    quantized = set() if quantizer is None else _quantized(inputs, layers, quantizer, proxy=proxy)
+    if not asked.untie and HEAD in quantized:
+        raise _embedding_of_four_bits()
+    planned = places(
+        layers,
+        inputs.shards,
+        only_merged=only_merged,
+        unties=asked.untie,
+        quantized=quantized,
+    )
+    every = [one for listed in planned.values() for one in listed]
+    dtype = dtype_of(one.info for one in every) if asked.dtype is None else asked.dtype.value
+    return Choices(
+        layers=layers,
+        only_merged=only_merged,
+        quantizer=quantizer,
+        why=why,
+        dtype=_DTYPES.get(dtype, dtype),
+        unties=tied and asked.untie,
+        moves_embedding=tied and not asked.untie,
+        places=planned,
+        is_proxy=proxy,
+        trained_on=_trained_on(inputs, quantizer),
+    )
+
+
+def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
+    """Return what is added to each weight; a doubled pair is taken apart for a 4-bit base."""
+    import torch
+
+    from mens_exp.lora.low_rank import Delta
+
+    manifest, tensors = inputs.manifest, inputs.tensors
+    init = (manifest.mens_exp or {}).get("init") or {}
+    found = {}
+    for layer in manifest.layer_order:
+        magnitude = tensors.get(f"{layer}.lora_magnitude")
+        whole = Delta(
+            A_RI=torch.from_numpy(tensors[f"{layer}.lora_a"]),
+            B_OR=torch.from_numpy(tensors[f"{layer}.lora_b"]),
+            scale=manifest.scale_of(layer),
+            magnitude_O=None if magnitude is None else torch.from_numpy(magnitude),
+        )
+        apart = init.get("doubled_rank") and choices.quantizer is not None
+        found[layer] = whole.as_trained() if apart else whole
+    return found
+
+
+def _refuse_other_base(inputs: MergeInputs) -> None:
+    recorded = (inputs.manifest.mens_exp or {}).get("base_weights_sha256")
+    if recorded is None:
+        return
+    found = inputs.weights_sha256()
+    if found != recorded:
+        raise RequestError(
+            "the base is not the one that the adapter was trained on",
+            where="base" if inputs.base is not None else "base_shard",
+            found=f"weights of sha256 {found}",
+            expected=recorded,
+            remedy="name that base, or add merge.any_base=true",
+        )
+
+
+def _is_proxy(inputs: MergeInputs) -> bool:
+    """Tell whether the adapter's graph is the proxy stack, whose head is the quantized table."""
+    ours = inputs.manifest.mens_exp or {}
+    is_theirs = inputs.schema == "v2" or (inputs.schema == "v3" and not ours)
+    layers = inputs.manifest.layer_order
+    return (
+        "candle_qlora_graph_id" in ours
+        or any(layer.startswith("mid") for layer in layers)
+        or (is_theirs and layers == [HEAD])
+    )
+
+
+def _only_merged(inputs: MergeInputs, asked: MergeConfig, *, proxy: bool) -> bool:
+    if asked.mode is not None:
+        return asked.mode is MergeMode.subset
+    return proxy or inputs.base is None
+
+
+def _refuse_unverified(inputs: MergeInputs) -> None:
+    """Refuse single tensors of a family whose names nothing vouches for."""
+    if inputs.shape is not None and not inputs.shape.family.verified:
+        model_type = inputs.shape.family.model_type
+        raise needs_verified_layout(
+            SUBSET_MERGE, model_type, FAMILIES, instead="merge the whole model: merge.mode=full"
+        )
+
+
+def _tied_head(layers: Sequence[AdaptedLayer], inputs: MergeInputs) -> bool:
+    """Tell whether the adapter changes a head that has no weight apart from the embedding."""
+    heads = [one for one in layers if one.logical == HEAD]
+    tied = inputs.shape is not None and inputs.shape.tied
+    return any(untied(one) or tied for one in heads)
+
+
+def _head_problems(
+    layers: Sequence[AdaptedLayer],
+    inputs: MergeInputs,
+    asked: MergeConfig,
+    *,
+    tied: bool,
+    only_merged: bool,
+) -> list[MensError]:
+    """List what keeps a head that is the embedding table from being merged as asked."""
+    if not tied and asked.untie:
+        return []
+    if not tied:
+        return [_nothing_to_untie("the adapter has no delta for a tied head")]
+    is_table = any(untied(one) for one in layers)
+    if not asked.untie and not is_table:
+        return [_nothing_to_untie("base_key_map names a weight of the head alone")]
+    own_head = _has_own_head(inputs)
+    if not asked.untie and own_head:
+        return [_nothing_to_untie("the base has a head of its own, which would not change")]
+    if not only_merged and own_head and is_table:
+        return [
+            RequestError(
+                "the adapter's head is the embedding table, and this base has a head of its own",
+                where="merge.mode",
+                found="full",
+                expected="subset: the merged projections alone",
+                remedy="add merge.mode=subset",
+            )
+        ]
+    return []
+
+
+def _has_own_head(inputs: MergeInputs) -> bool:
+    """Tell it by the base's configuration or, of bare shards, by what they hold."""
+    if inputs.shape is not None:
+        return not inputs.shape.tied
+    return any(stored_key(f"{HEAD}.weight", _keys(shard)) is not None for shard in inputs.shards)
+
+
+def _nothing_to_untie(why: str) -> RequestError:
+    return RequestError(
+        f"nothing can be merged into a shared embedding: {why}",
+        where="merge.untie",
+        found=False,
+        expected="a delta of a head that is the embedding table",
+        remedy="drop merge.untie=false",
+    )
+
+
+def _embedding_of_four_bits() -> RequestError:
+    return RequestError(
+        "the input embedding was never 4-bit, and the head's 4-bit values would replace it",
+        where="merge.base",
+        found="dequantized",
+        expected="original, as the head stays tied (merge.untie=false)",
+        remedy="add merge.base=original, or drop merge.untie=false",
+    )
+
+
+def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, str]:
+    """Return what makes 4-bit values of the base first, if anything does, and why."""
+    manifest, recorded = inputs.manifest, inputs.manifest.quantizer
+    header = manifest.quant["base_quant"]
+    if asked.base is MergeBase.original:
+        differs = f"; it was trained on {header} values of them" if header != "none" else ""
+        return None, f"the published weights, as asked{differs}"
+    if recorded is not None:
+        says = f"{header} values in blocks of {recorded['block_size']}"
+        return recorded, f"{says}, which the adapter was trained against, as it records"
+    if header != "none" and (asked.base is not None or inputs.base is not None):
+        return _assumed(inputs), (
+            f"{header} values in blocks of {_NF4_BLOCK}: the header's quantization; the adapter "
+            "records no more of it"
+        )
+    if asked.base is None:
+        if header == "none":
+            return None, "the published weights, which the adapter was trained on"
+        return None, (
+            "the published weights: the adapter does not record what made "
+            f"{header} of them; merge.base=dequantized takes blocks of {_NF4_BLOCK}"
+        )
+    if inputs.schema == "peft":
+        return _assumed(inputs), (
+            f"nf4 values in blocks of {_NF4_BLOCK}, double quantized: a PEFT directory does not "
+            "say what its base was, and this is what 4-bit trainers take unless told"
+        )
+    raise RequestError(
+        "the adapter was trained on an unquantized base",
+        where="merge.base",
+        found="dequantized",
+        expected="original",
+        remedy="drop merge.base",
+    )
+
+
+def _of_eight_bits(asked: MergeConfig) -> tuple[None, str]:
+    if asked.base is MergeBase.dequantized:
+        raise RequestError(
+            "8-bit values are not made again",
+            where="merge.base",
+            found="dequantized",
+            expected="original, whose distance from them the certificate measures",
+            remedy="drop merge.base",
+        )
+    return None, "the published weights; the adapter was trained on 8-bit values of them"
+
+
+def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer | None:
+    """Return what made 4-bit values of the base while the adapter was trained, as far as told."""
+    if quantizer is not None or inputs.manifest.quantizer is not None:
+        return quantizer or inputs.manifest.quantizer
+    return _assumed(inputs) if inputs.manifest.quant["base_quant"] in _FOUR_BIT else None
+
+
+def _assumed(inputs: MergeInputs) -> Quantizer:
+    """Return the quantizer of an adapter that does not record it.
+
+    The seeds' trainer quantizes f32 weights; transformers' loader first rounds them to bf16.
+    """
+    is_peft = inputs.schema == "peft"
+    quant = inputs.manifest.quant
+    dtype = "bf16" if is_peft else "f32"
+    return {
+        "quant_type": "fp4" if quant["base_quant"] == "fp4" else "nf4",
+        "block_size": _NF4_BLOCK,
+        "double_quant": is_peft or quant["double_quant"],
+        "compute_dtype": dtype,
+        "rounded_to": dtype,
+        "skip": [],
+        "library": "assumed",
+    }
+
+
+def _quantized(
+    inputs: MergeInputs,
+    layers: Sequence[AdaptedLayer],
+    quantizer: Quantizer,
+    *,
+    proxy: bool,
+) -> set[str]:
+    """Return the keys of the base of which the adapter met 4-bit values."""
+    if inputs.model is not None and inputs.shape is not None and not proxy:
+        keys, family = inputs.model.tensors, inputs.shape.family
+        return {
+            base_key(one.path, family, keys)
+            for one in linear_modules(inputs.shape)
+            if one.layer is not None and one.stack is None and one.path not in quantizer["skip"]
+        }
+    found = {key for shard in inputs.shards for key in _keys(shard)}
+    skip = {stored_key(f"{path}.weight", found) for path in quantizer["skip"]}
+    here = {stored_key(one.key, found) for one in layers if one.logical != HEAD} - skip
+    heads = [one for one in layers if one.logical == HEAD and proxy]
+    here |= {HEAD if untied(one) else stored_key(one.key, found) for one in heads}
+    return {key for key in here if key is not None}
+
+
+def _keys(shard: Path) -> set[str]:
+    from mens_exp.layout.checkpoint_files import read_header
+
+    return set(read_header(shard))

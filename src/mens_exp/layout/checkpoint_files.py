@@ -1,0 +1,361 @@
+"""Files of a checkpoint: safetensors headers and their writer, the model directory, its licence.
+
+Headers are read and checked without the tensors. The format is eight bytes of little-endian header
+length, a JSON header, then the data
+(https://huggingface.co/docs/safetensors/index#format). The writer takes one tensor after the other
+and holds none of them; the header stands first, so every name, type and shape is known before the
+first byte of data. The same tensors given in the same order make the same bytes.
+
+Only licences whose terms are plain are listed, each with its clause; of any other the answer is
+unknown. It is no legal advice, and no reading of what else a licence asks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.untrusted_input import parse_yaml
+from mens_exp.errors import DataError, ModelFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import BinaryIO
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_REMEDY = "download or copy the file again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor's entry: its type, shape, and place in the data (bytes)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a safetensors file by name, without reading their data.
+
+    Raises:
+        ModelFileError: the file is absent, truncated, or its header contradicts itself.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            _check_length(path, length, size)
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelFileError("cannot be read", where=str(path), found=str(error)) from error
+    tensors = _parse(path, raw)
+    _check_extent(path, tensors, size - _LENGTH_BYTES - length)
+    return tensors
+
+
+def data_start(path: Path) -> int:
+    """Return the offset, in bytes, of the data of a safetensors file whose header was read."""
+    with path.open("rb") as file:
+        return _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+
+
+def _check_length(path: Path, length: int, size: int) -> None:
+    if length > _MAX_HEADER_BYTES:
+        raise ModelFileError(
+            "header length is not credible",
+            where=str(path),
+            found=f"{length} bytes",
+            expected=f"at most {_MAX_HEADER_BYTES}",
+            remedy=_REMEDY,
+        )
+    if _LENGTH_BYTES + length > size or length == 0:
+        raise ModelFileError(
+            "the file is truncated inside its header",
+            where=str(path),
+            found=f"{size} bytes",
+            expected=f"more than {_LENGTH_BYTES + length}",
+            remedy=_REMEDY,
+        )
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, TensorInfo]:
+    try:
+        header: Any = json.loads(raw)
+        entries = {k: v for k, v in header.items() if k != "__metadata__"}
+        return {name: _entry(path, name, value) for name, value in entries.items()}
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ModelFileError(
+            "the header is no safetensors header",
+            where=str(path),
+            found=str(error),
+            remedy=_REMEDY,
+        ) from error
+
+
+def _entry(path: Path, name: str, value: dict[str, Any]) -> TensorInfo:
+    start, end = (operator.index(offset) for offset in value["data_offsets"])
+    shape = tuple(operator.index(n) for n in value["shape"])
+    info = TensorInfo(value["dtype"], shape, start, end)
+    if info.dtype not in ITEM_BYTES:
+        raise ModelFileError("unknown dtype", where=f"{path}: {name}", found=info.dtype)
+    needed = math.prod(info.shape) * ITEM_BYTES[info.dtype]
+    if end - start != needed:
+        raise ModelFileError(
+            "offsets disagree with shape and dtype",
+            where=f"{path}: {name}",
+            found=f"{end - start} bytes",
+            expected=f"{needed} for {list(info.shape)} {info.dtype}",
+            remedy=_REMEDY,
+        )
+    return info
+
+
+def _check_extent(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
+    expected = 0
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start != expected:
+            raise ModelFileError(
+                "tensors overlap or leave a hole",
+                where=f"{path}: {name}",
+                found=f"start {info.start}",
+                expected=f"start {expected}",
+                remedy=_REMEDY,
+            )
+        expected = info.end
+    if expected != data_bytes:
+        raise ModelFileError(
+            "the file is truncated" if data_bytes < expected else "the file has bytes to spare",
+            where=str(path),
+            found=f"{data_bytes} bytes of data",
+            expected=f"{expected}",
+            remedy=_REMEDY,
+        )
+
+
+_ALIGNMENT = 8  # what the reference implementation pads its header to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """One tensor of a file that is yet to be written: safetensors' type name, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class SafetensorsWriter:
+    """Writes the header at once, then takes the data of each tensor in turn.
+
+    Attributes:
+        order: the names in the order in which their data is wanted: wide types first, so that every
+            tensor is aligned, and within a type as they were given.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        outlines: Mapping[str, Outline],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the header.
+
+        Args:
+            file: open and empty.
+            outlines: every tensor of the file by name.
+            metadata: free text in the header; None leaves its key out.
+        """
+        self.order = sorted(outlines, key=lambda name: -ITEM_BYTES[outlines[name].dtype])
+        self._file = file
+        header: dict[str, object] = {} if metadata is None else {"__metadata__": {**metadata}}
+        self._ends: dict[str, int] = {}
+        end = 0
+        for name in self.order:
+            start, end = end, end + outlines[name].nbytes
+            header[name] = {
+                "dtype": outlines[name].dtype,
+                "shape": list(outlines[name].shape),
+                "data_offsets": [start, end],
+            }
+            self._ends[name] = end
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        text += b" " * (-len(text) % _ALIGNMENT)
+        file.write(len(text).to_bytes(8, "little") + text)
+        self._written = 0
+        self._left = list(reversed(self.order))
+
+    def write(self, name: str, piece: bytes | memoryview) -> None:
+        """Append bytes to a tensor; tensors come in `order`, each whole before the next."""
+        self._pass_whole()
+        assert self._left, "every tensor is whole"
+        assert name == self._left[-1], f"{self._left[-1]} comes first"
+        self._written += self._file.write(piece)
+        assert self._written <= self._ends[name], f"{name} has more bytes than its header says"
+
+    def close(self) -> None:
+        """See that every tensor is whole; the file itself is its opener's to close."""
+        self._pass_whole()
+        assert not self._left, f"{self._left[-1]} is not whole"
+
+    def _pass_whole(self) -> None:
+        """Go on to the next tensor, past those of no elements."""
+        while self._left and self._written == self._ends[self._left[-1]]:
+            self._left.pop()
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDirectory:
+    """The contents of a model directory, without its weights."""
+
+    path: Path
+    config: dict[str, Any]
+    shards: tuple[Path, ...]
+    tensors: dict[str, TensorInfo]
+
+
+def read_directory(path: Path) -> ModelDirectory:
+    """Read config.json and every shard's header.
+
+    Raises:
+        ModelFileError: a file is missing, truncated or contradictory; the message names it.
+    """
+    if not path.is_dir():
+        raise ModelFileError(
+            "is no directory",
+            where="model.id",
+            found=str(path),
+            expected="a directory with config.json, safetensors and tokenizer.json",
+        )
+    config = read_description(path)
+    places = _places(path)
+    shards = tuple(sorted(set(places.values()))) if places else (path / SINGLE,)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        tensors |= read_header(shard)
+    _check_index(path, places, tensors)
+    return ModelDirectory(path=path, config=config, shards=shards, tensors=tensors)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Return config.json, and see that a tokenizer stands beside it.
+
+    Raises:
+        ModelFileError: a file is missing or unreadable.
+    """
+    config = _read_json(path / "config.json")
+    if not (path / "tokenizer.json").is_file():
+        raise ModelFileError("is missing", where=str(path / "tokenizer.json"))
+    return config
+
+
+def license_of(path: Path) -> str | None:
+    """Return the licence that the head of a model card states, or None where it states none.
+
+    Format: https://huggingface.co/docs/hub/model-cards#model-card-metadata.
+    """
+    try:
+        _, head, _ = (path / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+        stated = parse_yaml(head, "README.md")
+    except (OSError, ValueError, DataError):
+        return None
+    if not isinstance(stated, dict):
+        return None
+    name = stated.get("license_name" if stated.get("license") == "other" else "license")
+    return name if isinstance(name, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFileError("is missing or unreadable", where=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError("is not JSON", where=str(path), found=str(error)) from error
+    if not isinstance(value, dict):
+        raise ModelFileError("is no JSON object", where=str(path))
+    return value
+
+
+def _places(path: Path) -> dict[str, Path]:
+    """Return the shard of each tensor as the index lists it; nothing where one file holds all."""
+    if (path / SINGLE).is_file():
+        return {}  # beside an index too: transformers loads the single file then
+    if not (path / INDEX).is_file():
+        raise ModelFileError(
+            "holds no safetensors weights",
+            where=str(path),
+            expected=f"{SINGLE} or {INDEX}",
+        )
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict):
+        raise ModelFileError(
+            "lists no tensors", where=str(path / INDEX), expected="a weight_map of names to files"
+        )
+    listed = {str(shard) for shard in weight_map.values()}
+    missing = sorted(shard for shard in listed if not (path / shard).is_file())
+    if missing:
+        raise ModelFileError(
+            "shards listed in the index are absent",
+            where=str(path / INDEX),
+            found=", ".join(missing),
+            remedy="download the model again",
+        )
+    return {str(tensor): path / str(shard) for tensor, shard in weight_map.items()}
+
+
+def _check_index(path: Path, places: dict[str, Path], tensors: dict[str, TensorInfo]) -> None:
+    absent = sorted(places.keys() - tensors.keys())
+    if absent:
+        raise ModelFileError(
+            "tensors listed in the index are in no shard",
+            where=str(path / INDEX),
+            found=f"{absent[0]}, {len(absent)} in all",
+            remedy="download the model again",
+        )
+
+
+# Ids as the hub writes them. Those that ask for a notice of origin: Apache-2.0 section 4, the
+# copyright line of MIT and BSD, section 3(a) of CC BY 4.0, the notice file of each Llama licence
+# (section 1.b, since Llama 3 with "Built with Llama"), that of the Gemma terms (section 3.1).
+_ASK = frozenset(
+    {
+        *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause"),
+        *("cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0"),
+        *("llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma"),
+    }
+)
+_ASK_NOTHING = frozenset({"cc0-1.0", "unlicense", "mit-0", "0bsd"})
+
+
+def attribution_required(licence: str | None) -> bool | None:
+    """Tell whether a licence asks for a notice of where the weights come from.
+
+    Args:
+        licence: as the publisher names it, SPDX or the hub's own id; capitals mean nothing.
+
+    Returns:
+        None where the licence, or what it asks, is unknown.
+    """
+    name = (licence or "").lower()
+    if name in _ASK:
+        return True
+    return False if name in _ASK_NOTHING else None

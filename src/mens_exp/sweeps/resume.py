@@ -1,0 +1,213 @@
+"""sweep.resume=<dir>: continue a sweep whose jobs or launcher did not finish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mens_exp.artifacts.host import is_alive, lock_holder
+from mens_exp.artifacts.manifest import Status, utc_now
+from mens_exp.artifacts.provenance import code_digest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepDir, SweepRecord
+from mens_exp.config.fields import range_problems
+from mens_exp.config.overrides import check
+from mens_exp.config.sweep import LAUNCHERS, SLURM, Changes, launcher_settings, launcher_values
+from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
+from mens_exp.plan import machine
+from mens_exp.report import wording
+from mens_exp.sweeps.executors import executor_problems
+from mens_exp.sweeps.launcher import Launcher, damage, locked, outcome, record_of, writing
+from mens_exp.sweeps.multirun import finish
+from mens_exp.sweeps.process import Ended, gpu_problems, jobs_at_a_time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.artifacts.sweep import SweepJob
+    from mens_exp.config.overrides import Cell
+
+_TRIALS = "hydra.sweeper.n_trials"
+_MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes", _TRIALS})
+_STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  # results depend
+
+
+def resume_sweep(overrides: Sequence[str]) -> int:
+    """Skip what is done and verified, and run the rest.
+
+    Args:
+        overrides: the command's, as typed.
+
+    Returns:
+        The exit code, as that of the sweep.
+
+    Raises:
+        MensError: there is no such sweep, its launcher is still alive, the code is not that of
+            its launch, or something is to be changed that cannot.
+    """
+    directory, launcher = _launched(overrides)
+    _refuse_others(overrides, launcher)
+    trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
+    overrides = [text for text in overrides if text not in trials]
+    # The launcher is that of the launch, so that its settings are known.
+    checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
+    Problems.raise_if(checked.problems)
+    asked = checked.cells[0]
+    with locked(directory, "sweep.resume"):
+        record = SweepRecord.read(directory.record)
+        _take_over(record, asked, {text.partition("=")[0] for text in overrides})
+        if trials and record.search is None:
+            words = "on a sweep that lists its cells"
+            raise NoEffectError(words, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
+        settings = launcher_settings(record.launcher_settings, record.launcher)
+        last = max((job["number"] for job in record.jobs), default=0)
+        Problems.raise_if(executor_problems(settings, 1 + last))
+        console = Console(stderr=True)
+        for note in record.notes:
+            console.print(f"note: {wording.visible(note)}", soft_wrap=True, markup=False)
+        for job in record.jobs:
+            _settle(job, RunDir(directory.path / job["directory"]), here=launcher != SLURM)
+        done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
+        console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
+        if record.search is not None:
+            from mens_exp.sweeps.searching import resume_search
+
+            return resume_search(directory, record, console, trials[-1:])
+        with writing("sweep.resume"):
+            record.write(directory.record)
+        return finish(Launcher(directory, record, console))
+
+
+def _launched(overrides: Sequence[str]) -> tuple[SweepDir, str]:
+    """Return the directory of the sweep, and its launcher."""
+    plain = [text for text in overrides if _key(text) == "sweep.resume"]
+    checked = check(plain, multirun=True)
+    Problems.raise_if(checked.problems)
+    directory = _found(str(checked.cells[0].config.sweep.resume))
+    return directory, SweepRecord.read(directory.record).launcher
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
+
+
+def _refuse_others(overrides: Sequence[str], launcher: str) -> None:
+    """Refuse what cannot change; what a launcher asks of each job may, but for its threads."""
+    settings = {f"hydra.launcher.{name}" for name in launcher_values(LAUNCHERS[launcher]())}
+    may = _MAY_CHANGE | (settings - _STAYS)
+    Problems.raise_if(
+        [
+            ConfigError(
+                "cannot change when a sweep goes on",
+                where=_key(text),
+                found=text,
+                expected=f"nothing but {', '.join(sorted(may - {'sweep.resume'}))}",
+                remedy="start a new sweep for other settings",
+            )
+            for text in overrides
+            if _key(text) not in may
+        ]
+    )
+
+
+def _found(text: str) -> SweepDir:
+    directory = SweepDir(Path(text).expanduser())
+    if directory.record.is_file():
+        return directory
+    raise RequestError(
+        "no sweep.json in this directory" if directory.path.is_dir() else "no such directory",
+        where="sweep.resume",
+        found=text,
+        expected="the directory of a sweep, as its last line names it",
+        remedy="go on with a single run with resume=<its directory>",
+    )
+
+
+def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
+    """Put what the command sets over what the sweep was launched with."""
+    settings = asked.config.sweep
+    if "sweep.retries" in given:
+        record.retries = settings.retries
+    if "sweep.changes" in given:
+        record.changes = settings.changes.value
+    launcher = launcher_settings(asked.composed.launcher, record.launcher)
+    new = launcher_values(launcher)
+    changed = {name: new[name] for name in new if f"hydra.launcher.{name}" in given}
+    if changed:
+        Problems.raise_if(list(range_problems(launcher, "hydra.launcher.")))
+        record.launcher_settings.update(changed)
+        record.n_jobs = jobs_at_a_time(launcher_settings(record.launcher_settings, record.launcher))
+    if record.gpus:  # those of now, which need not be those of the launch
+        record.gpus = list(machine.gpu_ids()) or record.gpus
+        many = record.n_jobs if record.search else min(record.n_jobs, len(record.jobs))
+        Problems.raise_if(gpu_problems(record.gpus, record.gpus_per_job, many))
+    if code_digest() == record.code_sha256:
+        return
+    if record.changes == Changes.refuse.value:
+        raise RequestError(
+            "the code of mens_exp has changed since the sweep was launched",
+            where="sweep.changes",
+            found=record.changes,
+            remedy="put it back, or go on all the same with sweep.changes=accept",
+        )
+    note = f"went on at {utc_now()} with other code than it was launched with"
+    record.notes.append(note)
+
+
+def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
+    """Put a job's state to what its directory says, whatever its launcher lived to note.
+
+    Args:
+        job: its entry in the record.
+        run: its directory.
+        here: whether its process would be one of this machine.
+    """
+    last = job["attempts"][-1] if job["attempts"] else None
+    at_work = lock_holder(run.job_lock) if here else None
+    if here and at_work is None and last is not None and last["ended_utc"] is None:
+        noted = (last["pid"], last["process_started"])
+        at_work = noted if is_alive(*noted) else None
+    if at_work is not None:
+        _note_process(job, *at_work)
+        return
+    manifest = record_of(run)
+    gone = [path.name for path in (run.config, run.job) if not path.is_file()]
+    if last is not None and last["ended_utc"] is None:
+        last["ended_utc"] = utc_now()
+    if run.pruned.exists() and (manifest is None or manifest.status is not Status.SUCCEEDED):
+        job["state"], job["reason"] = JobState.PRUNED, run.pruned.read_text("utf-8")
+        return
+    if manifest is None and run.manifest.exists():
+        reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
+        job["state"], job["reason"] = JobState.FAILED, reason
+    elif gone and (manifest is None or manifest.status is not Status.SUCCEEDED):
+        reason = f"{' and '.join(gone)} of {run.path} are gone: a new sweep may run this cell"
+        job["state"], job["reason"] = JobState.FAILED, reason
+    elif manifest is None or manifest.status is not Status.SUCCEEDED or not run.report.exists():
+        job["state"], job["reason"] = JobState.WAITING, None
+    else:
+        job["state"], job["reason"] = JobState.SUCCEEDED, None
+        job["results"] = outcome(run, Ended(exit_code=None), since_utc="").results
+        wrong = damage(run, manifest, job["config_digest"])
+        if wrong is not None:
+            reason = f"{wrong}; move {run.manifest} away to run it again"
+            job["state"], job["reason"] = JobState.FAILED, reason
+
+
+def _note_process(job: SweepJob, pid: int, started: float) -> None:
+    """Note the process at work, which its launcher may not have lived to do."""
+    job["state"], job["reason"] = JobState.RUNNING, None
+    last = job["attempts"][-1] if job["attempts"] else None
+    if last is None or last["ended_utc"] is not None:
+        last = JobAttempt(
+            pid=pid,
+            process_started=started,
+            started_utc=utc_now(),
+            ended_utc=None,
+            exit_code=None,
+            peak_rss_bytes=None,
+        )
+        job["attempts"].append(last)
+    last["pid"], last["process_started"] = pid, started

