@@ -76,6 +76,7 @@ docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
 	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
 	$(BIN)/python tests/support/reliability_page.py > docs/reliability.md
+	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/architecture.md
 
 families: $(STAMP) ## Write docs/families.md by training every model type of transformers (ten minutes)
 	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/families.md

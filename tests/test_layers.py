@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import architecture_page
 import pytest
 import structure
 from structure import imported
 
-SOURCE = Path(__file__).parents[1] / "src" / "mens_exp"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "mens_exp"
 
 # Each line may import the lines above it, and nothing beside it. `plan` stands under `corpus`,
 # because it counts the rows that a run would read; `evals` over `export`, whose certificates are
@@ -241,3 +243,72 @@ def test_modules_are_named_by_their_concept():
     vague = {"utils", "util", "common", "helpers", "misc"}
     parts = {part for file in modules(SOURCE) for part in file.removesuffix(".py").split("/")}
     assert {part for part in parts if part in vague or part.startswith("base_")} == set()
+
+
+# Short modules that stay apart from their only importer, each for its own reason.
+APART = {
+    "backends/lora.py",  # conf/backend/lora.yaml
+    "quant/int8.py",  # a class of bitsandbytes' is its base, and only int8 needs that import
+}
+
+
+def test_no_short_module_serves_one_neighbour():
+    """It belongs in that neighbour. Callbacks are named by configurations instead."""
+    alone = structure.neighbour_only(structure.modules(SOURCE))
+    found = {file for file in alone if not file.startswith("training/callbacks/")}
+    assert found == APART
+
+
+def test_a_short_module_of_one_neighbour_is_found(tmp_path):
+    """Neither a long one, nor one that another package or two neighbours use."""
+    short, long = "x = 1\n", "x = 1\n" * structure.SMALL
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "cli.py").write_text("import mens_exp.tasks.shared\n", "utf-8")
+    for name, text in {
+        "train": "from mens_exp.tasks import lonely, long, pair, shared\n",
+        "merge": "from mens_exp.tasks.pair import x\n",
+        "lonely": short,
+        "long": long,
+        "pair": short,
+        "shared": short,
+    }.items():
+        (tmp_path / "tasks" / f"{name}.py").write_text(text, "utf-8")
+    assert structure.neighbour_only(structure.modules(tmp_path)) == ["tasks/lonely.py"]
+
+
+def test_no_modules_import_each_other():
+    """Not even inside one package, in a function, or for a type checker."""
+    assert structure.circles(structure.modules(SOURCE)) == []
+
+
+def test_modules_that_import_each_other_are_found(tmp_path):
+    """Two by two, and three in a row; who only imports them is not among them."""
+    lines = {
+        "a": "def f():\n    from mens_exp.b import x\n",
+        "b": "if TYPE_CHECKING:\n    from mens_exp.a import y\n",
+        "c": "import mens_exp.d\n",
+        "d": "import mens_exp.e\n",
+        "e": "import mens_exp.c\n",
+        "user": "import mens_exp.a\nimport mens_exp.c\n",
+    }
+    for name, text in lines.items():
+        (tmp_path / f"{name}.py").write_text(text, "utf-8")
+    assert structure.circles(structure.modules(tmp_path)) == [
+        ["a.py", "b.py"],
+        ["c.py", "d.py", "e.py"],
+    ]
+
+
+def test_the_drawing_of_the_packages_is_that_of_their_imports():
+    """`make docs` draws docs/architecture.md."""
+    shown = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert shown == architecture_page.page(SOURCE)
+
+
+def test_packages_are_drawn_in_layers_without_what_follows_from_other_arrows():
+    """`top` needs both, but the arrow to `low` follows from the two others."""
+    uses = {"top": {"middle", "low"}, "middle": {"low"}, "low": set()}
+    assert architecture_page.levels(uses) == {"top": 3, "middle": 2, "low": 1}
+    assert architecture_page.direct("top", uses) == {"middle"}
+    with pytest.raises(ValueError, match="import each other"):
+        architecture_page.levels({**uses, "low": {"top"}})
