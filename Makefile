@@ -73,7 +73,7 @@ golden: $(STAMP) ## Refresh the golden resolved configurations of the experiment
 
 docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
-	PYTHONPATH=src $(BIN)/python -m mens_exp.plan.capabilities > docs/capabilities.md
+	PYTHONPATH=src $(BIN)/python -m mens_exp.planning.capabilities > docs/capabilities.md
 	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
 	$(BIN)/python tests/support/reliability_page.py > docs/reliability.md
 	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/architecture.md

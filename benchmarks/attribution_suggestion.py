@@ -21,7 +21,7 @@ from processes import timed
 
 from mens_exp.artifacts.attribution import Attribution
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.backends.base_model import load_base
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.corpus.source import load_rows

@@ -28,7 +28,7 @@ from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.provenance import collect
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError, MensError
-from mens_exp.plan.machine import cores, look
+from mens_exp.planning.machine import cores, look
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

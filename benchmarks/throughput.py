@@ -20,7 +20,7 @@ from mens_exp.corpus.source import load_rows
 from mens_exp.data.datamodule import RowsDataModule
 from mens_exp.errors import Problems
 from mens_exp.model.sources import resolve
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import build_backend, build_module, lightning_quiet
 from mens_exp.training.optimizer import build_optimizer

@@ -344,7 +344,7 @@ def finished(finished_with):
 def notes_of():
     """Read a run's notes, but for what this machine lacks: they are the same on any."""
     from mens_exp.artifacts.manifest import Manifest
-    from mens_exp.plan import machine, messages
+    from mens_exp.planning import machine, messages
 
     lacks = messages.bf16_emulated(machine.look("cpu").name)
     return lambda run: [note for note in Manifest.read(run.manifest).notes if note != lacks]

@@ -18,7 +18,7 @@ from structure import imported
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mens_exp"
 
-# Each line may import the lines above it, and nothing beside it. `plan` stands under `corpus`,
+# Each line may import the lines above it, and nothing beside it. `planning` stands under `corpus`,
 # because it counts the rows that a run would read; `evals` over `export`, whose certificates are
 # measured by it.
 LAYERS = (
@@ -27,7 +27,7 @@ LAYERS = (
     ("config",),
     ("layout", "rows", "tokenizer", "sandbox"),
     ("corpus",),
-    ("plan",),
+    ("planning",),
     ("model", "data", "objective"),
     ("quant", "lora"),
     ("backends",),
@@ -50,7 +50,7 @@ LIGHT = (
     "tokenizer",
     "sandbox",
     "corpus",
-    "plan",
+    "planning",
     "report",
 )
 HEAVY = {
@@ -128,14 +128,14 @@ def test_packages_import_only_what_lies_above_them():
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("config/up.py", "import mens_exp.plan.estimate"),
+        ("config/up.py", "import mens_exp.planning.estimate"),
         ("artifacts/up.py", "def f():\n    from mens_exp.config.root import RunConfig\n"),
         (
             "rows/beside.py",
             "if TYPE_CHECKING:\n    from mens_exp.tokenizer.implementations import HfTokenizer\n",
         ),
         ("errors.py", "from mens_exp import artifacts"),
-        ("corpus/down.py", "from mens_exp.plan import preflight"),
+        ("corpus/down.py", "from mens_exp.planning import preflight"),
     ],
 )
 def test_import_against_the_order_is_found(tmp_path, file, source):

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     from mens_exp.artifacts.host import machine_fault
     from mens_exp.config.compose import begin_command
     from mens_exp.errors import MensError
-    from mens_exp.plan.machine import of_torchrun
+    from mens_exp.planning.machine import of_torchrun
     from mens_exp.tasks.run import CANCELLED, complain
 
     begin_command()
@@ -117,7 +117,7 @@ def _refuse_under_torchrun(argument: str) -> None:
         MensError: it would leave the other processes without work.
     """
     from mens_exp.errors import RequestError
-    from mens_exp.plan.checks.machine import started_for_one
+    from mens_exp.planning.checks.machine import started_for_one
 
     if argument in {"-m", "--multirun"} or argument.startswith("sweep.resume="):
         raise RequestError(
@@ -232,8 +232,8 @@ def _checked_cells(
     """Compose every cell, and raise all problems of the command together."""
     from mens_exp.config.overrides import check
     from mens_exp.errors import Problems
-    from mens_exp.plan.checks import machine
-    from mens_exp.plan.machine import of_torchrun
+    from mens_exp.planning.checks import machine
+    from mens_exp.planning.machine import of_torchrun
     from mens_exp.tasks.resolve_references import pin_inputs
 
     checked = check(overrides, multirun=multirun)

@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from mens_exp.backends import base_model
+from mens_exp.backends import frozen_base
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import ConfigError, Problems, SetupError
 from mens_exp.model.quiet import quiet
@@ -211,7 +211,7 @@ def test_all_targets_that_match_nothing_are_reported_together(
 
 def test_a_model_without_four_bit_layers_is_refused(tiny_backend, monkeypatch):
     """A loader that leaves the weights as they are does not pass for QLoRA."""
-    monkeypatch.setattr(base_model, "quantization_config", lambda config, skip: None)
+    monkeypatch.setattr(frozen_base, "quantization_config", lambda config, skip: None)
     with pytest.raises(SetupError, match="no linear layer was quantized"):
         tiny_backend()
 
@@ -237,7 +237,7 @@ def test_a_repacking_kernel_left_on_would_change_the_gradients(
 
     if not getattr(bitsandbytes.functional, "has_avx512bf16", lambda: False)():
         pytest.skip("needs a CPU with avx512_bf16 and a bitsandbytes that repacks weights for it")
-    monkeypatch.setattr(base_model, "keep_trainable", lambda model: None)
+    monkeypatch.setattr(frozen_base, "keep_trainable", lambda model: None)
     backend = tiny_backend(live=True)
     batch = packed_batch(random_documents([20]), [[0]], index=0)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.overrides import check
-from mens_exp.plan.preflight import preflight
+from mens_exp.planning.preflight import preflight
 from mens_exp.report import terminal
 
 TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]

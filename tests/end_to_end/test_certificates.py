@@ -20,7 +20,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.export.certificate import hashes_of, rejected_place
 from mens_exp.export.handoff import read_handoff
-from mens_exp.plan.machine import look
+from mens_exp.planning.machine import look
 
 SQUARE = "base_model.model.model.layers.2.self_attn.q_proj"  # 576 by 576
 PROJECTIONS = 7  # of a layer

@@ -116,7 +116,7 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     from mens_exp.config.compose import compose, typed
     from mens_exp.config.model import HfModel
     from mens_exp.layout.shape import shape_of
-    from mens_exp.plan.memory import Documents, memory
+    from mens_exp.planning.memory import Documents, memory
 
     def components(*overrides):
         usual = ["trainer=cpu", "suite=none", "model.gradient_checkpointing=false"]
@@ -174,7 +174,7 @@ def test_a_model_without_experts_is_refused(train_in, tmp_path, capsys):
 def test_experts_in_parts_are_refused(mixture, tiny_config):
     """Each process of trainer=fsdp would hold a part of them."""
     from mens_exp.config.model import HfModel
-    from mens_exp.plan.checks.adapter import check_lora
+    from mens_exp.planning.checks.adapter import check_lora
 
     config = tiny_config("trainer=fsdp", "lora=experts", "trainer.devices=2")
     config.model = HfModel(id=str(mixture("mixtral") / "model"))

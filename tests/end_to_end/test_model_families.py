@@ -188,10 +188,10 @@ def test_a_head_that_is_not_the_model_s_is_refused(
     wrong, tiny, train_in, tmp_path, monkeypatch, capsys
 ):
     """In the usual bf16 run too; nothing is trained, and the figures stand in the manifest."""
-    from mens_exp.backends import base_model
+    from mens_exp.backends import frozen_base
 
-    right, changed = base_model.logits, WRONG_LOGITS[wrong]
-    monkeypatch.setattr(base_model, "logits", lambda *args: changed(right(*args)))
+    right, changed = frozen_base.logits, WRONG_LOGITS[wrong]
+    monkeypatch.setattr(frozen_base, "logits", lambda *args: changed(right(*args)))
     run = train_on(train_in, tiny("granite"), tmp_path / "run", code=4)
     said = capsys.readouterr().err
     assert "the loss is not the one that transformers computes for this model" in said

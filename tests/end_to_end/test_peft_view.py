@@ -6,7 +6,7 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.layout.families import FAMILIES
-from mens_exp.plan.machine import look
+from mens_exp.planning.machine import look
 
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])

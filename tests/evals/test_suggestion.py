@@ -4,7 +4,7 @@ import pytest
 
 from mens_exp.config.overrides import check
 from mens_exp.layout.targets import chosen, skipped
-from mens_exp.plan.preflight import preflight
+from mens_exp.planning.preflight import preflight
 from mens_exp.tasks.attribute import suggested
 
 

@@ -140,14 +140,14 @@ def test_targets_without_the_shift_are_caught(monkeypatch, refused):
 
 def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
     """The same fault behind the batch: hidden states of the target's own place."""
-    from mens_exp.backends import base_model
+    from mens_exp.backends import frozen_base
 
-    real = base_model.hidden_states
+    real = frozen_base.hidden_states
 
     def unshifted(causal_lm, batch):
         return real(causal_lm, dataclasses.replace(batch, predict_M=batch.predict_M + 1))
 
-    monkeypatch.setattr(base_model, "hidden_states", unshifted)
+    monkeypatch.setattr(frozen_base, "hidden_states", unshifted)
     assert "objective: the loss depends on the token that it is to predict" in refused(
         "lora.dropout=0"
     )

@@ -11,7 +11,7 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import HEAD, base_key, check_weights, shape_of
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model import sources
-from mens_exp.plan.preflight import preflight
+from mens_exp.planning.preflight import preflight
 
 # Grouped queries, heads whose width is not hidden_size / heads where a family allows that.
 _COMMON = {

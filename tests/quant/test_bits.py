@@ -5,7 +5,7 @@ import torch
 from bitsandbytes import functional
 
 from mens_exp.config.quant import QuantConfig
-from mens_exp.plan.memory import bits_per_weight
+from mens_exp.planning.memory import bits_per_weight
 
 
 @pytest.mark.parametrize("double_quant", [False, True])

@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.nn import Int8Params, Linear8bitLt
 
 from mens_exp.config.quant import QuantConfig, QuantType
-from mens_exp.plan.memory import bits_per_weight
+from mens_exp.planning.memory import bits_per_weight
 from mens_exp.quant.bnb import (
     as_published,
     dequantized,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mens_exp.backends.base_model import load_base
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
 from mens_exp.layout.shape import shape_of
 from mens_exp.model.sources import resolve

@@ -137,7 +137,7 @@ def make_tiny(model_type, directory, **settings):
 def _tokenizer():
     from mens_exp.config.compose import compose, typed
     from mens_exp.model.sources import resolve
-    from mens_exp.plan.preflight import writable_cache
+    from mens_exp.planning.preflight import writable_cache
 
     model = typed(compose([["model=tiny_llama"]])[0].values).model
     return resolve(model, writable_cache()).directory

@@ -32,7 +32,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("layout", "quant", "objective", "evals", "artifacts", "plan")
+PACKAGES = ("layout", "quant", "objective", "evals", "artifacts", "planning")
 MOST_TESTS = 400  # of those that execute a line
 TIMEOUT_S = 300
 _GONE = "ERROR: not found: "

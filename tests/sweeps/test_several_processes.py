@@ -16,7 +16,7 @@ from mens_exp.artifacts.host import python_path
 from mens_exp.artifacts.sweep import JobState, SweepDir
 from mens_exp.config.sweep import SlurmLauncher
 from mens_exp.errors import MensError
-from mens_exp.plan import machine
+from mens_exp.planning import machine
 from mens_exp.sweeps import launcher, multirun, plan, slurm_task
 from mens_exp.sweeps.executors import LocalExecutor
 from mens_exp.sweeps.plan import device_problems, plan_sweep

@@ -18,7 +18,7 @@ from mens_exp.artifacts.sweep import JobState, LeftOut, SweepDir, SweepJob, Swee
 from mens_exp.config.compose import compose, config_digest, to_yaml
 from mens_exp.config.compose import typed as typed_config
 from mens_exp.config.overrides import check
-from mens_exp.plan.contract import contract_of
+from mens_exp.planning.contract import contract_of
 from mens_exp.report.write import write_report
 
 

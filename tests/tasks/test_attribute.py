@@ -8,7 +8,7 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.overrides import check
-from mens_exp.plan.preflight import preflight
+from mens_exp.planning.preflight import preflight
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.model import HfModel
 from mens_exp.corpus.row_files import Rows
 from mens_exp.errors import Problems, RequestError
-from mens_exp.plan.contract import origin_of
+from mens_exp.planning.contract import origin_of
 from mens_exp.rows.readers import BadRow
 from mens_exp.tasks.inputs import keep_bad_rows, note_origin, refuse_changed
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.plan.throughput_model import entries, ledger_path
+from mens_exp.planning.throughput_model import entries, ledger_path
 from mens_exp.tasks import plan as measured
 from mens_exp.tasks.plan import keep_measurement, note_plan, step_s
 

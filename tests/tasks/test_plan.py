@@ -11,8 +11,8 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.plan import machine
-from mens_exp.plan.throughput_model import Entry, append, ledger_path
+from mens_exp.planning import machine
+from mens_exp.planning.throughput_model import Entry, append, ledger_path
 
 
 def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, capsys):

@@ -12,7 +12,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import config_digest, from_yaml
 from mens_exp.errors import ConfigError, DataError, Problems, RequestError
-from mens_exp.plan.contract import contract_of
+from mens_exp.planning.contract import contract_of
 from mens_exp.report import write
 from mens_exp.tasks.run import Cancelled, open_run, reopen_run
 

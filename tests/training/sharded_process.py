@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mens_exp.config.compose import compose, typed
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.plan.machine import Rank
+from mens_exp.planning.machine import Rank
 from mens_exp.rows.cache import cache_root
 from mens_exp.training.build import build_backend
 from mens_exp.training.distributed import averaged, joined, store_at

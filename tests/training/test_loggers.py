@@ -8,7 +8,7 @@ import pytest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.overrides import check
 from mens_exp.errors import MissingExtra
-from mens_exp.plan.checks import machine
+from mens_exp.planning.checks import machine
 
 
 def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):

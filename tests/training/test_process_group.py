@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from mens_exp.plan.machine import ALONE, Rank
+from mens_exp.planning.machine import ALONE, Rank
 from mens_exp.training.distributed import (
     ShardedBase,
     all_gather,

@@ -11,7 +11,7 @@ import torch
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.plan.machine import ALONE
+from mens_exp.planning.machine import ALONE
 from mens_exp.quant.bnb import quantized_linears, quantizing_on
 from mens_exp.training.distributed import is_sharded, open_store
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
-from mens_exp.backends.base_model import frozen_weights
+from mens_exp.backends.frozen_base import frozen_weights
 from mens_exp.backends.generation import Draw, StopWatch, Trace, evaluating
 from mens_exp.backends.protocol import NonPeftBackend
 from mens_exp.backends.saved_model import provenance_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mens_exp.artifacts import atomic
-from mens_exp.backends import base_model
+from mens_exp.backends import frozen_base
 from mens_exp.backends.adapters import (
     ADAPTER,
     adapted,
@@ -20,7 +20,7 @@ from mens_exp.backends.adapters import (
     start_facts,
     tied_head_is_meant,
 )
-from mens_exp.backends.base_model import frozen_weights, load_base
+from mens_exp.backends.frozen_base import frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import (
@@ -124,12 +124,12 @@ class QloraBackend(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
         with self._compute():
-            return base_model.hidden_states(self.causal_lm, batch)
+            return frozen_base.hidden_states(self.causal_lm, batch)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
         with self._compute():
-            return base_model.logits(self.causal_lm, hidden_MD)
+            return frozen_base.logits(self.causal_lm, hidden_MD)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; what is frozen through and through evaluates in either.

@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mens_exp.backends.adapters import ADAPTER, parameters_of
-from mens_exp.backends.base_model import MODEL_CODE_ERRORS, published_config
+from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS, published_config
 from mens_exp.errors import ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy

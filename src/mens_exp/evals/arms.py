@@ -12,7 +12,7 @@ from mens_exp.config.loader import effect_of
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, expected_name
 from mens_exp.evals.contrast import without_seed
-from mens_exp.plan.contract import recorded_digest
+from mens_exp.planning.contract import recorded_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -288,7 +288,7 @@ def frozen_suite(config: SuiteConfig, *, calls_functions: bool = False) -> Suite
         return mini_python(config)
     if isinstance(config, LmEvalSuite):
         from mens_exp.evals.harness_suite import lm_eval_suite
-        from mens_exp.plan.preflight import writable_cache
+        from mens_exp.planning.preflight import writable_cache
 
         return lm_eval_suite(config, writable_cache(), calls_functions=calls_functions)
     if isinstance(config, JsonlSuite):

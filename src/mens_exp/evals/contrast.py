@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import Effect
 from mens_exp.config.loader import contract_parts, effect_of
-from mens_exp.plan.contract import recorded_digest
+from mens_exp.planning.contract import recorded_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, SetupError
-from mens_exp.plan import machine
+from mens_exp.planning import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

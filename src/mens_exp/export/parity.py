@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.certificate import Comparison, TensorError, WorstLayer
 from mens_exp.backends.adapters import ADAPTER
-from mens_exp.backends.base_model import load_base
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.generation import Trace, trace
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
 from mens_exp.errors import MensError, ModelFileError

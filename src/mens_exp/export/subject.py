@@ -44,7 +44,7 @@ from mens_exp.layout.checkpoint_files import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
 from mens_exp.layout.peft_format import read_settings
 from mens_exp.layout.shape import Shape, shape_of
-from mens_exp.plan.checks import classes, model
+from mens_exp.planning.checks import classes, model
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:

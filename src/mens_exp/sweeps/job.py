@@ -114,8 +114,8 @@ def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
         if not path.is_file() or sha256_file(path) != sha256:
             yield RequestError("has changed since the launch", where=name, remedy=remedy)
     if job.contract is not None:
-        from mens_exp.plan import preflight
-        from mens_exp.plan.contract import contract_of
+        from mens_exp.planning import preflight
+        from mens_exp.planning.contract import contract_of
 
         now = contract_of(cell.config).digest
         if now != job.contract:

@@ -17,8 +17,8 @@ from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.config.override_values import override_of
 from mens_exp.config.sweep import LAUNCHERS, SlurmLauncher, launcher_values
 from mens_exp.errors import Problems
-from mens_exp.plan import machine
-from mens_exp.plan.checks import classes
+from mens_exp.planning import machine
+from mens_exp.planning.checks import classes
 from mens_exp.report import terminal_views
 from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.plan import place_problems, plan_sweep

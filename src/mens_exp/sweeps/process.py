@@ -19,7 +19,7 @@ from mens_exp.artifacts import host
 from mens_exp.artifacts.host import is_alive, peak_rss_bytes
 from mens_exp.config.sweep import SlurmLauncher
 from mens_exp.errors import MensError, RequestError
-from mens_exp.plan.machine import cores
+from mens_exp.planning.machine import cores
 from mens_exp.tasks import coordinator
 
 if TYPE_CHECKING:

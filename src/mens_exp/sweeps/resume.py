@@ -16,7 +16,7 @@ from mens_exp.config.fields import range_problems
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import LAUNCHERS, SLURM, Changes, launcher_settings, launcher_values
 from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
-from mens_exp.plan import machine
+from mens_exp.planning import machine
 from mens_exp.report import wording
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher, damage, locked, outcome, record_of, writing

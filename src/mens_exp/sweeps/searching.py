@@ -18,7 +18,7 @@ from mens_exp.artifacts.sweep import JobState, LeftOut, SweepDir, TrialState
 from mens_exp.artifacts.sweep import Trial as Row
 from mens_exp.config.override_values import override_of
 from mens_exp.errors import ConfigError, Problems
-from mens_exp.plan.contract import contract_of
+from mens_exp.planning.contract import contract_of
 from mens_exp.report import search_view
 from mens_exp.sweeps.launcher import Cause, Launcher, cause_of, locked, writing
 from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record

@@ -30,7 +30,7 @@ from mens_exp.layout.peft_adapter import PeftAdapter, read_peft
 from mens_exp.layout.peft_format import split_experts, stacks_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.targets import linear_modules, pattern_values
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

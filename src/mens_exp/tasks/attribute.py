@@ -14,7 +14,7 @@ from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.attribution_view import suggested_command, worst_table
 from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
 
@@ -36,7 +36,7 @@ _CHUNK_TOKENS = 64  # where the objective is the user's own and has no such sett
 def attribute(config: RunConfig, run: Run) -> None:
     """Measure every module alone and all at once, and write attribution.json."""
     from mens_exp.artifacts import host
-    from mens_exp.backends.base_model import load_base
+    from mens_exp.backends.frozen_base import load_base
     from mens_exp.evals.attribution import attribute_modules, attribute_whole, parity_with
     from mens_exp.quant.bnb import compute_dtype
     from mens_exp.training.build import device_of
@@ -99,7 +99,7 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
     """Load the unquantized model and the calibration batch, and record what they are."""
     import torch
 
-    from mens_exp.backends.base_model import load_base
+    from mens_exp.backends.frozen_base import load_base
     from mens_exp.data.datamodule import encoded_side, sampled_stream
     from mens_exp.evals.attribution import Replay, Subject
     from mens_exp.model.sources import resolve

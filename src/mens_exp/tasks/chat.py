@@ -20,7 +20,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.backends.protocol import Stream
 from mens_exp.errors import DataError, RequestError
 from mens_exp.export.subject import config_of, subject_of
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.terminal_views import answer_columns, answer_sections
 from mens_exp.tasks.inputs import refuse_changed, tokenizer_of
 

@@ -32,7 +32,7 @@ from mens_exp.errors import GateError, MensError
 from mens_exp.export.adapter import find
 from mens_exp.export.subject import config_of
 from mens_exp.layout.model_cache import hash_weights, ready_directory
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.rows.files import resolve_files
 from mens_exp.tasks.inputs import hashes_in, tokenizer_of
 from mens_exp.tasks.lineage import trained_by

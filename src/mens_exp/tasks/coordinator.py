@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.manifest import Status
 from mens_exp.errors import MensError
-from mens_exp.plan.machine import ALONE, Rank, of_torchrun
+from mens_exp.planning.machine import ALONE, Rank, of_torchrun
 from mens_exp.tasks.run import Cancelled
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _follow(rank: Rank, store: Store, place: Path) -> None:
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.config.compose import from_yaml, typed
-    from mens_exp.plan.preflight import writable_cache
+    from mens_exp.planning.preflight import writable_cache
     from mens_exp.tasks.fit import fit, read_inputs
     from mens_exp.tasks.run import Run
     from mens_exp.training.build import device_of

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mens_exp.config.suite import BubblewrapSandbox
 from mens_exp.errors import MensError, SetupError
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.terminal_views import Finding, State, findings_table
 from mens_exp.sandbox.opening import open_sandbox
 

@@ -28,8 +28,8 @@ from mens_exp.export.subject import base_problems, config_of, subject_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
 from mens_exp.layout.targets import linear_modules
-from mens_exp.plan.checks.adapter import check_initial_adapter, other_base
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.tasks.fit import suite_part
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.lineage import (

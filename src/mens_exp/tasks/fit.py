@@ -32,9 +32,9 @@ from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.export.gguf import is_chatml
 from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.plan.checks.adapter import other_base
-from mens_exp.plan.memory import is_in_parts
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.checks.adapter import other_base
+from mens_exp.planning.memory import is_in_parts
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.tasks.inputs import (
     describe,
     keep_bad_rows,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from mens_exp.errors import MensError
     from mens_exp.layout.starting_adapter import StartingAdapter
     from mens_exp.model.sources import BaseModel
-    from mens_exp.plan.machine import Rank
+    from mens_exp.planning.machine import Rank
     from mens_exp.tasks.run import Run
     from mens_exp.tasks.scoring import Prepared
     from mens_exp.tokenizer.load import Tokenizer

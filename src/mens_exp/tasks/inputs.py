@@ -16,7 +16,7 @@ from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.export import certificate
 from mens_exp.export.adapter import config_of_adapter, with_scale_one
-from mens_exp.plan.contract import origin_of
+from mens_exp.planning.contract import origin_of
 from mens_exp.rows import readers
 from mens_exp.tokenizer.load import load_tokenizer
 

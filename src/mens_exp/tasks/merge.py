@@ -26,7 +26,7 @@ from mens_exp.export.gguf import export_gguf
 from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write_vllm
 from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.evidence_views import card_section, parity_table, verdict
 from mens_exp.tokenizer.implementations import HfTokenizer
 
@@ -394,7 +394,7 @@ def _peft(config: RunConfig, run: Run, directory: Path) -> tuple[Conversion, str
 def _tokenizer_directory(config: RunConfig, asked: Conversion) -> Path:
     from mens_exp.export.subject import config_of
     from mens_exp.model.sources import resolve
-    from mens_exp.plan.preflight import writable_cache
+    from mens_exp.planning.preflight import writable_cache
 
     owner = config if asked.place.run is None else config_of(asked.place.run)
     return resolve(owner.model, writable_cache()).directory

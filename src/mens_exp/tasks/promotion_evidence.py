@@ -31,7 +31,7 @@ from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
-from mens_exp.plan.contract import recorded_digest
+from mens_exp.planning.contract import recorded_digest
 from mens_exp.tasks.study_runs import not_as_written, read_study
 
 if TYPE_CHECKING:

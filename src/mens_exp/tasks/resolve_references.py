@@ -25,7 +25,7 @@ from mens_exp.export.certificate import certificate_place
 from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.hub import pinned
-from mens_exp.plan.preflight import preflight
+from mens_exp.planning.preflight import preflight
 from mens_exp.tasks.lineage import MERGED, Inspected
 
 if TYPE_CHECKING:

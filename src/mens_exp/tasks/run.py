@@ -28,8 +28,8 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.compose import config_digest, to_yaml
 from mens_exp.errors import MensError, RequestError
-from mens_exp.plan.checks import classes
-from mens_exp.plan.contract import contract_of
+from mens_exp.planning.checks import classes
+from mens_exp.planning.contract import contract_of
 from mens_exp.training.wandb_names import agent_inputs
 
 if TYPE_CHECKING:

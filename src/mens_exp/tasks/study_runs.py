@@ -35,7 +35,7 @@ from mens_exp.evals.observations import (
 )
 from mens_exp.evals.recompute import Recomputed, graded_as_today, heldout_of, recomputed
 from mens_exp.evals.study import Scored, conducted
-from mens_exp.plan.contract import recorded_digest
+from mens_exp.planning.contract import recorded_digest
 from mens_exp.tasks.inputs import hashes_in
 from mens_exp.tasks.lineage import MERGED
 

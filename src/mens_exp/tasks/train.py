@@ -22,7 +22,7 @@ from mens_exp.config.overrides import Cell
 from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
-from mens_exp.plan.preflight import preflight, writable_cache
+from mens_exp.planning.preflight import preflight, writable_cache
 from mens_exp.report import terminal
 from mens_exp.tasks.adapter_anatomy import read_state
 from mens_exp.tasks.coordinator import distributed_run
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.plan.machine import Rank
+    from mens_exp.planning.machine import Rank
     from mens_exp.tasks.fit import Fitted, Inputs
     from mens_exp.tasks.run import Run
 

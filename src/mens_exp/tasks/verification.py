@@ -20,8 +20,8 @@ from mens_exp.errors import MensError, Problems
 from mens_exp.export.bundle import verify as verify_bundle
 from mens_exp.export.certificate import certificate_place, hashes_of
 from mens_exp.export.subject import config_of
-from mens_exp.plan.contract import recorded_digest
-from mens_exp.plan.preflight import writable_cache
+from mens_exp.planning.contract import recorded_digest
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.tasks.adapter_anatomy import read_state
 from mens_exp.tasks.checks import (
     InputChecks,

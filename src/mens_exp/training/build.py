@@ -47,7 +47,7 @@ from mens_exp.config.trainer import (
     WandbLogger,
 )
 from mens_exp.errors import SetupError
-from mens_exp.plan.machine import ALONE
+from mens_exp.planning.machine import ALONE
 from mens_exp.training.distributed import (
     StartedProcesses,
     is_sharded,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.attempts import Measured
     from mens_exp.model.sources import BaseModel
     from mens_exp.objective.causal import Objective
-    from mens_exp.plan.machine import Rank
+    from mens_exp.planning.machine import Rank
     from mens_exp.training.module import RunRecord
 
     Look = Callable[[int, dict[str, Any], dict[int, dict[str, Any]]], bool]

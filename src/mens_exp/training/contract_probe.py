@@ -25,7 +25,7 @@ from mens_exp.backends.reference import agreement, f32_bytes
 from mens_exp.data.batch import Batch, packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.lora.keyed import KeyedDropout
-from mens_exp.plan.machine import ALONE, look
+from mens_exp.planning.machine import ALONE, look
 from mens_exp.quant.bnb import quantized_linears
 from mens_exp.rows.encode import Encoded
 from mens_exp.training.distributed import StartedProcesses, keep_signals

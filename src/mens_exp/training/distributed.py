@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from mens_exp.artifacts import host
-from mens_exp.backends.base_model import backbone
+from mens_exp.backends.frozen_base import backbone
 from mens_exp.config.trainer import Strategy as Chosen
 from mens_exp.errors import TrainingError
 from mens_exp.layout.shape import shape_of
-from mens_exp.plan.machine import cores, look
-from mens_exp.plan.memory import bits_per_weight, dense_experts
+from mens_exp.planning.machine import cores, look
+from mens_exp.planning.memory import bits_per_weight, dense_experts
 from mens_exp.quant.bnb import (
     compute_dtype,
     keep_quantization_state,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
-    from mens_exp.plan.machine import Rank
+    from mens_exp.planning.machine import Rank
 
 HOST = "127.0.0.1"  # where the processes of one machine meet
 # How long a process waits for the others: the first one may score, render or download meanwhile.

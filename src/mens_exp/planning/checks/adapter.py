@@ -1,0 +1,208 @@
+"""Checks of the adapter: the modules that get one, and the adapter that training starts from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.fields import range_problems
+from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.model import HfModel
+from mens_exp.config.trainer import Strategy
+from mens_exp.errors import ConfigError
+from mens_exp.layout.model_cache import marked_weights, ready_directory
+from mens_exp.layout.shape import HEAD, family_for, shape_of
+from mens_exp.layout.starting_adapter import StartingAdapter, find, read
+from mens_exp.layout.targets import (
+    adapter_shapes,
+    chosen,
+    pattern_values,
+    target_problems,
+    without_experts,
+)
+from mens_exp.planning.messages import another_in_the_adapter
+from mens_exp.rows.cache import cache_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.lora import LoraConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+    from mens_exp.layout.shape import Shape
+
+
+def check_lora(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the modules that get an adapter."""
+    if isinstance(config.backend, ProxyConfig):
+        return  # its stack is its targets
+    if any(range_problems(config.model)):
+        return  # told already, and the model has no shape then
+    lora, shape = config.lora, shape_of(config.model)
+    problems = target_problems(lora, shape)
+    yield from problems
+    modules = () if problems else chosen(lora, shape)
+    if any(one.layer is None for one in modules):
+        yield from _head_problems(lora)
+    if any(one.stack is not None for one in modules):
+        yield from _expert_problems(config, without_experts(shape.family, modules))
+
+
+def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
+    """Refuse what PEFT's LoRA on the experts of a layer, one tensor, cannot be."""
+    lora = config.lora
+    if lora.dropout > 0:
+        yield ConfigError(
+            "experts get adapters without dropout alone: PEFT adds to their weights, and drops "
+            "none of their inputs",
+            where="lora.dropout",
+            found=lora.dropout,
+            expected="0, where experts are among the targets",
+            remedy=f"set lora.dropout=0 to adapt experts; to leave them alone, {without}",
+        )
+    if lora.variant is LoraVariant.dora:
+        yield ConfigError(
+            "PEFT has no DoRA for experts",
+            where="lora.variant",
+            found="dora, with adapters on experts",
+            expected="lora.variant=lora or rslora",
+            remedy=f"set lora.variant=lora; to leave the experts alone, {without}",
+        )
+    if lora.init is not LoraInit.default:
+        yield ConfigError(
+            "experts are not quantized, so there is no quantization error to start from",
+            where="lora.init",
+            found=f"{lora.init.value}, with adapters on experts",
+            expected="lora.init=default",
+            remedy=f"set lora.init=default; to leave the experts alone, {without}",
+        )
+    if config.trainer.strategy is Strategy.fsdp:
+        yield ConfigError(
+            "PEFT adds to whole experts, and here each process holds a part of them",
+            where="trainer.strategy",
+            found="fsdp, with adapters on experts",
+            expected="a strategy under which each process holds the whole base",
+            remedy=f"set trainer=gpu or trainer=ddp; to leave the experts alone, {without}",
+        )
+
+
+def _head_problems(lora: LoraConfig) -> Iterator[MensError]:
+    """Refuse what an adapter on the head cannot be."""
+    if lora.init is not LoraInit.default:
+        yield ConfigError(
+            "the head is not quantized, so there is no quantization error to start from",
+            where="lora.init",
+            found=f"{lora.init.value}, with an adapter on {HEAD}",
+            expected=f"lora.init=default, or targets without {HEAD}",
+        )
+    if lora.variant is LoraVariant.dora:
+        yield ConfigError(
+            "the head has rows of zeros (padding), which have no direction to learn apart",
+            where="lora.variant",
+            found=f"dora, with an adapter on {HEAD}",
+            expected=f"lora.variant=lora or rslora, or targets without {HEAD}",
+        )
+
+
+_SHOWN = 8  # names listed of a longer list
+
+
+def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
+    """Yield what keeps `lora.init_from` from being what this run starts from."""
+    if config.lora.init_from is None:
+        return
+    adapter = read(find(config.lora.init_from), family_for(config.model))
+    lora = config.lora
+    for name, ours, theirs in (
+        ("variant", lora.variant.value, adapter.variant),
+        ("r", lora.r, adapter.rank),
+        ("alpha", lora.alpha, adapter.alpha),
+    ):
+        if ours != theirs:
+            yield another_in_the_adapter(f"lora.{name}", ours, theirs, adapter.directory)
+    same = adapter.rank == config.lora.r and adapter.variant == config.lora.variant.value
+    if same and not any(range_problems(config.model)):
+        yield from _layers(config, adapter)
+    # A directory's weights are hashed when the run opens; that may take a minute for a large one.
+    model = config.model
+    place = None if isinstance(model, HfModel) else ready_directory(model, cache_root())
+    if place is not None:
+        yield from other_base(adapter, marked_weights(place), model.name)
+
+
+def _layers(config: RunConfig, adapter: StartingAdapter) -> Iterator[MensError]:
+    shape = shape_of(config.model)
+    if target_problems(config.lora, shape):
+        return  # told already
+    expected = _expected_shapes(config, shape)
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    for what, names in (
+        ("the adapter lacks layers that this run trains", expected.keys() - found.keys()),
+        ("the adapter has layers that this run does not train", found.keys() - expected.keys()),
+    ):
+        if names:
+            yield ConfigError(
+                what,
+                where="lora.init_from",
+                found=_listed({name.rpartition(".")[0] for name in names}),
+                expected=f"the layers of lora.targets, {', '.join(config.lora.targets)}",
+                remedy="choose the lora option that the adapter was trained with",
+            )
+    other = sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
+    if other:
+        yield ConfigError(
+            "the adapter's matrices have other shapes",
+            where="lora.init_from",
+            found=_listed({f"{name} {list(found[name])}" for name in other}),
+            expected=f"{other[0]} {list(expected[other[0]])}, as {config.model.name} has it",
+        )
+    if (ours := _alphas(config, shape)) != adapter.alphas:
+        yield ConfigError(
+            "is not that of the adapter to start from",
+            where="lora.alpha_pattern",
+            found=ours,
+            expected=f"{adapter.alphas}, by layer, as {adapter.directory} has",
+        )
+
+
+def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ...]]:
+    modules = chosen(config.lora, shape)
+    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in modules:
+        parts = adapter_shapes(one, ranks[one.path])
+        shapes |= {f"{one.logical}.{part}": found for part, found in parts.items()}
+        if config.lora.variant is LoraVariant.dora:
+            shapes[f"{one.logical}.lora_magnitude"] = (one.out,)
+    return shapes
+
+
+def _alphas(config: RunConfig, shape: Shape) -> dict[str, int]:
+    """Return the alphas of layers that have another one than the rest."""
+    modules, usual = chosen(config.lora, shape), config.lora.alpha
+    values = pattern_values(config.lora.alpha_pattern, modules, shape.family, usual)
+    return {one.logical: values[one.path] for one in modules if values[one.path] != usual}
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def other_base(adapter: StartingAdapter, weights_sha256: str, name: str) -> Iterator[MensError]:
+    """Yield a problem where an adapter was trained on other base weights.
+
+    Args:
+        adapter: the adapter; one that does not tell its base is let be.
+        weights_sha256: of the base that this run loads.
+        name: of that base, for the message.
+    """
+    theirs = adapter.base_weights_sha256
+    if theirs is not None and theirs != weights_sha256:
+        yield ConfigError(
+            "the adapter was trained on another base model",
+            where="lora.init_from",
+            found=f"{adapter.directory}, base weights {theirs[:12]}",
+            expected=f"base weights {weights_sha256[:12]}, those of {name}",
+            remedy="choose the model that the adapter was trained on",
+        )

@@ -1,0 +1,292 @@
+"""Checks of the machine: memory, disk, kernels, number formats, processes, tools, packages."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from mens_exp.config.fields import range_problems
+from mens_exp.config.optim import LionConfig, PagedAdamw8bitConfig
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.suite import BubblewrapSandbox, ExecutingSandbox
+from mens_exp.config.trainer import TensorboardLogger
+from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
+from mens_exp.layout.shape import shape_of
+from mens_exp.planning import machine, messages
+from mens_exp.planning.forecast import (
+    attribution_memory,
+    disk,
+    documents_of,
+    for_all_on_a_machine,
+    forecast,
+)
+from mens_exp.planning.machine import may_use_gpu, of_torchrun
+from mens_exp.planning.memory import WHOLE, is_in_parts
+from mens_exp.rows.cache import cache_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.planning.forecast import Disk
+    from mens_exp.planning.memory import Memory
+
+_GIB = 1 << 30
+
+
+def check_machine(config: RunConfig) -> Iterator[MensError]:
+    """Yield what this machine lacks for a run; a plan shows it beside its figures instead."""
+    if config.task.name == "plan" or any(range_problems(config)):
+        return
+    try:
+        shape = shape_of(config.model)
+    except MensError:
+        return  # told by the check of the model's files
+    cache = cache_root()
+    device = machine.look(config.trainer.accelerator)
+    if config.task.name == "attribute":
+        memory = attribution_memory(config, shape)
+    else:
+        memory = forecast(config, shape, documents_of(config, {}), device, cache).memory
+    errors, _ = findings(config, device, memory, disk(config, shape, cache, None), cache)
+    yield from errors
+
+
+def findings(
+    config: RunConfig, device: machine.Machine, expected: Memory, written: Disk, cache: Path
+) -> tuple[list[MensError], list[str]]:
+    """Return what forbids the run on this device, and what may go wrong."""
+    errors = [*_formats(config, device), *_disk_errors(written, cache)]
+    if config.trainer.device_gib is None:  # another device's libraries are not known
+        errors = [*_kernels(device), *errors]
+    warnings = []
+    low, high = (
+        for_all_on_a_machine(config, bound, device.kind) for bound in (expected.low, expected.high)
+    )
+    # On a CPU a base is whole while it is loaded too.
+    scored = expected.components.get(WHOLE, 0) if device.kind == "cuda" else 0
+    unscored = low * (1 - scored / expected.estimate)
+    if device.free_bytes is not None:
+        if low > device.free_bytes:
+            error = messages.memory_too_small(
+                device.name,
+                low,
+                device.free_bytes,
+                attributes=config.task.name == "attribute",
+                by_scoring=unscored <= device.free_bytes,
+            )
+            errors.append(error)
+        elif high > device.free_bytes:
+            bounds = (low, high, device.free_bytes)
+            warnings.append(messages.memory_may_be_small(device.name, *bounds))
+    warnings += _beyond_class(config, device, low, high)
+    if device.kind == "cpu" and device.has_bf16 is False and _in_bf16(config):
+        warnings.append(messages.bf16_emulated(device.name))
+    return errors, warnings
+
+
+def _beyond_class(config: RunConfig, device: machine.Machine, low: int, high: int) -> Iterator[str]:
+    """Yield a warning where GPUs of the preset's class may not hold the run."""
+    trainer = config.trainer
+    if device.kind != "cuda" or trainer.class_gib is None or trainer.device_gib is not None:
+        return
+    if high > trainer.class_gib * _GIB:
+        yield messages.memory_beyond_class(
+            trainer.class_gib,
+            low,
+            high,
+            micro_batch=config.data.micro_batch_size,
+            accumulated=trainer.accumulate_grad_batches,
+        )
+
+
+def _kernels(device: machine.Machine) -> Iterator[MensError]:
+    """Ask for the library that bitsandbytes would load (its cextension.py: same CUDA major)."""
+    if device.kind == "cuda" and device.torch is not None and device.torch_cuda is None:
+        yield messages.torch_without_cuda(device.torch)
+        return
+    if device.libraries is None:
+        yield messages.no_four_bit_kernels(device.name, "no bitsandbytes", "bitsandbytes")
+    elif device.kind == "cpu":
+        if "cpu" not in device.libraries:
+            found = ", ".join(sorted(device.libraries)) or "no library"
+            yield messages.no_four_bit_kernels(device.name, found, "libbitsandbytes_cpu")
+    elif device.torch_cuda is not None:
+        major = device.torch_cuda.partition(".")[0]
+        have = sorted(name for name in device.libraries if name.startswith("cuda"))
+        if not any(name.removeprefix("cuda")[: len(major)] == major for name in have):
+            found = ", ".join(have) or "no CUDA library"
+            expected = f"one for CUDA {device.torch_cuda}"
+            yield messages.no_four_bit_kernels(device.name, found, expected)
+
+
+def _formats(config: RunConfig, device: machine.Machine) -> Iterator[MensError]:
+    if device.kind == "cuda" and device.has_bf16 is False and _in_bf16(config):
+        yield messages.bf16_unsupported(device.name, str(device.capability))
+
+
+def _in_bf16(config: RunConfig) -> bool:
+    return config.quant.compute_dtype is ComputeDtype.bf16
+
+
+def _disk_errors(written: Disk, cache: Path) -> Iterator[MensError]:
+    """Compare what goes into the run directory and the cache with what is free there."""
+    run, run_free = machine.space(Path.cwd())
+    base, base_free = machine.space(cache)
+    in_run = f"checkpoints {messages.size(written.checkpoint * (written.checkpoints_kept + 1))}, "
+    in_run += f"adapter {messages.size(written.adapter + written.peft)}"
+    in_base = f"the base model {messages.size(written.base)}"
+    if run.stat().st_dev == base.stat().st_dev:
+        needed = written.in_run + written.base
+        if needed > run_free:
+            yield messages.disk_too_small(str(run), needed, run_free, f"{in_run}, {in_base}")
+        return
+    if written.in_run > run_free:
+        yield messages.disk_too_small(str(run), written.in_run, run_free, in_run)
+    if written.base > base_free:
+        yield messages.disk_too_small(str(base), written.base, base_free, in_base)
+
+
+# Peak rates of published QLoRA runs under AdamW (arXiv:2305.14314, table 9): 7B and 13B, then 33B
+# and 65B. Smaller models have none; ours of 135M trains best at ten times the first.
+_FEWEST, _MANY = 3e9, 2e10  # parameters
+_RATE, _RATE_OF_MANY = 2e-4, 1e-4
+_FAR = 4.0  # times higher or lower; unverified guess
+_OF_LION = 0.1  # its steps are all of one length (arXiv:2302.06675, section 5)
+
+
+def check_optimizer(config: RunConfig) -> Iterator[MensError]:
+    """Yield an optimizer that this machine cannot run."""
+    accelerator = config.trainer.accelerator
+    if isinstance(config.optim, PagedAdamw8bitConfig) and not may_use_gpu(accelerator):
+        yield ConfigError(
+            "paged memory needs a CUDA GPU",
+            where="optim",
+            found=f"{config.optim.name} with trainer={accelerator}, and no GPU to use",
+            expected="optim=adamw, adamw_8bit or lion, which run on CPU",
+            remedy="use optim=adamw_8bit, which is the same arithmetic, or optim=adamw",
+        )
+
+
+def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
+    """Yield a warning where an adapter's peak rate is far from those of published runs."""
+    if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
+        return
+    published = _RATE if shape.parameters < _MANY else _RATE_OF_MANY
+    usual = published * (_OF_LION if isinstance(config.optim, LionConfig) else 1.0)
+    times = config.optim.lr / usual
+    if not 1 / _FAR <= times <= _FAR:
+        yield (
+            f"optim.lr={config.optim.lr:g} is {times:.2g} times the rate that published QLoRA runs "
+            f"of this size train with ({usual:g}; arXiv:2305.14314, table 9). "
+            f"Next: set optim.lr={usual:g}, or sweep it"
+        )
+
+
+_KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
+
+
+def started_for_one(where: str, found: str) -> RequestError:
+    """Say that torchrun started what one process does."""
+    return RequestError(
+        "torchrun started several processes for what one does",
+        where=where,
+        found=found,
+        expected="a training run of several processes",
+        remedy="start it without torchrun, or choose task=train trainer=ddp",
+    )
+
+
+def check_processes(config: RunConfig) -> Iterator[MensError]:
+    """Yield what does not go with the way this process was started, and devices that lack."""
+    trainer, launched = config.trainer, of_torchrun()
+    trains = config.task.name == "train"
+    if launched is not None and not (trains and trainer.world_size > 1):
+        if trains:
+            yield started_for_one("trainer.strategy", trainer.strategy.value)
+        else:
+            yield started_for_one("task", config.task.name)
+        return
+    if not trains:
+        return
+    if launched is not None:
+        for name, asked, started in (
+            ("devices", trainer.devices, launched.local_world_size),
+            ("num_nodes", trainer.num_nodes, launched.world_size // launched.local_world_size),
+        ):
+            if asked != started:
+                yield ConfigError(
+                    "is not what torchrun started",
+                    where=f"trainer.{name}",
+                    found=asked,
+                    expected=str(started),
+                    remedy=f"choose trainer.{name}={started}",
+                )
+    elif trainer.num_nodes > 1:
+        yield ConfigError(
+            "several machines are started by torchrun",
+            where="trainer.num_nodes",
+            found=trainer.num_nodes,
+            expected="1, or the command under torchrun on each machine",
+            remedy=f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={trainer.devices} "
+            "--node-rank=<0, 1, …> --master-addr=<the first> --master-port=29500 -m mens_exp …",
+        )
+    yield from _torch(config)
+    if trainer.world_size > 1 and may_use_gpu(trainer.accelerator):
+        there = len(machine.gpu_ids())
+        if there and there < trainer.devices:
+            yield SetupError(
+                "there are fewer GPUs than processes",
+                where="trainer.devices",
+                found=trainer.devices,
+                expected=f"at most {there}",
+                remedy=f"choose trainer.devices={there}",
+            )
+
+
+def _torch(config: RunConfig) -> Iterator[MensError]:
+    torch = machine.look("cpu").torch if is_in_parts(config) else None
+    if torch is not None and Version(torch) < _KEEPS_WHOLE:
+        yield SetupError(
+            "this torch cannot leave the adapter whole beside a base in parts",
+            where="trainer.strategy",
+            found=f"torch {torch}",
+            expected=f"torch {_KEEPS_WHOLE} or newer",
+            remedy="update torch, or choose trainer=ddp",
+        )
+
+
+def check_sandbox(config: RunConfig) -> Iterator[MensError]:
+    """Yield the tools that are missing; whether they isolate is probed when the suite begins."""
+    if not config.suite.executes or not isinstance(config.sandbox, ExecutingSandbox):
+        return
+    needed = {"prlimit": "util-linux"}
+    if isinstance(config.sandbox, BubblewrapSandbox):
+        needed |= {"bwrap": "bubblewrap", "setpriv": "util-linux"}
+    missing = {name: package for name, package in needed.items() if shutil.which(name) is None}
+    if missing:
+        yield SetupError(
+            f"suite={config.suite.name} executes programs, and cannot here",
+            where="sandbox",
+            found=f"no {', '.join(sorted(missing))}",
+            expected=" and ".join(sorted(needed)),
+            remedy=f"apt-get install {' '.join(sorted(set(missing.values())))}; or sandbox=none, "
+            "which measures what needs no execution",
+        )
+
+
+def check_logger(config: RunConfig) -> Iterator[MensError]:
+    """Yield the package that the sink needs and that is not installed."""
+    if isinstance(config.logger, TensorboardLogger) and find_spec("tensorboard") is None:
+        yield MissingExtra(
+            "tensorboard is not installed",
+            where="logger",
+            found="tensorboard",
+            expected="the extra `tensorboard`, or another logger, such as logger=csv",
+            remedy="pip install 'mens-exp[tensorboard]'",
+        )

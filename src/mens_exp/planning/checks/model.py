@@ -1,0 +1,260 @@
+"""Checks of the base model: files, limits, headers of the weights, quantization, chat template.
+
+The embedding and the heads are checked by the headers alone, and the backend by the shape.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.fields import range_problems
+from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.rules.graph import BLOCK_SIZE
+from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupError
+from mens_exp.layout import hub
+from mens_exp.layout.model_cache import locate_bundled, ready_directory
+from mens_exp.layout.shape import Shape, check_weights, shape_of
+from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.planning import messages
+from mens_exp.planning.machine import space
+from mens_exp.planning.memory import dense_experts, modules_of, proxy_stack
+from mens_exp.planning.messages import blocks_straddle
+from mens_exp.rows.cache import cache_root
+from mens_exp.tokenizer.implementations import chat_template_of
+from mens_exp.tokenizer.load import check_date, load_tokenizer
+from mens_exp.tokenizer.templates import CHATML, is_dated, read_template
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mens_exp.config.quant import QuantConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+    from mens_exp.layout.checkpoint_files import ModelDirectory
+
+_FLOATS = frozenset({"BF16", "F16", "F32"})
+
+
+def check_model(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the files and limits of the base model."""
+    model = config.model
+    if isinstance(model, BundledModel):
+        locate_bundled(model)
+    if any(range_problems(model)):
+        return  # told already, and nothing can be computed from such dimensions
+    shape = shape_of(model)
+    if config.data.seq_len > shape.max_position_embeddings:
+        most = shape.max_position_embeddings
+        yield messages.sequence_past_positions(config.data.seq_len, most, model.name)
+    plans = config.task.name == "plan"  # which has the disk among its problems
+    if (
+        isinstance(model, RandomModel)
+        and not plans
+        and ready_directory(model, cache_root()) is None
+    ):
+        yield from _room(model, shape)
+    if isinstance(model, HfModel):
+        directory = hub.describe(model)
+        if not directory.shards:  # its dimensions alone are known, which is enough for a plan
+            if config.task.name != "plan":
+                hub.pinned(model)  # says what keeps it away
+            return
+        yield from _without_effect(model)
+        yield from _quantized(directory)
+        yield from _remote_code(model, directory.config)
+        yield from _widths(config.quant, directory.path, shape)
+        yield from _vocabulary(config, directory.path, shape)
+        if not isinstance(config.backend, ProxyConfig):  # which reads the attention's outputs only
+            check_weights(directory)
+
+
+def _without_effect(model: HfModel) -> Iterator[MensError]:
+    if model.revision is not None and hub.local(model.id) is not None:
+        yield NoEffectError(
+            "on a directory",
+            where="model.revision",
+            found=model.revision,
+            expected=f"null, because model.id is the directory {model.id}",
+        )
+
+
+def _quantized(directory: ModelDirectory) -> Iterator[MensError]:
+    """Refuse weights that somebody has quantized: they would be rounded twice, or misread."""
+    method = (directory.config.get("quantization_config") or {}).get("quant_method")
+    weights = (info for name, info in directory.tensors.items() if name.endswith("weight"))
+    formats = {info.dtype for info in weights} - _FLOATS
+    if method is not None or formats:
+        found = str(method or ", ".join(sorted(formats)))
+        yield messages.quantized_already(str(directory.path), found, _FLOATS)
+
+
+def _room(model: RandomModel, shape: Shape) -> Iterator[MensError]:
+    """Refuse random weights that the cache's disk cannot hold."""
+    width = {WeightsDtype.f32: 4, WeightsDtype.bf16: 2}[model.dtype]
+    needed = (shape.linear_parameters + shape.embedding_parameters) * width
+    _, free = space(cache_root())
+    if needed > free:
+        yield SetupError(
+            "the disk has no room for the random weights",
+            where="MENS_EXP_CACHE",
+            found=f"{free:,} bytes free in {cache_root()}",
+            expected=f"{needed:,} bytes",
+            remedy="free space, set MENS_EXP_CACHE to another disk, or set model.dtype=bf16",
+        )
+
+
+def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
+    """Refuse a permission that is not needed, and code that no commit pins."""
+    if not model.trust_remote_code:
+        return
+    code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if code is None:
+        yield NoEffectError(
+            "because the model brings no code of its own",
+            where="model.trust_remote_code",
+            found=True,
+            expected="false",
+        )
+    elif "--" in str(code):
+        yield ModelFileError(
+            "the model's code is in another repository, which no revision pins",
+            where=f"model.id={model.id}: auto_map",
+            found=str(code),
+            expected="code beside the weights",
+            remedy="download both into a directory and give that as model.id",
+        )
+
+
+def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
+    """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
+    if not quant.is_four_bit or quant.block_size is not None:
+        return
+    left = {one.path for one in skipped(quant.skip, shape)}
+    layers = (one for one in linear_modules(shape) if one.layer is not None)
+    quantized = {one.kind for one in layers if one.path not in left}
+    for one in shape.family.projections:
+        _, width = shape.size_of(one)
+        if width % BLOCK_SIZE and one.logical in quantized and one.slot is None:
+            where, expected = f"{directory}: {one.path}", f"a multiple of {BLOCK_SIZE}"
+            yield messages.blocks_straddle(where, f"width {width}", expected)
+
+
+def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
+    """Refuse a tokenizer whose ids reach past the embedding table."""
+    last = load_tokenizer(config.tokenizer, directory).last_id
+    if last >= shape.vocab_size:
+        where = str(directory / "tokenizer.json")
+        yield messages.ids_without_embedding(where, last, shape.vocab_size)
+
+
+def check_weight_headers(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the embedding and the heads of a directory's or a hub's model."""
+    if isinstance(config.model, HfModel):
+        directory = hub.describe(config.model)
+        if directory.shards:  # else its dimensions alone are known
+            yield from weight_problems(directory, shape_of(config.model))
+
+
+def weight_problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensError]:
+    """Yield what contradicts config.json; shapes come from the headers alone."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if groups < 1 or heads % groups:
+        where = f"{directory.path / 'config.json'}: num_key_value_heads"
+        yield messages.heads_do_not_divide(where, heads, groups)
+    embedding = shape.family.embedding
+    tried = [f"{embedding}.weight", f"{embedding.partition('.')[2]}.weight"]
+    key = next((key for key in tried if key in directory.tensors), None)
+    if key is None:
+        yield messages.embedding_absent(str(directory.path), tried)
+        return
+    found, expected = directory.tensors[key].shape, (shape.vocab_size, shape.hidden_size)
+    if found != expected:
+        yield messages.embedding_of_wrong_shape(f"{directory.path}: {key}", found, expected)
+
+
+def check_quantization(config: RunConfig) -> Iterator[MensError]:
+    """Yield the layers that blocks of weights do not divide, which gives wrong sums in silence."""
+    quant = config.quant
+    if not quant.is_four_bit or any(range_problems(config.model)):
+        return  # nothing to quantize, or told already
+    shape = shape_of(config.model)
+    left = {one.path for one in skipped(quant.skip, shape)}
+    inside = [one for one in linear_modules(shape) if one.layer is not None]
+    if config.task.name == "attribute" and len(left) == len(inside):
+        yield ConfigError(
+            "leaves nothing quantized, and so nothing to attribute",
+            where="quant.skip",
+            found=", ".join(quant.skip),
+            expected="at least one linear module that is quantized",
+        )
+    if quant.block_size is None:
+        return  # 64 is the model's own check
+    wide = {
+        one.kind: one.width
+        for one in inside
+        if one.path not in left and one.stack is None and one.width % quant.block
+    }
+    if wide:
+        listed = ", ".join(f"{kind} ({width})" for kind, width in wide.items())
+        found = f"{quant.block} for {listed}"
+        yield blocks_straddle("quant.block_size", found, "a divisor of every width")
+
+
+def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
+    """Yield what is not as `quant` says of the experts of a mixture, and what that means for them.
+
+    transformers holds them as tensors of three dimensions, and bitsandbytes quantizes linear
+    modules alone.
+    """
+    if config.backend.name == "proxy" or not shape.expert_parameters:
+        return
+    dtype = config.quant.compute_dtype
+    dense = dense_experts(config, shape)
+    if dense:
+        size = dense * (2 if dtype is ComputeDtype.bf16 else 4)
+        yield (
+            f"the experts are not quantized: {dense:,} of {shape.parameters:,} parameters stay in "
+            f"{dtype.value} ({size / 1e9:.2f} GB). bitsandbytes quantizes linear layers, and "
+            "transformers holds experts as tensors of three dimensions. "
+            "Next: see that the device has the memory of this plan"
+        )
+    adapted = any(one.stack is not None for one in modules_of(config, shape))
+    if adapted and config.backend.name != "full" and dtype is ComputeDtype.bf16:
+        yield (
+            "PEFT adds the adapter to the weights of experts in their own format, bf16, where a "
+            "change of less than about 1/512 of a weight is lost in each pass. "
+            "Next: set quant.compute_dtype=f32 for an exact sum, at twice the memory of the experts"
+        )
+
+
+def check_chat_template(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the chat template, as far as it can be read yet."""
+    check_date(config.tokenizer, _template(config))
+    yield from ()
+
+
+def date_in_prompts(config: RunConfig) -> str | None:
+    """Return the date that the chat template gets, None where it asks for none or is not here."""
+    template = _template(config)
+    return config.tokenizer.date if template is not None and is_dated(template) else None
+
+
+def _template(config: RunConfig) -> str | None:
+    """Read the chat template in force; None while the model is still to be made or downloaded."""
+    if config.tokenizer.chat_template is not None:
+        return read_template(config.tokenizer.chat_template)
+    if config.tokenizer.name == "vox" or isinstance(config.model, RandomModel):
+        return CHATML
+    directory = ready_directory(config.model, cache_root())
+    return None if directory is None else chat_template_of(directory, config.tokenizer)[0]
+
+
+def check_backend(config: RunConfig) -> Iterator[MensError]:
+    """Yield what keeps the backend from being built on the base model."""
+    if any(range_problems(config.model)) or any(range_problems(config.backend)):
+        return  # told already
+    proxy_stack(config, shape_of(config.model))  # raises what it has to say
+    yield from ()

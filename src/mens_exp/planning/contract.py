@@ -1,0 +1,343 @@
+"""The fine-tune contract: what a run means, apart from where and how it is recorded.
+
+Two runs with one digest learn the same thing from the same data. The parts carry the names that
+decide which kernel runs; `settings` holds every setting that changes what is learned, so that a
+field cannot be forgotten (:mod:`mens_exp.planning.semantics`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
+from mens_exp.config.mix import sources_of
+from mens_exp.config.model import BundledModel, HfModel
+from mens_exp.config.objective import LastKObjective
+from mens_exp.corpus import synthetic
+from mens_exp.errors import MensError
+from mens_exp.layout import hub
+from mens_exp.layout.checkpoint_files import attribution_required, license_of
+from mens_exp.layout.families import family_in
+from mens_exp.layout.shape import family_for
+from mens_exp.planning.backend_specs import BACKEND_SPECS, FULL_GRAPH
+from mens_exp.planning.semantics import learned_settings
+from mens_exp.rows.files import resolve_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mens_exp.config.root import RunConfig
+
+_VERSION = 1  # raise it when the same meaning gets another digest
+_DIGESTED = ("model", "data", "adapter", "quant", "exec", "settings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPart:
+    """The frozen base, by what identifies its content.
+
+    Attributes:
+        hf_repo: id of the hub, or path of a directory; None for other sources.
+        weights_sha256: of the file, where the configuration pins it.
+        config_sha256: of a directory's config.json.
+        tokenizer_sha256: of a directory's tokenizer.json.
+    """
+
+    hf_repo: str | None = None
+    weights_sha256: str | None = None
+    config_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPart:
+    """The data to learn from.
+
+    Attributes:
+        train_file: SHA-256 over the files of rows; None for other sources.
+        generated_from: what a generated corpus depends on beside the settings.
+        tokenizer_mode: ``hf`` or ``vox``.
+    """
+
+    train_file: str | None = None
+    generated_from: str | None = None
+    tokenizer_mode: str = "hf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterPart:
+    """The part that learns: ``lora`` or ``qlora``, on the full graph or on the proxy stack."""
+
+    method: str
+    rank: int
+    alpha: int
+    dropout: float
+    targets: str = FULL_GRAPH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantPart:
+    """The storage of the base: a quantizer's name, or ``none``."""
+
+    base: str
+    double_quant: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecPart:
+    """Execution of the training; None leaves a choice open, or is no part of the graph in question.
+
+    The last five belong to the proxy stack: strictness about its keys, the largest share of rows
+    that may be skipped, the head alone, how many middle layers, and how many last targets.
+    """
+
+    seq_len: int
+    batch_size: int
+    grad_accum: int
+    learning_rate: float
+    warmup_steps: int | None
+    seed: int
+    epochs: int | None = None
+    max_steps: int | None = None
+    require_full_proxy_stack: bool = False
+    max_skip_rate: float | None = None
+    lm_head_only: bool = False
+    proxy_max_layers: int | None = None
+    ce_last_k: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArtifactPart:
+    """The output that stays, and the machine it is for."""
+
+    adapter_schema_version: int = 3
+    deployment_target: str = "workstation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvenancePart:
+    """The source of the base; unknown is None.
+
+    Attributes:
+        base_family: model_type of the base.
+        upstream_model_id: id of the hub, path of a directory, or the name of another source.
+        license_class: the weights' licence as their publisher names it.
+        attribution_required: whether that asks for a notice of origin.
+    """
+
+    base_family: str | None = None
+    upstream_model_id: str | None = None
+    license_class: str | None = None
+    attribution_required: bool | None = None
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Why a part is None, by its name."""
+        reasons = {
+            "base_family": "the model's files could not be read",
+            "upstream_model_id": "the model has no name",
+            "license_class": "no publisher's card states one",
+            "attribution_required": "the licence is unknown"
+            if self.license_class is None
+            else f"what {self.license_class} asks is not known here",
+        }
+        return {name: why for name, why in reasons.items() if getattr(self, name) is None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuneContract:
+    """The meaning of a run.
+
+    Attributes:
+        settings: every setting that changes what is learned, by dotted path, content hashes in
+            the place of files' names.
+    """
+
+    model: ModelPart
+    data: DataPart
+    adapter: AdapterPart
+    quant: QuantPart
+    exec: ExecPart
+    artifact: ArtifactPart = ArtifactPart()
+    provenance: ProvenancePart = ProvenancePart()
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of everything that changes what is learned.
+
+        A None is left out, so that a choice that did not exist yet changes no older digest.
+        """
+        return recorded_digest({"version": _VERSION, **dataclasses.asdict(self)})
+
+    def record(self) -> dict[str, Any]:
+        """Return the parts as plain JSON, for manifest and plan."""
+        return {"version": _VERSION, "digest": self.digest, **dataclasses.asdict(self)}
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Why a part of the record is null, by its dotted path in a manifest."""
+        reasons = self.provenance.unknown
+        return {f"contract.provenance.{name}": why for name, why in reasons.items()}
+
+
+def recorded_digest(record: Mapping[str, Any]) -> str:
+    """Return the digest of a contract as a manifest has it, whatever digest stands there."""
+    learned = {name: _known(record.get(name) or {}) for name in _DIGESTED}
+    return digest({"version": record.get("version"), **learned})
+
+
+def _known(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if value is not None}
+
+
+def contract_of(config: RunConfig) -> FineTuneContract:
+    """Build the contract of a configuration; files are hashed where they can be read."""
+    settings = learned_settings(config)
+    settings["lora.targets"] = sorted(set(config.lora.targets))  # their order means nothing
+    model, data = _model_part(config), _data_part(config)
+    for path, content in _contents(config).items():
+        if content is not None:
+            settings[path] = content  # where a file lies means nothing
+    kernel = BACKEND_SPECS.get(config.backend.name)
+    trainer = config.trainer
+    return FineTuneContract(
+        model=model,
+        data=data,
+        adapter=AdapterPart(
+            method=kernel.method if kernel else "qlora",
+            rank=config.lora.r,
+            alpha=config.lora.alpha,
+            dropout=config.lora.dropout,
+            targets=kernel.targets if kernel else FULL_GRAPH,
+        ),
+        quant=QuantPart(base=config.quant.quant_type.value, double_quant=config.quant.double_quant),
+        exec=ExecPart(
+            seq_len=config.data.seq_len,
+            batch_size=config.data.micro_batch_size,
+            grad_accum=trainer.accumulate_grad_batches,
+            learning_rate=config.optim.lr,
+            warmup_steps=config.schedule.warmup_steps,
+            seed=config.seed,
+            epochs=trainer.max_epochs if trainer.max_epochs > 0 else None,
+            max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            **_proxy_part(config),
+        ),
+        artifact=ArtifactPart(deployment_target=config.deployment_target.value),
+        provenance=origin_of(config),
+        settings=settings,
+    )
+
+
+def _proxy_part(config: RunConfig) -> dict[str, Any]:
+    """Return what belongs to the proxy stack, where it is the graph."""
+    backend, objective = config.backend, config.objective
+    if not isinstance(backend, ProxyConfig):
+        return {}
+    return {
+        "require_full_proxy_stack": backend.require_full_stack,
+        "lm_head_only": backend.lm_head_only,
+        "proxy_max_layers": backend.max_layers,
+        "ce_last_k": objective.k or None if isinstance(objective, LastKObjective) else None,
+    }
+
+
+def _model_part(config: RunConfig) -> ModelPart:
+    named = getattr(config.model, "id", None)
+    directory = Path(str(named)).expanduser() if named else None
+    return ModelPart(
+        hf_repo=named,
+        weights_sha256=getattr(config.model, "sha256", None),
+        config_sha256=_hash(directory / "config.json") if directory else None,
+        tokenizer_sha256=_hash(directory / "tokenizer.json") if directory else None,
+    )
+
+
+def _contents(config: RunConfig) -> dict[str, Any]:
+    """Return the content of every file that a setting names, by the setting's path."""
+    template = config.tokenizer.chat_template
+    return {
+        "data.path": _rows_hash(config, "path"),
+        "data.val_path": _rows_hash(config, "val_path"),
+        "data.sources": _sources(config),
+        "tokenizer.chat_template": _hash(Path(template).expanduser()) if template else None,
+    }
+
+
+def _sources(config: RunConfig) -> list[dict[str, Any]] | None:
+    """Return the sources of a mix, each path replaced by the content of its files."""
+    if not isinstance(config.data, MixData):
+        return None
+    try:
+        sources = sources_of(config.data)
+    except MensError:
+        return None  # validation says so
+    found = []
+    for entry, source in zip(config.data.sources, sources, strict=True):
+        path = _files_hash(source.data.path) if isinstance(source.data, JsonlData) else None
+        # Nor does it mean anything how a source is called.
+        settings = {name: value for name, value in entry.items() if name != "name"}
+        found.append(settings if path is None else {**settings, "path": path})
+    return found
+
+
+def _rows_hash(config: RunConfig, name: str) -> str | None:
+    """Hash the files of rows that a setting names, in their order; None where one is not read."""
+    if not isinstance(config.data, JsonlData) or not getattr(config.data, name):
+        return None
+    return _files_hash(getattr(config.data, name))
+
+
+def _files_hash(names: Any) -> str | None:
+    try:
+        files = resolve_files(names, "data.path")
+    except MensError:
+        return None  # preflight says so
+    hashes = [_hash(file) for file in files]
+    return None if None in hashes else digest(hashes)
+
+
+def _data_part(config: RunConfig) -> DataPart:
+    made_of = None
+    if isinstance(config.data, StdlibData):  # the corpus is the interpreter's own library
+        made_of = f"Python {platform.python_version()}"
+    elif isinstance(config.data, SyntheticData):
+        made_of = synthetic.made_by()
+    return DataPart(
+        train_file=_rows_hash(config, "path"),
+        generated_from=made_of,
+        tokenizer_mode=config.tokenizer.name,
+    )
+
+
+def _hash(path: Path) -> str | None:
+    try:
+        return sha256_file(path) if path.is_file() else None
+    except OSError:
+        return None  # preflight says so, by name
+
+
+def origin_of(config: RunConfig) -> ProvenancePart:
+    """Say where the base comes from; its licence is the configuration's, or the model card's."""
+    model = config.model
+    family, licence = None, model.license if isinstance(model, BundledModel) else None
+    try:
+        if isinstance(model, HfModel):
+            directory = hub.describe(model)
+            family, licence = family_in(directory).model_type, license_of(directory.path)
+        else:
+            family = family_for(model).model_type
+    except MensError:
+        pass  # preflight says why
+    return ProvenancePart(
+        base_family=family,
+        upstream_model_id=getattr(model, "id", None) or model.name,
+        license_class=licence,
+        attribution_required=attribution_required(licence),
+    )

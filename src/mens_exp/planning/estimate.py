@@ -1,0 +1,384 @@
+"""Plan a run: its tokens, steps, time, memory and disk; torch-free, about a second at most.
+
+Tokens are counted from a warm cache, else estimated. The figures of memory and time are estimates
+by formula; each says what it rests on, and a figure nothing is known about is null with the
+reason.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.data import StdlibData, SyntheticData
+from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.model import HfModel
+from mens_exp.config.optim import warmup_steps
+from mens_exp.corpus import stdlib, synthetic
+from mens_exp.corpus.filters import asked
+from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
+from mens_exp.corpus.source import cache_key, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.layout import hub
+from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.shape import shape_of
+from mens_exp.planning import machine, messages, throughput_model
+from mens_exp.planning.backend_specs import readers_of_names
+from mens_exp.planning.checks.machine import findings, rate_warnings
+from mens_exp.planning.checks.model import date_in_prompts, expert_warnings
+from mens_exp.planning.contract import contract_of
+from mens_exp.planning.forecast import (
+    device_of_plan,
+    disk,
+    documents_of,
+    forecast,
+    shared,
+    tokens_per_step,
+)
+from mens_exp.planning.memory import compares, described_modules, proxy_stack, trained_parameters
+from mens_exp.planning.planner import environment_of, execution_plan
+from mens_exp.rows.cache import peek
+from mens_exp.tokenizer.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.config.model import ModelConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.row_files import Rows
+    from mens_exp.layout.families import Family
+    from mens_exp.layout.shape import Shape
+    from mens_exp.planning.forecast import Disk, Forecast
+    from mens_exp.rows.cache import CacheKey, TokenCounts
+
+# measured: the stdlib rows' length-weighted mean is 218, 328, 425 and 452 tokens where documents
+# are cut at 256, 512, 1,024 and 2,048.
+_STDLIB_TYPICAL, _STDLIB_SCALE = 470, 430
+_TEMPLATE_TOKENS = 40  # a chat template's own, of each exchange
+# measured: 4,000 generated rows of each kind, characters of prompt and response; under SmolLM2's
+# tokenizer the longest of them has 476 tokens less the template's, and the mean length of the row
+# that a token lies in is 1.1 times the mean.
+_WRITING_CHARS, _REPAIR_CHARS = 515, 845
+_GENERATED_LONGEST, _GENERATED_SPREAD = 520, 1.1
+_STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
+
+
+def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
+    """Count tokens: exactly from a warm cache, else from characters or file sizes."""
+    data = config.data
+    is_whole = not asked(data.filter)
+    if is_whole and isinstance(data, StdlibData) and not stdlib.is_cached(cache):
+        return _of_library(data)
+    if is_whole and isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
+        return _of_generator(data)
+    rows = load_rows(config.data, cache)
+    if rows.streamed:
+        return _of_stream(rows, data.seq_len)
+    about = rows.record()
+    exact = _cached_counts(config, rows, cache)
+    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
+    lengths = _lengths(train)
+    if exact is not None:
+        basis = "counted, from the cache"
+        counted = {**about, **exact, **lengths}
+        return {"source": rows.source, **counted, "exact": True, "basis": basis}
+    return {
+        "source": rows.source,
+        **about,
+        "train_rows": len(rows.train),
+        "train_tokens": round(sum(train)),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
+        **lengths,
+        "exact": False,
+        "basis": "estimated from the rows' characters; not encoded yet",
+    }
+
+
+def _of_library(data: StdlibData) -> dict[str, Any]:
+    characters = stdlib.source_bytes() * _STDLIB_SHARE
+    train = 1 - data.val_frac - data.heldout_frac
+    typical = _STDLIB_TYPICAL * (1 - math.exp(-data.seq_len / _STDLIB_SCALE))
+    return {
+        "source": data.source,
+        "train_rows": None,
+        "train_tokens": round(characters * train / CHARS_PER_TOKEN),
+        "val_tokens": round(characters * data.val_frac / CHARS_PER_TOKEN),
+        "longest_tokens": data.seq_len,
+        "typical_tokens": round(typical),
+        "exact": False,
+        "basis": "estimated from file sizes; nothing is cached yet",
+    }
+
+
+def _of_generator(data: SyntheticData) -> dict[str, Any]:
+    rows = synthetic.counts(data)
+    characters = _WRITING_CHARS + data.repair_frac * (_REPAIR_CHARS - _WRITING_CHARS)
+    tokens = min(characters / CHARS_PER_TOKEN + _TEMPLATE_TOKENS, data.seq_len)
+    return {
+        "source": data.source,
+        "train_rows": rows[Side.TRAIN],
+        "train_tokens": round(rows[Side.TRAIN] * tokens),
+        "val_tokens": round(rows[Side.VAL] * tokens),
+        "longest_tokens": min(_GENERATED_LONGEST, data.seq_len),
+        "typical_tokens": round(min(_GENERATED_SPREAD * tokens, data.seq_len)),
+        "exact": False,
+        "basis": "rows as asked for, tokens estimated; nothing is generated yet",
+    }
+
+
+def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
+    """Estimate from the first rows, and how large a part of the files these are."""
+    about = rows.record()
+    files, read = about["streaming"].get("file_bytes", {}), about["streaming"]["first_rows"]
+    scale, basis = 1.0, f"of the first {read['rows']} rows, estimated; the others are not read"
+    if files and read["bytes"] and all(name.endswith(".jsonl") for name in files):
+        scale = max(sum(files.values()) / read["bytes"], 1.0)
+        basis = f"estimated from the first {read['rows']} rows and the sizes of the files"
+    train = _document_tokens(rows, Side.TRAIN, seq_len)
+    return {
+        "source": rows.source,
+        **about,
+        "train_rows": round(len(rows.train) * scale),
+        "train_tokens": round(round(sum(train)) * scale),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len),
+        **_lengths(train),
+        "exact": False,
+        "basis": basis,
+    }
+
+
+def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any] | None:
+    directory = ready_directory(config.model, cache)
+    if directory is None:
+        return None
+    tokenizer = load_tokenizer(config.tokenizer, directory)
+    key, val_key = (cache_key(config, rows, side, tokenizer) for side in (Side.TRAIN, Side.VAL))
+    train, val = peek(cache, key), peek(cache, val_key)
+    if train is None or val is None:
+        return None
+    return {
+        "train_rows": train.documents,
+        "train_tokens": train.tokens,
+        "val_tokens": val.tokens,
+        **_contract(config, cache, key, train),
+    }
+
+
+def _contract(config: RunConfig, cache: Path, key: CacheKey, counts: TokenCounts) -> dict[str, Any]:
+    """Return the token part of the data contract where an earlier run has made it."""
+    from mens_exp.corpus import contract_rules, data_contract  # a cold plan does without
+
+    known = data_contract.known_token_part(cache, key, counts)
+    if known is None:
+        return {}
+    refusals = contract_rules.of_tokens(known.tokens, config.data.contract, key.labelling)
+    return {
+        "contract": {
+            "tokens": known.tokens,
+            "unknown": known.unknown,
+            "refusals": [str(error) for error in refusals],
+        }
+    }
+
+
+def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
+    return round(sum(_document_tokens(rows, side, seq_len)))
+
+
+def _document_tokens(rows: Rows, side: Side, seq_len: int) -> array[float]:
+    """Estimate the documents of a side; of rows on disk this reads them."""
+    return array("d", (min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)))
+
+
+def _lengths(documents: Sequence[float]) -> dict[str, int]:
+    """Return the longest document, and the mean length of the one that a token lies in."""
+    squares = sum(length**2 for length in documents)
+    return {
+        "longest_tokens": round(max(documents, default=0.0)),
+        "typical_tokens": round(squares / max(sum(documents), 1.0)),
+    }
+
+
+def steps_of(config: RunConfig, blocks: int | None) -> int | None:
+    """Return optimizer steps, or None when only max_epochs bounds them and blocks are unknown."""
+    trainer = config.trainer
+    limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if trainer.max_epochs > 0 and blocks is not None:
+        per_step = config.data.micro_batch_size * trainer.accumulate_grad_batches
+        limits.append(-(-trainer.max_epochs * blocks // per_step))
+    return min(limits, default=None)
+
+
+def bound_of(config: RunConfig, blocks: int | None) -> str | None:
+    """Return the setting that ends the run; None where two are set and blocks are unknown."""
+    trainer = config.trainer
+    if trainer.max_epochs <= 0 or trainer.max_steps <= 0:
+        return "trainer.max_steps" if trainer.max_steps > 0 else "trainer.max_epochs"
+    if blocks is None:
+        return None
+    by_steps = steps_of(config, blocks) == trainer.max_steps
+    return "trainer.max_steps" if by_steps else "trainer.max_epochs"
+
+
+def epochs_of(config: RunConfig, blocks: int | None, steps: int | None) -> float | None:
+    """Return the passes over the training data that some steps are; None where that is unknown."""
+    if not blocks or steps is None:
+        return None
+    per_step = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
+    passes = steps * per_step / blocks
+    whole = config.trainer.max_epochs
+    return round(min(passes, whole) if whole > 0 else passes, 4)
+
+
+def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
+    """Plan a run from its configuration and what the caches already hold."""
+    shape = shape_of(config.model)
+    data = count_tokens(config, cache)
+    effective = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
+    per_step = tokens_per_step(config)
+    blocks = _blocks(config, data)
+    steps = steps_of(config, blocks)
+    total = steps * per_step if steps is not None else None
+    device = device_of_plan(config)
+    documents = documents_of(config, data)
+    expected = forecast(config, shape, documents, device, cache)
+    written = disk(config, shape, cache, steps)
+    errors, warnings = findings(config, device, expected.memory, written, cache)
+    stack = proxy_stack(config, shape)
+    return {
+        "format": "mens_exp_plan",
+        "version": 1,
+        **_meaning(config, shape),
+        "layers": shape.num_hidden_layers,
+        "parameters": shape.parameters,
+        "trainable_parameters": trained_parameters(config, shape),
+        "data": data,
+        "effective_batch": effective,
+        "tokens_per_step": per_step,
+        "steps": steps,
+        "epochs": epochs_of(config, blocks, steps),
+        "bound": bound_of(config, blocks),
+        "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
+        "checkpoints": written.checkpoints_saved,
+        "tokens_total": total,
+        "time_s": _time(config, expected, device, total, data, per_step)
+        | {
+            "quantization": throughput_model.quantization_s(
+                shape, device.kind, config.quant.quant_type
+            ),
+            "comparison": throughput_model.comparison_s(shape, device.kind)
+            if compares(config)
+            else None,
+        },
+        "memory_bytes": _memory(expected, device),
+        "processes": shared(config, shape, documents, expected.memory, device),
+        "disk_bytes": _disk(written, cache),
+        "device": {"kind": device.kind, "name": device.name},
+        "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],
+        "comparison": messages.COMPARISON,
+        "warnings": [
+            *(stack.warnings if stack else ()),
+            *expert_warnings(config, shape),
+            *rate_warnings(config, shape),
+            *warnings,
+        ],
+        "measured": None,
+    }
+
+
+def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
+    """Say what the command means: the groups' choices, and the planner's answer."""
+    made = execution_plan(contract_of(config), environment_of(config)).record()
+    return {
+        "model": _name(config.model),
+        "download_bytes": _download(config.model),
+        "backend": config.backend.name,
+        "quant": f"{config.quant.quant_type.value}"
+        f"{', double quantization' if config.quant.double_quant else ''}"
+        f"{f', blocks of {config.quant.block}' if config.quant.block_size else ''}"
+        f"{f', without {chr(44).join(config.quant.skip)}' if config.quant.skip else ''}"
+        f", {config.quant.compute_dtype.value} compute",
+        "lora": _lora(config),
+        "lora_modules": described_modules(config, shape),
+        "objective": config.objective.name,
+        "tokenizer": config.tokenizer.name,
+        "chat_template_date": date_in_prompts(config),
+        "deployment_target": config.deployment_target.value,
+        "layout": _layout(shape.family),
+        **made,
+    }
+
+
+def _layout(family: Family) -> dict[str, Any]:
+    """Say whether the names of weights are verified, and what refuses where they are not."""
+    return {
+        "model_type": family.model_type,
+        "verified": family.verified,
+        "refused": [] if family.verified else list(readers_of_names()),
+    }
+
+
+def _time(
+    config: RunConfig,
+    expected: Forecast,
+    device: machine.Machine,
+    total: int | None,
+    data: dict[str, Any],
+    per_step: int,
+) -> dict[str, Any]:
+    validated = 2 * min(config.data.val_max_tokens, data["val_tokens"])
+    several = expected.pace.of_several(config.trainer.world_size, device.kind)
+    made = throughput_model.time(several, expected.per_token, total, validated, per_step)
+    return made | {"flop_per_step": per_step * expected.per_token}
+
+
+def _memory(expected: Forecast, device: machine.Machine) -> dict[str, Any]:
+    return expected.memory.record() | {
+        "formula": expected.formula,
+        "runs": list(expected.runs),
+        "free": device.free_bytes,
+    }
+
+
+def _disk(written: Disk, cache: Path) -> dict[str, Any]:
+    return written.record() | {"free": machine.space(cache)[1]}
+
+
+def _lora(config: RunConfig) -> str:
+    """Say what the adapter is, in one line; what is as usual is left out."""
+    if config.backend.name == "full":
+        return "none"
+    lora = config.lora
+    kind = [] if lora.variant is LoraVariant.lora else [lora.variant.value]
+    start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]
+    ranks = f"r {lora.r}{' and others' if lora.rank_pattern else ''}"
+    alphas = f"alpha {lora.alpha}{' and others' if lora.alpha_pattern else ''}"
+    return ", ".join(
+        ["+".join(lora.targets), *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start]
+    )
+
+
+def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
+    """Count training sequences: what packing cannot go below, or the rows where each is padded."""
+    if config.data.packing:
+        return int(-(-data["train_tokens"] // config.data.seq_len))
+    rows: int | None = data["train_rows"]
+    return rows
+
+
+def _name(model: ModelConfig) -> str:
+    """Name what is trained; of the hub, the commit as well."""
+    if not isinstance(model, HfModel) or hub.local(model.id) is not None:
+        return model.name
+    if not hub.describe(model).shards:
+        return f"{model.id}, by the dimensions that mens_exp ships: the hub did not answer"
+    return f"{model.id} at {hub.commit_of(model.id, model.revision)}"
+
+
+def _download(model: ModelConfig) -> int:
+    """Count the bytes of weights that have to come from the hub first."""
+    if not isinstance(model, HfModel) or not hub.describe(model).shards:
+        return 0
+    return hub.bytes_to_download(model)

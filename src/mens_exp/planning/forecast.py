@@ -1,0 +1,346 @@
+"""Forecast what a run takes on this machine: memory and time with intervals, disk, shares.
+
+Memory and time carry the intervals that earlier runs give. Sizes on disk follow by formula from the
+shapes alone. A run of several processes is sized for each, with the strategy that fits;
+task=attribute holds two copies of the base, and what its layers gave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.model import HfModel, RandomModel, WeightsDtype
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.rules.training import can_be_sharded
+from mens_exp.config.trainer import Strategy
+from mens_exp.layout import hub
+from mens_exp.layout.model_cache import ready_directory
+from mens_exp.planning import machine, throughput_model
+from mens_exp.planning.memory import (
+    Documents,
+    Memory,
+    bits_per_weight,
+    frozen_linears,
+    memory,
+    optimizer_bytes,
+    recomputes,
+    trained_parameters,
+)
+from mens_exp.planning.throughput_model import (
+    Entry,
+    Residuals,
+    entries,
+    is_alike,
+    ledger_path,
+    residuals,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.planning.machine import Machine
+
+_F32, _BF16 = 4, 2
+_RECORDS = 20_000_000  # telemetry, report and offline mirror of a run: 5 MB in the main job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Bytes that a run writes.
+
+    Attributes:
+        adapter: the adapter in our schema, f32.
+        peft: the same for PEFT.
+        checkpoint: one training state: adapter and optimizer.
+        checkpoints_kept: states on disk at one time, one more being written.
+        checkpoints_saved: states written over the whole run, None where steps are unknown.
+        base: a copy of the base that has to be made or downloaded into the cache.
+        merged: a merged model in bf16, which only an export writes.
+    """
+
+    adapter: int
+    peft: int
+    checkpoint: int
+    checkpoints_kept: int
+    checkpoints_saved: int | None
+    base: int
+    merged: int
+
+    @property
+    def in_run(self) -> int:
+        """Bytes in the run directory at the worst moment."""
+        return (
+            self.adapter + self.peft + self.checkpoint * (self.checkpoints_kept + 1) + _RECORDS
+            if self.checkpoints_kept
+            else self.adapter + self.peft + _RECORDS
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {**asdict(self), "in_run": self.in_run}
+
+
+def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Disk:
+    """Size what a run writes."""
+    parameters = trained_parameters(config, shape)
+    moments, _ = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
+    whole = shape.linear_parameters + shape.embedding_parameters
+    saves = "checkpoint" in config.callbacks
+    keep = config.checkpoint.keep if saves else 0
+    saved = None if steps is None else -(-steps // config.checkpoint.every_n_steps) * saves
+    return Disk(
+        adapter=parameters * _F32,
+        peft=parameters * _F32,
+        checkpoint=parameters * _F32 + moments,
+        checkpoints_kept=keep if saved is None else min(keep, saved),
+        checkpoints_saved=saved,
+        base=_base(config, whole, cache),
+        merged=whole * _BF16,
+    )
+
+
+def _base(config: RunConfig, weights: int, cache: Path) -> int:
+    """Return bytes of the base that are not here yet."""
+    model = config.model
+    if isinstance(model, HfModel):
+        is_known = bool(hub.describe(model).shards)  # else its dimensions alone are
+        return hub.bytes_to_download(model) if is_known else weights * _BF16
+    if ready_directory(model, cache):
+        return 0
+    in_f32 = isinstance(model, RandomModel) and model.dtype is WeightsDtype.f32
+    return weights * (_F32 if in_f32 else _BF16)
+
+
+_GIB = 1 << 30
+
+
+def device_of_plan(config: RunConfig) -> machine.Machine:
+    """Describe the device that a run is planned for: this machine's, or of the size asked for."""
+    here = machine.look(config.trainer.accelerator)
+    gib = config.trainer.device_gib
+    if gib is None:
+        return here
+    size = round(gib * _GIB)
+    return machine.Machine(
+        kind=here.kind,
+        name=f"{'GPU' if here.kind == 'cuda' else 'CPU'} with {gib:g} GiB",
+        total_bytes=size,
+        free_bytes=size,
+    )
+
+
+def for_all_on_a_machine(config: RunConfig, one: int, kind: str) -> int:
+    """Return bytes that a device must hold: a GPU those of one process, a CPU those of all."""
+    return one * (config.trainer.devices if kind == "cpu" else 1)
+
+
+def shared(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    expected: Memory,
+    device: machine.Machine,
+) -> dict[str, Any] | None:
+    """Say who shares the work and what each takes; None where one process is asked for.
+
+    ``fits`` says of each strategy whether the device holds it: true, false, or null where that is
+    within the estimate's interval, or where the device's memory is unknown. A strategy that the
+    run cannot have is left out.
+
+    Args:
+        config: the whole configuration.
+        shape: of the model.
+        documents: lengths of what is trained on.
+        expected: the forecast of the strategy that is chosen; the others differ from it as their
+            formulas do.
+        device: that each process computes on.
+    """
+    trainer = config.trainer
+    if trainer.strategy is Strategy.one:
+        return None
+
+    def formula(strategy: Strategy) -> Memory:
+        return memory(_under(config, strategy), shape, documents, kind=device.kind)
+
+    chosen, bounds = formula(trainer.strategy), {}
+    for strategy in Strategy:
+        if strategy is Strategy.fsdp and not can_be_sharded(config):
+            continue
+        other = formula(strategy)
+        low, high = (
+            round(bound * theirs / ours)
+            for bound, theirs, ours in (
+                (expected.low, other.low, chosen.low),
+                (expected.high, other.high, chosen.high),
+            )
+        )
+        if strategy is not Strategy.one:
+            low, high = (for_all_on_a_machine(config, one, device.kind) for one in (low, high))
+        bounds[strategy] = (low, high)
+    return {
+        "strategy": trainer.strategy.value,
+        "processes": trainer.world_size,
+        "on_each_machine": trainer.devices,
+        "device_bytes": device.free_bytes,
+        "bytes_of_each": {
+            "estimate": expected.estimate,
+            "low": expected.low,
+            "high": expected.high,
+        },
+        "fits": {
+            strategy.value: _fits(low, high, device.free_bytes)
+            for strategy, (low, high) in bounds.items()
+        },
+    }
+
+
+def _under(config: RunConfig, strategy: Strategy) -> RunConfig:
+    """Return the run under another strategy, with as many processes; one is one."""
+    trainer = replace(config.trainer, strategy=strategy)
+    if strategy is Strategy.one:
+        trainer = replace(trainer, devices=1, num_nodes=1)
+    return replace(config, trainer=trainer)
+
+
+def _fits(low: int, high: int, free: int | None) -> bool | None:
+    if free is None or low <= free < high:
+        return None
+    return high <= free
+
+
+_F32_BYTES = 4  # bytes
+_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, loaded kernels: as for training
+_SPREAD = 0.3  # unverified guess
+
+
+def attribution_memory(config: RunConfig, shape: Shape) -> Memory:
+    """Estimate it by formula, in bytes."""
+    compute = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32_BYTES
+    weights = shape.linear_parameters + shape.embedding_parameters
+    kept = config.attribute.tokens * shape.num_hidden_layers * shape.hidden_size
+    components = {
+        "base in f32": _F32_BYTES * weights,
+        "base in 4 bits": round(shape.linear_parameters * bits_per_weight(config.quant) / 8)
+        + compute * shape.embedding_parameters,
+        "layer outputs": _F32_BYTES * kept,
+        "framework": _FRAMEWORK,
+    }
+    total = sum(components.values())
+    return Memory(
+        components=components,
+        low=total,
+        high=round(total * (1 + _SPREAD)),
+        outside=0,
+        basis="formula",
+    )
+
+
+_ALIKE = 0.95  # of the longest document: all are about as long
+_RECENT = 20  # runs that an interval is taken from; older ones ran older code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """The predicted cost of a run.
+
+    Attributes:
+        memory: the estimate, corrected and bounded by earlier runs where there are enough.
+        formula: the peak by formula alone, as a probe of the run would see it.
+        runs: ids of the earlier runs of like size that the forecast rests on.
+        pace: the rate of computing.
+        per_token: training operations for one token.
+    """
+
+    memory: Memory
+    formula: int
+    runs: tuple[str, ...]
+    pace: throughput_model.Throughput
+    per_token: float
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Return the tokens of one optimizer step, full blocks taken."""
+    data = config.data
+    return data.seq_len * data.micro_batch_size * config.trainer.accumulate_grad_batches
+
+
+def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
+    """Return the lengths of documents as the plan's data part tells them; unknown is the limit."""
+    limit = config.data.seq_len
+    longest, typical = data.get("longest_tokens"), data.get("typical_tokens")
+    return Documents(
+        longest=longest or limit,
+        typical=typical or limit,
+        varied=not (longest and typical) or typical < _ALIKE * longest,
+    )
+
+
+def forecast(
+    config: RunConfig, shape: Shape, documents: Documents, machine: Machine, cache: Path
+) -> Forecast:
+    """Estimate memory and pace of a run."""
+    sizes = {"parameters": shape.parameters, "tokens_per_step": tokens_per_step(config)}
+    known = [
+        one
+        for one in entries(ledger_path(cache))
+        if (one.device, one.backend) == (machine.name, config.backend.name)
+        and is_alike(one, **sizes)
+    ][-_RECENT:]
+    plain = memory(config, shape, documents, kind=machine.kind)
+    seen = residuals(_ratios(known))
+    return Forecast(
+        memory=_corrected(plain, seen),
+        formula=plain.estimate - plain.outside,
+        runs=tuple(one.run_id for one in known),
+        pace=throughput_model.throughput_of(config, machine.kind, known, _rate_spread(known)),
+        per_token=_per_token(config, shape, documents, machine),
+    )
+
+
+def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: Machine) -> float:
+    """Return training operations for one token."""
+    adapter, linears = trained_parameters(config, shape), frozen_linears(config, shape)
+    if isinstance(config.backend, ProxyConfig):
+        return throughput_model.proxy_flop_per_token(
+            linears + shape.vocab_size * shape.hidden_size,
+            adapter,
+            learned_frac=throughput_model.learned_frac(config.objective, documents.typical),
+            micro_batch_tokens=config.data.micro_batch_size * config.data.seq_len,
+        )
+    again = recomputes(config, shape, machine.kind)
+    return throughput_model.flop_per_token(shape, adapter, linears=linears, again=again)
+
+
+def _ratios(known: list[Entry]) -> list[float]:
+    return [
+        one.measured_peak_bytes / one.predicted_peak_bytes
+        for one in known
+        if one.measured_peak_bytes and one.predicted_peak_bytes
+    ]
+
+
+def _rate_spread(known: list[Entry]) -> Residuals | None:
+    rates = [
+        one.flop_per_step / one.measured_step_s
+        for one in known
+        if one.flop_per_step and one.measured_step_s
+    ]
+    return residuals([rate / rates[-1] for rate in rates])
+
+
+def _corrected(plain: Memory, seen: Residuals | None) -> Memory:
+    if seen is None:
+        return plain
+    total = plain.estimate
+    correction = {"as earlier runs here": round(total * (seen.centre - 1))}
+    return replace(
+        plain,
+        components={**plain.components, **correction},
+        low=round(total * seen.low),
+        high=round(total * seen.high),
+        basis=f"{plain.basis}; corrected and bounded by {seen.runs} earlier runs of like size",
+    )

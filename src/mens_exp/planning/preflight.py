@@ -1,0 +1,121 @@
+"""Report everything that is wrong before a run directory exists or a weight is read; torch-free."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mens_exp.config.data import RowsData, WrittenData
+from mens_exp.config.fields import range_problems
+from mens_exp.config.rules.data import data_problems as rule_problems
+from mens_exp.corpus.filters import asked
+from mens_exp.corpus.row_files import read_own
+from mens_exp.corpus.source import load_rows
+from mens_exp.errors import ConfigError, MensError, Problems
+from mens_exp.planning.checks import adapter, classes, machine, model
+from mens_exp.planning.contract import contract_of
+from mens_exp.planning.planner import Gate, environment_of, refusals
+from mens_exp.rows.cache import cache_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mens_exp.config.root import RunConfig
+
+
+def check_contract(config: RunConfig) -> Iterator[MensError]:
+    """Yield every reason to refuse what the run means."""
+    for gate, error in refusals(contract_of(config), environment_of(config)):
+        if gate is not Gate.FLAGS:  # the rules of their groups name them by their dotted paths
+            yield error
+
+
+def check_data(config: RunConfig) -> Iterator[MensError]:
+    """Yield what is wrong with the files of rows."""
+    data = config.data
+    if not isinstance(data, WrittenData):
+        if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
+            load_rows(data, cache_root())  # says where nothing is left
+        return
+    problems = {problem.where for problem in rule_problems(config)}
+    if not any(range_problems(data)) and not problems:
+        load_rows(data, cache_root())
+    elif (
+        problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
+    ):  # told already; the rows can still be judged
+        read_own(data)
+    yield from ()
+
+
+def _cache(config: RunConfig) -> Iterator[MensError]:
+    del config
+    writable_cache()
+    yield from ()
+
+
+_CHECKS = (
+    _cache,
+    check_contract,
+    machine.check_optimizer,
+    check_data,
+    model.check_backend,
+    model.check_model,
+    model.check_weight_headers,
+    model.check_quantization,
+    adapter.check_lora,
+    adapter.check_initial_adapter,
+    model.check_chat_template,
+    machine.check_logger,
+    machine.check_sandbox,
+    classes.check,
+    machine.check_processes,
+    machine.check_machine,
+)
+# It builds neither a backend nor an adapter and trains nothing.
+_OF_ATTRIBUTION = (
+    _cache,
+    check_data,
+    model.check_model,
+    model.check_weight_headers,
+    model.check_quantization,
+    model.check_chat_template,
+    classes.check,
+    machine.check_machine,
+)
+
+
+def preflight(config: RunConfig) -> list[MensError]:
+    """List everything wrong with the files and limits that a run would meet."""
+    problems: list[MensError] = []
+    for check in _OF_ATTRIBUTION if config.task.name == "attribute" else _CHECKS:
+        try:
+            for problem in check(config):
+                problems.append(problem)  # noqa: PERF402  # kept when the check gives up later
+        except Problems as several:
+            problems += several.problems
+        except MensError as error:
+            problems.append(error)
+    return list({str(problem): problem for problem in problems}.values())
+
+
+def writable_cache() -> Path:
+    """Return the cache folder, made where it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    root = cache_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(root, os.W_OK) else "no permission to write"
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+    if reason is not None:
+        raise ConfigError(
+            f"the cache folder cannot be used: {reason}",
+            where="MENS_EXP_CACHE",
+            found=str(root),
+            remedy="set MENS_EXP_CACHE to a folder that can be written",
+        )
+    return root

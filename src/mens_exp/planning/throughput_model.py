@@ -1,0 +1,350 @@
+"""The time of a run: operations by formula, divided by a measured rate, corrected by earlier runs.
+
+Each line of a local file is one finished run, predicted and measured. A prediction is corrected by
+runs of like size on the same device and backend: by how far the formula was off for them, and by
+the rate that they computed at. Otherwise the rate is one measured on another CPU. No rate has been
+measured for a GPU; until a run on it is in the file, its time is unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.atomic import json_line
+from mens_exp.artifacts.host import file_lock
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.objective import LastKObjective
+from mens_exp.config.quant import ComputeDtype, QuantType
+from mens_exp.planning.machine import cores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mens_exp.config.objective import ObjectiveConfig
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+
+_FORMAT, _VERSION = "mens_exp_ledger", 2  # 1 had no sizes
+_FEWEST = 3  # runs under which a spread says nothing
+# Student's t, two-sided 90 %, by degrees of freedom (any table); beyond it, the normal's 1.645.
+_T90 = {2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812}
+_T90_MANY = 1.75
+_LIKE_SIZE = 2.0  # unverified guess
+_LEAST_SPREAD = 0.02  # of the log ratio: allocators differ by that much between equal runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One run's predictions and measurements; None where either is unknown.
+
+    Attributes:
+        utc: when it was written.
+        device: as :func:`mens_exp.planning.machine.look` names it.
+        family: model type of the base.
+        backend: what computed it.
+        run_id: the run.
+        contract: digest of its contract.
+        parameters: of the base, embedding included.
+        tokens_per_step: of an optimizer step.
+        predicted_peak_bytes: by formula, uncorrected.
+        measured_peak_bytes: the highest resident (CPU) or allocated (GPU) memory.
+        flop_per_step: floating-point operations in an optimizer step, by formula.
+        predicted_step_s: None where no rate was known.
+        measured_step_s: mean over the steps after the first.
+    """
+
+    utc: str
+    device: str
+    family: str
+    backend: str
+    run_id: str
+    contract: str
+    parameters: int
+    tokens_per_step: int
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    flop_per_step: float | None
+    predicted_step_s: float | None
+    measured_step_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residuals:
+    """Factors on a prediction from earlier runs, and the number of those runs."""
+
+    runs: int
+    centre: float
+    low: float
+    high: float
+
+
+def is_alike(one: Entry, *, parameters: int, tokens_per_step: int) -> bool:
+    """Tell whether a run is of like size: within a factor of two, in both respects.
+
+    What is off in a small run is its framework and its kernels, of which a large one knows nothing.
+
+    Args:
+        one: the run.
+        parameters: of the base to plan for.
+        tokens_per_step: likewise.
+    """
+    pairs = ((one.parameters, parameters), (one.tokens_per_step, tokens_per_step))
+    return all(max(a, b) <= _LIKE_SIZE * min(a, b) for a, b in pairs)
+
+
+def ledger_path(cache: Path) -> Path:
+    """Return the ledger's place in the cache folder."""
+    return cache / "ledger.jsonl"
+
+
+def append(path: Path, entry: Entry) -> None:
+    """Add one line; concurrent runs wait for each other.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    line = json_line({"format": _FORMAT, "version": _VERSION, **asdict(entry)}, str(path))
+    with file_lock(path.with_suffix(".lock")), path.open("ab") as file:
+        if file.tell() and not _ends_whole(path):
+            line = b"\n" + line  # a writer died in the middle of its line; leave it behind
+        file.write(line)
+
+
+def entries(path: Path) -> list[Entry]:
+    """Read every whole line of today's version; a damaged one is passed over.
+
+    The ledger only widens or narrows an interval, so a line that cannot be read is no error.
+    """
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [entry for line in lines if (entry := _read(line)) is not None]
+
+
+def residuals(ratios: Sequence[float]) -> Residuals | None:
+    """Return centre and 90 % prediction interval of the next ratio, None with too few.
+
+    Log ratios are taken as normal: centre their mean m, half-width t · s · sqrt(1 + 1/n).
+    """
+    n = len(ratios)
+    if n < _FEWEST:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = sum(logs) / n
+    spread = math.sqrt(sum((one - mean) ** 2 for one in logs) / (n - 1))
+    half = _T90.get(n - 1, _T90_MANY) * max(spread, _LEAST_SPREAD) * math.sqrt(1 + 1 / n)
+    return Residuals(
+        runs=n, centre=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half)
+    )
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def _read(line: str) -> Entry | None:
+    try:
+        value: dict[str, Any] = json.loads(line)
+        if (value.pop("format"), value.pop("version")) != (_FORMAT, _VERSION):
+            return None
+        return Entry(**value)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+# measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
+_FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
+_SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
+_TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
+# measured: bitsandbytes 0.50, NF4 with double quantization, weights a second on one EPYC core;
+# eight bits took 5.6 times as many as NF4 in the same minute
+_QUANTIZED_PER_CORE_S = {
+    QuantType.nf4: 6e6,
+    QuantType.fp4: 6e6,
+    QuantType.int8: 3.4e7,
+    QuantType.none: math.inf,
+}
+# measured: the comparison with transformers before step 1, SmolLM2 (106 M linear weights) on one
+# core: 10 s, most of them for unpacking each weight twice
+_COMPARED_PER_CORE_S = 1.1e7
+# measured: SmolLM2's stack (38.3 M weights), forward and backward in bf16: 4, 64, 512 and 1,024
+# positions took 0.19, 0.25, 0.82 and 1.67 s of processor time on a busy machine, so 0.19 s for
+# unpacking and 1.1e11 to 1.2e11 operations a second of a core beyond it, near the table's rate.
+_PROXY_POSITIONS = 154  # that the unpacking of a micro-batch costs as much as
+_PROXY_SPREAD = 3.0  # unverified guess
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Operations a second, with an interval and what it rests on; None where nothing is known."""
+
+    rate: float | None
+    low: float | None
+    high: float | None
+    runs: int
+    basis: str
+
+    def of_several(self, processes: int, kind: str) -> Throughput:
+        """Return the rate of several together: GPUs add up, processes of a CPU share its cores."""
+        if kind == "cpu" or processes == 1 or self.rate is None:
+            return self
+        low, high = self.low or self.rate, self.high or self.rate
+        return replace(
+            self,
+            rate=self.rate * processes,
+            low=low * processes,
+            high=high * processes,
+            basis=f"{self.basis}, {processes} times over, as if none waited for another",
+        )
+
+
+def flop_per_token(
+    shape: Shape, adapter: int, *, linears: int | None = None, again: bool = False
+) -> float:
+    """Return training operations for one token.
+
+    Forward and the gradient of the inputs for frozen weights (2 + 2 a weight), all three products
+    for LoRA's (6); the head runs on the supervised tokens alone. Attention scores are left out.
+
+    Args:
+        shape: dimensions of the base.
+        adapter: trained parameters.
+        linears: weights of the linear layers that a token goes through; None is all of them.
+        again: whether activations are computed again.
+    """
+    through = shape.linear_parameters if linears is None else linears
+    head = shape.vocab_size * shape.hidden_size
+    twice = 2 * (through + adapter) if again else 0
+    return twice + 4 * through + 6 * adapter + 4 * head * _SUPERVISED
+
+
+def proxy_flop_per_token(
+    weights: int, adapter: int, *, learned_frac: float, micro_batch_tokens: int
+) -> float:
+    """Return the proxy's training operations for one token of the stream.
+
+    It computes learned positions alone, 4 a frozen weight and 6 an adapter's; unpacking the
+    weights of each micro-batch costs as much as some positions more.
+
+    Args:
+        weights: of the stack, its head included.
+        adapter: trained parameters.
+        learned_frac: share of the tokens that are learned.
+        micro_batch_tokens: tokens of one micro-batch.
+    """
+    positions = learned_frac + _PROXY_POSITIONS / micro_batch_tokens
+    return positions * (4 * weights + 6 * adapter)
+
+
+def learned_frac(objective: ObjectiveConfig, typical: float) -> float:
+    """Estimate the share of tokens that an objective learns.
+
+    Args:
+        objective: the `objective` group.
+        typical: tokens of a document.
+    """
+    if isinstance(objective, LastKObjective) and objective.k:
+        return min(1.0, objective.k / typical)
+    return 1.0 if objective.labels == "causal" else _SUPERVISED
+
+
+def throughput_of(
+    config: RunConfig, kind: str, known: Sequence[Entry], spread: Residuals | None
+) -> Throughput:
+    """Return the rate of a device.
+
+    Args:
+        config: the run.
+        kind: ``cpu`` or ``cuda``.
+        known: the ledger's runs of like size on this device.
+        spread: interval of the ratio of their rates to the last of them, with enough of them.
+    """
+    rates = [
+        one.flop_per_step / one.measured_step_s
+        for one in known
+        if one.flop_per_step and one.measured_step_s
+    ]
+    if rates and spread is not None:
+        last = rates[-1]
+        return Throughput(
+            rate=last * spread.centre,
+            low=last * spread.low,
+            high=last * spread.high,
+            runs=len(rates),
+            basis=f"the rate of {len(rates)} earlier runs of like size",
+        )
+    if rates:
+        return Throughput(
+            rate=rates[-1],
+            low=rates[-1] / _TABLE_SPREAD,
+            high=rates[-1] * _TABLE_SPREAD,
+            runs=len(rates),
+            basis=f"the rate of the last of {len(rates)} earlier runs of like size",
+        )
+    if kind != "cpu":
+        reason = "unknown: no rate has been measured for a GPU; the first run here measures one"
+        return Throughput(rate=None, low=None, high=None, runs=0, basis=reason)
+    rate = _FLOPS_PER_CORE[config.quant.compute_dtype] * cores()
+    is_proxy = isinstance(config.backend, ProxyConfig)
+    wide = _PROXY_SPREAD if is_proxy else _TABLE_SPREAD
+    return Throughput(
+        rate=rate,
+        low=rate / wide,
+        high=rate * wide,
+        runs=0,
+        basis=f"training and validation{' of learned positions alone' if is_proxy else ''} "
+        f"on {cores()} CPU cores at a rate measured on AVX512-BF16",
+    )
+
+
+def time(
+    pace: Throughput, per_token: float, tokens: int | None, validated: float, tokens_per_step: int
+) -> dict[str, Any]:
+    """Estimate seconds of training and validation, and of one optimizer step.
+
+    Args:
+        pace: the rate.
+        per_token: training operations a token.
+        tokens: tokens to train on; None when only max_epochs over uncounted data bounds them.
+        validated: tokens to validate on, before and after together.
+        tokens_per_step: tokens in one optimizer step.
+    """
+    rate = pace.rate
+    if rate is None:
+        return {"estimate": None, "low": None, "high": None, "step_s": None, "basis": pace.basis}
+    step = round(tokens_per_step * per_token / rate, 3)
+    if tokens is None:
+        reason = "unknown: max_epochs over data not counted yet"
+        return {"estimate": None, "low": None, "high": None, "step_s": step, "basis": reason}
+    work = (tokens + validated / 2) * per_token  # a forward pass is about half of training
+    return {
+        "estimate": round(work / rate, 1),
+        "low": round(work / (pace.high or rate), 1),
+        "high": round(work / (pace.low or rate), 1),
+        "step_s": step,
+        "basis": pace.basis,
+    }
+
+
+def quantization_s(shape: Shape, kind: str, to: QuantType) -> float | None:
+    """Estimate seconds of quantizing the base; unknown on a GPU, where it was never measured."""
+    if kind != "cpu":
+        return None
+    return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S[to] * cores()), 1)
+
+
+def comparison_s(shape: Shape, kind: str) -> float | None:
+    """Estimate seconds of the comparison with transformers; unknown on a GPU, never measured there.
+
+    Its 4 x 64 tokens take less than the weights, so that they do not count.
+    """
+    if kind != "cpu":
+        return None
+    return round(shape.linear_parameters / (_COMPARED_PER_CORE_S * cores()), 1)

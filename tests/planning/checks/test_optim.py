@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from mens_exp.layout.shape import shape_of
+from mens_exp.planning.checks.machine import check_optimizer, rate_warnings
+from mens_exp.planning.preflight import preflight
+
+PAGED = "optim=paged_adamw_8bit"
+
+
+def has_gpu(monkeypatch, *, there):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if there else None)
+
+
+@pytest.mark.parametrize(("trainer", "there"), [("cpu", True), ("auto", False)])
+def test_paged_memory_without_a_gpu_is_refused_by_the_plan(
+    monkeypatch,
+    tiny_config,
+    trainer,
+    *,
+    there,
+):
+    """Before anything is loaded, with exit code 2 and what does work."""
+    has_gpu(monkeypatch, there=there)
+    problems = preflight(tiny_config(PAGED, f"trainer={trainer}"))
+    (problem,) = [one for one in problems if one.where == "optim"]
+    assert problem.exit_code == 2
+    assert f"trainer={trainer}" in str(problem.found)
+    assert "adamw, adamw_8bit or lion" in (problem.expected or "")
+
+
+@pytest.mark.parametrize("trainer", ["gpu", "auto"])
+def test_paged_memory_with_a_gpu_is_accepted(monkeypatch, tiny_config, trainer):
+    """Where there may be one."""
+    has_gpu(monkeypatch, there=True)
+    assert list(check_optimizer(tiny_config(PAGED, f"trainer={trainer}"))) == []
+
+
+@pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
+def test_other_optimizers_run_anywhere(monkeypatch, tiny_config, option):
+    """The CPU kernels of bitsandbytes hold 8-bit moments too."""
+    has_gpu(monkeypatch, there=False)
+    assert list(check_optimizer(tiny_config(f"optim={option}"))) == []
+
+
+OF_8B = ("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32")
+OF_30B = ("model.hidden_size=6656", "model.intermediate_size=17920", "model.num_hidden_layers=60")
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "usual"),
+    [
+        (OF_8B, ("optim.lr=2e-3",), "0.0002"),
+        (OF_8B, ("optim.lr=4e-5",), "0.0002"),
+        (OF_30B, ("optim.lr=5e-4",), "0.0001"),
+        (OF_8B, ("optim=lion",), "2e-05"),
+        (OF_8B, ("optim.lr=7e-4",), None),
+        (OF_8B, ("optim.lr=6e-5",), None),
+        (OF_30B, ("optim.lr=1e-4",), None),
+        ((), ("optim.lr=2e-3",), None),
+    ],
+)
+def test_a_rate_far_from_published_ones_is_warned_of(tiny_config, size, overrides, usual):
+    """Four times higher or lower than QLoRA's authors; a small model has no published rate."""
+    config = tiny_config("model=random", *size, *overrides)
+    said = list(rate_warnings(config, shape_of(config.model)))
+    assert len(said) == (usual is not None)
+    assert all(f"set optim.lr={usual}," in one for one in said)

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import mens_exp
+from mens_exp.config.compose import compose, typed
+from mens_exp.corpus.generator import generate
+from mens_exp.corpus.source import cache_key, load_rows
+from mens_exp.corpus.split import Side
+from mens_exp.planning import machine
+from mens_exp.planning.estimate import make_plan, steps_of
+from mens_exp.rows.cache import encoded
+from mens_exp.rows.encode import encode
+from mens_exp.tokenizer.implementations import HfTokenizer
+
+# Each marker of ChatML is one token, here written x; then a hundred letters and the end marker.
+ROW_TOKENS = len("xuser\npNx\nxassistant\n") + 101
+
+
+@pytest.fixture
+def on_rows(tiny_config, rows):
+    """Configure a run on the ten rows."""
+
+    def made(*overrides):
+        shares = ["data.val_frac=0.2", "data.heldout_frac=0.2"]
+        return tiny_config("data=jsonl", f"data.path={rows}", *shares, *overrides)
+
+    return made
+
+
+def warm(config, base, cache):
+    """Encode train and validation as a run does; return the documents of each."""
+    tokenizer = HfTokenizer.from_directory(base.directory)
+    rows = load_rows(config.data, cache)
+    documents = {}
+    for side in (Side.TRAIN, Side.VAL):
+        key = cache_key(config, rows, side, tokenizer)
+        pairs = getattr(rows, side.value)
+        made, _ = encoded(
+            cache,
+            key,
+            lambda pairs=pairs, key=key: encode(pairs, tokenizer, key.labelling),
+        )
+        documents[side] = len(made)
+    return documents
+
+
+def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
+    """Documents and tokens are those that the run will read."""
+    config = on_rows()
+    documents = warm(config, tiny_base, cache)
+    data = make_plan(config, cache)["data"]
+    (file,) = data.pop("files").values()
+    assert (file["role"], file["form"], file["rows"]) == ("rows", "pair", 10)
+    assert data == {
+        "source": "jsonl",
+        "train_rows": documents[Side.TRAIN],
+        "train_tokens": documents[Side.TRAIN] * ROW_TOKENS,
+        "val_tokens": documents[Side.VAL] * ROW_TOKENS,
+        # 102 characters at 3.4 a token, and 40 for the template.
+        "longest_tokens": 70,
+        "typical_tokens": 70,
+        "exact": True,
+        "basis": "counted, from the cache",
+    }
+
+
+def test_cold_plan_of_a_file_estimates_and_says_so(on_rows, cache):
+    """Rows are counted; tokens come from their characters, none over the limit."""
+    config = on_rows("data.seq_len=64", "objective=causal")
+    data = make_plan(config, cache)["data"]
+    assert not data["exact"]
+    assert "estimated from the rows' characters" in data["basis"]
+    # 102 characters at 3.4 a token and 40 for the template are 70, more than the limit of 64.
+    assert data["train_tokens"] == data["train_rows"] * 64
+
+
+def test_other_length_than_the_cached_one_is_cold(on_rows, tiny_base, cache):
+    """What was encoded for another limit is not taken for this one."""
+    warm(on_rows(), tiny_base, cache)
+    assert not make_plan(on_rows("data.seq_len=500"), cache)["data"]["exact"]
+
+
+def test_half_warm_cache_is_cold(on_rows, tiny_base, cache):
+    """Training rows alone are not all that the run will read."""
+    config = on_rows("data.seq_len=300")
+    warm(config, tiny_base, cache)
+    rows, tokenizer = load_rows(config.data, cache), HfTokenizer.from_directory(tiny_base.directory)
+    shutil.rmtree(cache_key(config, rows, Side.VAL, tokenizer).directory(cache))
+    assert not make_plan(config, cache)["data"]["exact"]
+
+
+def test_model_that_is_not_made_yet_is_cold(on_rows, tiny_base, cache):
+    """Without its tokenizer nothing can be counted."""
+    warm(on_rows(), tiny_base, cache)
+    other = on_rows("model.init_seed=12345")
+    assert not make_plan(other, cache)["data"]["exact"]
+
+
+def test_cold_plan_of_the_library_reads_file_sizes(tiny_config, tmp_path):
+    """No extraction for a plan: rows are unknown, tokens marked as an estimate."""
+    data = make_plan(tiny_config(), tmp_path)["data"]
+    assert data["train_rows"] is None
+    assert (data["exact"], data["basis"]) == (
+        False,
+        "estimated from file sizes; nothing is cached yet",
+    )
+    assert data["train_tokens"] > 10 * data["val_tokens"] > 0
+    assert data["longest_tokens"] == 512
+    assert data["typical_tokens"] == pytest.approx(328, rel=0.02)  # as counted from a warm cache
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cold_plan_of_generated_rows_generates_none(tiny_config, tmp_path, monkeypatch):
+    """Rows are those asked for; tokens are about what a warm cache gives, marked as an estimate."""
+    config = tiny_config("data=synthetic", "data.rows=400", "data.repair_frac=0.5")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "generate", None)
+        cold = make_plan(config, tmp_path)["data"]
+    assert (cold["train_rows"], cold["exact"]) == (360, False)
+    assert cold["basis"] == "rows as asked for, tokens estimated; nothing is generated yet"
+    assert list(tmp_path.iterdir()) == []
+    rows = load_rows(config.data, tmp_path)
+    warm = make_plan(config, tmp_path)["data"]
+    assert len(rows.train) == warm["train_rows"] == 360
+    for name in ("train_tokens", "val_tokens", "typical_tokens"):
+        assert cold[name] == pytest.approx(warm[name], rel=0.15)
+    assert cold["longest_tokens"] == 512
+
+
+def test_plan_states_steps_and_tokens(on_rows, cache):
+    """512 tokens × 2 sequences × 3 micro-batches, seven times."""
+    config = on_rows(
+        "data.micro_batch_size=2", "trainer.accumulate_grad_batches=3", "trainer.max_steps=7"
+    )
+    plan = make_plan(config, cache)
+    assert (plan["tokens_per_step"], plan["steps"], plan["tokens_total"]) == (3072, 7, 21504)
+    assert plan["measured"] is None
+    assert (plan["format"], plan["version"]) == ("mens_exp_plan", 1)
+
+
+def test_epochs_are_counted_in_sequences(on_rows, tiny_base, cache):
+    """Packed by tokens, padded by rows; a started step counts whole."""
+    overrides = ["trainer.max_steps=-1", "trainer.max_epochs=3", "data.seq_len=256"]
+    config = on_rows(*overrides)
+    rows = warm(config, tiny_base, cache)[Side.TRAIN]
+    blocks = -(-rows * ROW_TOKENS // 256)
+    assert make_plan(config, cache)["steps"] == -(-3 * blocks // 4)
+    padded = on_rows(*overrides, "data.packing=false")
+    assert make_plan(padded, cache)["steps"] == -(-3 * rows // 4)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "blocks", "steps"),
+    [(5, -1, None, 5), (5, 1, 100, 5), (50, 1, 10, 3), (-1, 2, 10, 5), (-1, 2, None, None)],
+)
+def test_the_nearer_limit_bounds_the_steps(
+    on_rows,
+    max_steps,
+    max_epochs,
+    blocks,
+    steps,
+):
+    """Two by two blocks a step; unknown blocks leave max_epochs without a meaning."""
+    config = on_rows(
+        f"trainer.max_steps={max_steps}",
+        f"trainer.max_epochs={max_epochs}",
+        "data.micro_batch_size=2",
+        "trainer.accumulate_grad_batches=2",
+    )
+    assert steps_of(config, blocks) == steps
+
+
+def test_unknown_steps_make_time_unknown(tiny_config, tmp_path):
+    """Null with the reason, not a guess."""
+    config = tiny_config(
+        "trainer.max_steps=-1", "trainer.max_epochs=1", "data.packing=false", "trainer=cpu"
+    )
+    plan = make_plan(config, tmp_path)
+    assert (plan["steps"], plan["tokens_total"], plan["time_s"]["estimate"]) == (None, None, None)
+    assert "not counted yet" in plan["time_s"]["basis"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpu", "cuda", "known"),
+    [
+        ("cpu", True, "12.8", True),
+        ("auto", False, "12.8", True),
+        ("auto", True, None, True),
+        ("auto", True, "12.8", False),
+        ("gpu", False, "12.8", False),
+    ],
+)
+def test_time_on_a_gpu_is_unknown_and_says_why(
+    on_rows,
+    cache,
+    monkeypatch,
+    accelerator,
+    gpu,
+    cuda,
+    known,
+):
+    """No rate has been measured there; where a GPU would be used, the CPU's is no answer."""
+    answer = ("a GPU", 80 << 30, 79 << 30, "9.0") if gpu else None
+    monkeypatch.setattr(machine, "_gpu", lambda: answer)
+    monkeypatch.setattr(machine, "_torch", lambda: ("2.13.0", cuda))
+    time = make_plan(on_rows(f"trainer={accelerator}"), cache)["time_s"]
+    assert (time["estimate"] is not None) == known
+    assert ("CPU cores" in time["basis"]) == known
+    assert ("no rate has been measured for a GPU" in time["basis"]) != known
+
+
+def test_estimates_move_with_what_they_depend_on(tiny_config, cache):
+    """More steps take longer; f32 takes longer and more memory; half the rank trains half."""
+
+    def plan(*overrides):
+        values = compose([["trainer=cpu", *overrides]])[0].values
+        return make_plan(typed(values), cache)
+
+    base, longer = plan(), plan("trainer.max_steps=600")
+    f32, small = plan("quant.compute_dtype=f32"), plan("lora.r=8")
+    assert longer["time_s"]["estimate"] > 5 * base["time_s"]["estimate"]
+    assert f32["time_s"]["estimate"] > base["time_s"]["estimate"]
+    assert f32["memory_bytes"]["estimate"] > base["memory_bytes"]["estimate"]
+    assert 2 * small["trainable_parameters"] == base["trainable_parameters"] == 4_884_480
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        (("trainer.max_steps=2",), "trainer.max_steps"),
+        (("trainer.max_epochs=2",), "trainer.max_epochs"),
+        (("trainer.max_epochs=1000", "trainer.max_steps=2"), "trainer.max_steps"),
+        (("trainer.max_epochs=1", "trainer.max_steps=100000"), "trainer.max_epochs"),
+    ],
+)
+def test_the_plan_says_what_ends_the_run_and_how_many_epochs_that_is(
+    on_rows, cache, overrides, bound
+):
+    """Epochs are whole; steps are a share of one, or several."""
+    plan = make_plan(on_rows(*overrides), cache)
+    assert plan["bound"] == bound
+    if bound == "trainer.max_epochs":
+        assert plan["epochs"] == int(overrides[0].partition("=")[2])
+    else:
+        blocks = math.ceil(plan["data"]["train_tokens"] / 512)
+        assert plan["epochs"] == plan["steps"] * 4 / blocks
+
+
+def test_memory_is_the_sum_of_its_components(on_rows, cache):
+    """Each named, and inside its interval; the lower bound counts no long document."""
+    plan = make_plan(on_rows(), cache)
+    memory = plan["memory_bytes"]
+    assert memory["estimate"] == sum(memory["components"].values())
+    assert 0 < memory["low"] < memory["estimate"] < memory["high"]
+    assert memory["free"] > 0
+    assert memory["runs"] == []
+
+
+@pytest.mark.parametrize(("option", "state"), [("adamw", 8), ("adamw_8bit", 2), ("lion", 4)])
+def test_memory_counts_the_optimizer_s_own_state(on_rows, cache, option, state):
+    """Beside four bytes of gradient; the scales of 8-bit blocks are a sixty-fourth more."""
+    plan = make_plan(on_rows(f"optim={option}"), cache)
+    components, parameters = plan["memory_bytes"]["components"], plan["trainable_parameters"]
+    assert components["optimizer"] == pytest.approx(state * parameters, rel=0.016)
+    assert components["gradients"] == 4 * parameters
+
+
+def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):
+    """One layer whole and every layer's input, 64 wide; the plan says that it is on."""
+    settings = ("lora.dropout=0", "data.seq_len=64", "quant.compute_dtype=bf16")
+    plans = [
+        make_plan(on_rows(*settings, f"model.gradient_checkpointing={value}"), cache)
+        for value in ("off", "on")
+    ]
+    plain, again = (plan["memory_bytes"]["components"]["activations"] for plan in plans)
+    # A token of a layer: two f32 residuals; q, k and v; gate, up and their product; three inputs
+    # of width 64 and one of 128; seven outputs of A.
+    layer = 2 * 4 * 64 + 2 * (64 + 2 * 32 + 3 * 128 + 3 * 64 + 128 + 7 * 16)
+    assert plain == 64 * 2 * layer
+    assert again == 64 * (2 * 64 * 2 + layer)
+    assert "computed again" in plans[1]["memory_bytes"]["basis"]
+    assert "computed again" not in plans[0]["memory_bytes"]["basis"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "measured"),
+    [
+        ((4, 1, "off"), 4_485_103_616),
+        ((1, 4, "off"), 2_077_323_264),
+        ((4, 1, "on"), 1_750_880_256),
+        ((1, 4, "on"), 1_607_565_312),
+    ],
+)
+def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(cache, settings, measured):
+    """SmolLM2-135M on two cores, suite=none: experiments/LOG.md."""
+    size, accumulate, value = settings
+    overrides = [
+        *("trainer=cpu", "suite=none"),
+        f"data.micro_batch_size={size}",
+        f"trainer.accumulate_grad_batches={accumulate}",
+        f"model.gradient_checkpointing={value}",
+    ]
+    plan = make_plan(typed(compose([overrides])[0].values), cache)
+    assert plan["memory_bytes"]["estimate"] == pytest.approx(measured, rel=0.12)
+
+
+def test_machine_without_a_core_count_is_planned_for(on_rows, cache, monkeypatch):
+    """Some containers do not tell; one core is assumed, and said."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
+    assert "on 1 CPU cores" in make_plan(on_rows(), cache)["time_s"]["basis"]
+
+
+def test_plan_is_plain_json(on_rows, cache):
+    """It is written as it is."""
+    plan = make_plan(on_rows(), cache)
+    assert json.loads(json.dumps(plan, allow_nan=False)) == plan
+
+
+def test_planning_imports_nothing_heavy(rows):
+    """In a fresh interpreter, from composing to the plan."""
+    code = (
+        "import sys\n"
+        "from mens_exp.config.compose import compose, typed\n"
+        "from mens_exp.planning.estimate import make_plan\n"
+        "from mens_exp.planning.preflight import preflight, writable_cache\n"
+        f"config = typed(compose([['data=jsonl', {f'data.path={rows}'!r}]])[0].values)\n"
+        "preflight(config)\n"
+        "make_plan(config, writable_cache())\n"
+        "print([n for n in ('torch', 'transformers', 'lightning', 'wandb') if n in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_the_targets_match_is_planned(on_rows, cache):
+    """Modules, exact trainable parameters, and what is not as usual, before torch is imported."""
+    plan = make_plan(
+        on_rows("lora.targets=[qv,lm_head]", "lora.variant=rslora", "lora.rank_pattern={qv:4}"),
+        cache,
+    )
+    assert plan["lora_modules"] == "q, v in 2 of 2 layers; lm_head: 5 modules"
+    # Inputs of 64; q has 64 outputs, v 32, the head 320.
+    assert plan["trainable_parameters"] == 2 * 4 * (128 + 96) + 16 * 384
+    assert plan["lora"] == "qv+lm_head, rslora, r 16 and others, alpha 16, dropout 0.05"
+
+
+def test_a_start_that_changes_the_base_keeps_the_plain_one_too(on_rows, cache):
+    """PiSSA, and LoftQ from its second round on: half a byte and a bit for each adapted weight."""
+
+    def parts(*overrides):
+        return make_plan(on_rows(*overrides), cache)["memory_bytes"]["components"]
+
+    name = "plain weights, for the base"
+    weights = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    assert parts("lora.init=pissa")[name] == round(weights * 4.127 / 8)
+    assert parts("lora.init=pissa", "lora=mlp")[name] == round(2 * 3 * 64 * 128 * 4.127 / 8)
+    assert name in parts("lora.init=loftq", "lora.loftq_iters=2")
+    assert name not in parts("lora.init=loftq")
+    assert name not in parts()

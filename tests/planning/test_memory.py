@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pytest
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.config.quant import QuantConfig
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.shape import Shape, shape_of
+from mens_exp.planning.memory import Documents, bits_per_weight, memory, optimizer_bytes
+
+LLAMA_8B = Shape(
+    family=FAMILIES["llama"],
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tied=False,
+)
+TINY = Shape(
+    family=FAMILIES["llama"],
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    max_position_embeddings=2048,
+    tied=True,
+)
+FULL = Documents(longest=100_000, typical=100_000)
+
+
+def of(config, shape=TINY, documents=FULL, **how):
+    return memory(config, shape, documents, kind=how.pop("kind", "cpu"), **how)
+
+
+def test_bits_of_a_weight_are_the_papers():
+    """Half a bit of scale, or 8/64 + 32/(64·256) with the scales quantized (section 3)."""
+    assert bits_per_weight(QuantConfig(double_quant=False)) == 4.5
+    assert bits_per_weight(QuantConfig(double_quant=True)) == pytest.approx(4.127, abs=5e-4)
+
+
+def test_eight_bits_and_a_scale_a_row(tiny_config):
+    """By hand; with dropout, each layer's four inputs are kept as they were too."""
+    eight, four = (of(tiny_config(*more)).components for more in (["quant=int8"], []))
+    rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128)
+    assert eight["base weights"] == weights + 4 * rows
+    tokens = 512  # data.seq_len
+    assert eight["activations"] - four["activations"] == tokens * 2 * 2 * (64 + 64 + 64 + 128)
+    still = [of(tiny_config("lora.dropout=0", *more)) for more in (["quant=int8"], [])]
+    assert still[0].components["activations"] == still[1].components["activations"]
+
+
+def test_llama_8b_on_a_gpu(tiny_config):
+    """The arithmetic of r 16, seven projections, batch 2 × 2048, NF4 with double quantization."""
+    sizes = ["data.seq_len=2048", "data.micro_batch_size=2", "lora.r=16"]
+    config = tiny_config(*sizes, "model.gradient_checkpointing=off")
+    parts = of(config, LLAMA_8B, kind="cuda").components
+    # 32 · (2·4096² + 2·4096·1024 + 3·4096·14336) weights.
+    assert LLAMA_8B.linear_parameters == 6_979_321_856
+    assert parts["base weights"] == pytest.approx(6.979e9 * 4.127 / 8, rel=1e-4)  # 3.60 GB
+    # 128,256 · 4096 in each of embedding and head, two bytes each.
+    assert parts["embedding and head"] == 2 * 525_336_576 * 2  # 2.10 GB
+    # 16 · 32 · (2·8192 + 2·5120 + 3·18432) parameters: f32 and a bf16 copy, gradients, two moments.
+    parameters = 41_943_040
+    assert parts["adapter"] == 6 * parameters
+    assert parts["gradients"] == 4 * parameters
+    assert parts["optimizer"] == 8 * parameters
+    # A token of a layer: two f32 residuals; q, k, v and the output; gate, up and their product;
+    # three inputs of width 4096 and one of 14336 with their masks; seven outputs of A.
+    kept = 2 * 4 * 4096 + 2 * (4096 + 2 * 1024 + 4096) + 2 * 3 * 14336
+    kept += (2 + 2) * (3 * 4096 + 14336) + 7 * 16 * 2
+    assert parts["activations"] == 4096 * 32 * kept  # 32.3 GB
+    assert parts["attention scores"] == 0
+    total = of(config, LLAMA_8B, kind="cuda").estimate
+    assert total == pytest.approx(42.6e9, rel=0.01)
+
+
+def test_recomputing_keeps_one_layer(tiny_config):
+    """Each layer's input, and all of a single layer: 8B at batch 2 × 2048 then fits in 16 GB."""
+    sizes = ["data.seq_len=2048", "data.micro_batch_size=2"]
+    kept = tiny_config(*sizes, "model.gradient_checkpointing=off")
+    whole = of(kept, LLAMA_8B, kind="cuda").components["activations"] / 32
+    made = of(tiny_config(*sizes), LLAMA_8B, kind="cuda")  # auto: a billion and more on a GPU
+    assert made.components["activations"] == 4096 * 32 * 4096 * 2 + whole
+    assert made.estimate < 16 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("target", "expected", "paged"),
+    [
+        ("torch.optim.AdamW", 8000, False),
+        ("bitsandbytes.optim.AdamW8bit", 2031, False),
+        ("bitsandbytes.optim.PagedAdamW8bit", 2031, True),
+        ("mine.Unknown", 8000, False),
+    ],
+)
+def test_moments_by_optimizer(target, expected, paged):
+    """A thousand parameters: two f32 moments, or two bytes and two scales of 256 elements."""
+    assert optimizer_bytes(target, 1000) == (expected, paged)
+
+
+def test_paged_moments_leave_a_gpu_but_not_a_cpu(tiny_config):
+    """Host memory is where they are paged to."""
+    config = tiny_config()
+    config.optim._target_ = "bitsandbytes.optim.PagedAdamW8bit"  # Hydra's own spelling
+    assert of(config, kind="cuda").components["optimizer"] == 0
+    assert of(config, kind="cpu").components["optimizer"] > 0
+
+
+def test_longest_document_decides_attention(tiny_config):
+    """Two sequences of 256: one of 100 tokens, 412 more in documents of 30; four heads, bf16."""
+    config = tiny_config("data.seq_len=256", "data.micro_batch_size=2")
+    short = of(config, documents=Documents(longest=100, typical=30)).components
+    assert short["attention scores"] == 2 * 4 * (100**2 + 412 * 30) * 2
+    full = of(config).components
+    assert full["attention scores"] == 2 * 4 * (2 * 256**2) * 2
+    assert short["activations"] == full["activations"]
+
+
+def test_padding_to_the_longest_document_keeps_no_scores(
+    tiny_config,
+):
+    """Sequences are only as long as they have to be, and attend in a fused kernel."""
+    padded = tiny_config("data.seq_len=256", "data.packing=false")
+    packed = tiny_config("data.seq_len=256")
+    documents = Documents(longest=64, typical=30)
+    parts = of(padded, documents=documents).components
+    assert parts["attention scores"] == 0
+    assert 4 * parts["activations"] == of(packed, documents=documents).components["activations"]
+
+
+@pytest.mark.parametrize(
+    ("more", "component", "grows"),
+    [
+        ("quant.compute_dtype=f32", "activations", True),
+        ("quant.double_quant=false", "base weights", True),
+        ("lora.r=64", "gradients", True),
+        ("lora=attention", "activations", False),
+        ("lora.dropout=0", "activations", False),
+        ("objective.chunk_tokens=512", "head chunk", True),
+        ("data.micro_batch_size=2", "activations", True),
+    ],
+)
+def test_components_move_with_what_they_depend_on(tiny_config, more, component, grows):
+    """More or less of one component, and of the whole."""
+    base, changed = of(tiny_config()), of(tiny_config(more))
+    assert (changed.components[component] > base.components[component]) == grows
+    assert changed.components[component] != base.components[component]
+    assert (changed.estimate > base.estimate) == grows
+
+
+def test_default_job_is_predicted_as_measured():
+    """2.30 and 2.77 GB in records of the main job, at two threads and sixty steps."""
+    config = typed(compose([["trainer=cpu"]])[0].values)
+    made = memory(config, shape_of(config.model), Documents(longest=512, typical=330), kind="cpu")
+    for measured in (2.30e9, 2.77e9):
+        assert made.low < measured < made.high

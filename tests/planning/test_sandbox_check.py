@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from mens_exp.config.compose import compose, typed
+from mens_exp.config.suite import HeldoutSyntaxSuite
+from mens_exp.errors import SetupError
+from mens_exp.planning.checks.machine import check_sandbox
+from mens_exp.planning.preflight import preflight
+
+
+def configured(sandbox):
+    texts = ["model=tiny_llama", "logger=none", f"sandbox={sandbox}"]
+    return typed(compose([texts])[0].values)
+
+
+@pytest.fixture
+def executes(monkeypatch):
+    monkeypatch.setattr(HeldoutSyntaxSuite, "executes", True)
+
+
+@pytest.fixture
+def without_tools(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+
+@pytest.mark.usefixtures("executes", "without_tools")
+@pytest.mark.parametrize(
+    ("sandbox", "found"), [("bubblewrap", "no bwrap, prlimit, setpriv"), ("unsafe", "no prlimit")]
+)
+def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox, found):
+    """Told before the run, with the packages."""
+    (problem,) = [one for one in preflight(configured(sandbox)) if one.where == "sandbox"]
+    assert isinstance(problem, SetupError)
+    assert problem.found == found
+    assert "apt-get install" in str(problem)
+
+
+@pytest.mark.usefixtures("executes", "without_tools")
+def test_without_a_sandbox_nothing_is_missing():
+    """sandbox=none executes nothing."""
+    assert list(check_sandbox(configured("none"))) == []
+
+
+@pytest.mark.usefixtures("without_tools")
+def test_suite_that_executes_nothing_needs_no_sandbox():
+    """Its run does not ask for one."""
+    assert list(check_sandbox(configured("bubblewrap"))) == []
+
+
+@pytest.mark.usefixtures("executes", "sandbox")
+def test_tools_that_are_there_are_no_problem():
+    """This machine has them."""
+    assert list(check_sandbox(configured("bubblewrap"))) == []
