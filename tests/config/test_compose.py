@@ -3,16 +3,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from enum import Enum
+from pathlib import Path
 
 import pytest
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from mens_exp.artifacts.digest import digest
 from mens_exp.config.compose import begin_command, compose, config_digest, from_yaml, to_yaml, typed
 from mens_exp.config.model import HfModel
 from mens_exp.config.suite import NoSandbox
 from mens_exp.config.user_config import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
+from mens_exp.planning.semantics import learned_settings
+
+STORED = Path(__file__).parents[1] / "golden" / "stored"
 
 
 def values(*overrides):
@@ -49,6 +55,28 @@ def test_stored_configurations_read_back_the_same(combined, tmp_path):
     """Values, types and digest survive the run's own config.yaml, whichever options are chosen."""
     for cell in combined:
         assert_it_reads_back(cell.values, tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(STORED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_configurations_that_earlier_commits_stored_are_read(path):
+    """Each file is named after its commit; every class that it names is still there."""
+    config = typed(from_yaml(path))
+    nodes = [config.backend, config.objective, config.optim, *config.callbacks.values()]
+    assert all(get_class(node._target_) for node in nodes)
+    assert problems_of(config) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "literal"),
+    [
+        ("smoke", "625fca65868307460a3583e9ca52bca924395301bafefe970019a135c2557e44"),
+        ("default", "dcef2086882b1a14bffb1a5e0e94b2d1b1ab9fb4efd5f1b184c7264cb348b62c"),
+    ],
+)
+def test_stored_configurations_mean_what_they_meant(name, literal):
+    """The literals are what commit 73c5f0d itself made of these files."""
+    stored = from_yaml(STORED / f"{name}_73c5f0d.yaml")
+    assert digest(learned_settings(typed(stored))) == literal
 
 
 @pytest.mark.parametrize("group", ["backend", "callbacks", "experiment", "preset"])
