@@ -153,10 +153,10 @@ def test_what_a_fork_starts_is_forked_too(tmp_path):
     outer = (
         "import builtins, os, time, torch\n"
         "from pathlib import Path\n"
-        "from mens_exp.artifacts import own_process\n"
+        "from mens_exp.artifacts import host\n"
         "torch.manual_seed(5); builtins.changed = True; torch.rand(9, 9) @ torch.rand(9, 9)\n"
         "with open('inner', 'wb') as output:\n"
-        f"    inner = own_process.spawn(['-c', {inner!r}], output=output)\n"
+        f"    inner = host.spawn_python(['-c', {inner!r}], output=output)\n"
         "assert inner.wait() == 0\n"
         "print(os.getpid(), inner.pid, type(inner).__module__)"
     )

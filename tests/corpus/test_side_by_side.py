@@ -75,10 +75,10 @@ def test_pieces_are_as_long_as_asked_but_the_last():
 
 WAITING = """
 import test_side_by_side as module
-from mens_exp.corpus.large_files import in_order
+from mens_exp.corpus.large_files import map_in_order
 
 if __name__ == "__main__":
-    list(in_order(module.told, [["a"], ["b"], ["c"]], 2))
+    list(map_in_order(module.told, [["a"], ["b"], ["c"]], 2))
 """
 
 

@@ -148,7 +148,7 @@ def test_a_model_is_never_held_whole(tmp_path):
         "import resource, sys\n"
         "from pathlib import Path\n"
         "from mens_exp.config.model import RandomModel, WeightsDtype\n"
-        "from mens_exp.model import random_weights as rw\n"
+        "from mens_exp.model import sources as rw\n"
         "def write(name, **sizes):\n"
         "    place = Path(sys.argv[1]) / name\n"
         "    place.mkdir()\n"

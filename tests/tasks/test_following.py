@@ -25,7 +25,7 @@ if sys.argv[1] == "wait":
 # Another one that ends by itself as soon as its first one has been killed.
 LOST = """
 import os, signal, sys
-from mens_exp.tasks import following
+from mens_exp.tasks import coordinator
 
 def ended(rank, meet, place):
     (place / "written").touch()
@@ -35,8 +35,8 @@ def ended(rank, meet, place):
         pass
     return 1
 
-following._ended = ended
-sys.exit(following.main(sys.argv[1:]))
+coordinator._ended = ended
+sys.exit(coordinator.main(sys.argv[1:]))
 """
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; run it on Linux")

@@ -263,8 +263,8 @@ def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
 
 KILLED = """
 import os, signal
-from mens_exp.layout import safetensors_writer
-original = safetensors_writer.SafetensorsWriter.write
+from mens_exp.layout import checkpoint_files
+original = checkpoint_files.SafetensorsWriter.write
 calls = 0
 def write(self, name, piece):
     global calls
@@ -272,7 +272,7 @@ def write(self, name, piece):
     calls += 1
     if calls == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-safetensors_writer.SafetensorsWriter.write = write
+checkpoint_files.SafetensorsWriter.write = write
 """
 
 

@@ -2,7 +2,7 @@
 
 Each form is read as (manifest, tensors) of schema v3 and written from it, so that what was
 written can be read back and compared with its source
-(:func:`mens_exp.artifacts.adapter_delta.deltas`). For an adapter whose run is not at hand,
+(:func:`mens_exp.artifacts.adapter_v3.deltas`). For an adapter whose run is not at hand,
 a configuration of its graph is made: its base, quantized as the manifest says.
 """
 
