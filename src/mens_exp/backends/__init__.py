@@ -1,1 +1,1 @@
-"""Trained graphs behind one protocol."""
+"""Backends: trainable models behind one protocol."""

@@ -1,6 +1,7 @@
-"""LoRA layers on a frozen base, through PEFT: where they go, and where they start.
+"""LoRA layers on a frozen base through PEFT: placement and initialisation.
 
-A start may leave a changed base: what it took out of each layer is kept to restore the plain base.
+Some initialisations (PiSSA, LoftQ) change the base. The component that they subtract from each
+layer is kept, so that the plain base can be restored.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -47,22 +48,22 @@ def adapted(
     family: Family,
     weights: StoredWeights,
 ) -> tuple[Any, dict[str, Any]]:
-    """Put PEFT's LoRA layers on modules.
+    """Add PEFT's LoRA layers to modules of the base model.
 
     Args:
         model: the base model.
         lora: rank, alpha and variant.
-        modules: those that get an adapter.
-        family: of the model.
-        weights: the base's files.
+        modules: the modules to adapt.
+        family: the model's family.
+        weights: the stored weights of the base.
 
     Returns:
-        PEFT's model, and its layers by logical name: those of linear modules in the order of
-        ``modules``, then those of experts.
+        The PEFT model, and its LoRA layers by logical name: first those of linear modules, in the
+        order of ``modules``, then those of experts.
 
     Raises:
-        ConfigError: a module is no linear layer of the loaded model, or PEFT refuses it.
-        SetupError: PEFT put its layers on other modules.
+        ConfigError: a module is not a linear layer of the loaded model, or PEFT refuses it.
+        SetupError: PEFT adapted modules other than the requested ones.
     """
     from peft import get_peft_model
 
@@ -99,13 +100,13 @@ def adapted(
 def _refuse_other_experts(
     model: Any, stacks: Sequence[Stack], weights: StoredWeights, remedy: str
 ) -> None:
-    """Refuse a graph whose experts are not what the names in its checkpoint say.
+    """Refuse a model whose expert tensors do not match its checkpoint.
 
-    The first and the last expert of each layer are read again from the files, so that an adapter
-    is of the weights that its record names.
+    The first and the last expert of each layer are read again from the files. This ensures that the
+    adapter belongs to the weights that its record names.
 
     Raises:
-        ConfigError: a tensor is absent, of another shape, or holds other values.
+        ConfigError: a tensor is missing or has a different shape or different values.
     """
     parameters = dict(model.named_parameters()) if stacks else {}
     for stack in stacks:
@@ -121,7 +122,7 @@ def _refuse_other_experts(
 
 
 def _is_of(stack: Stack, found_EOI: torch.Tensor, weights: StoredWeights) -> bool:
-    """Compare the first and the last expert of a tensor with the files that it was loaded from."""
+    """Compare the first and the last expert of a tensor with the checkpoint files."""
     import torch
 
     if tuple(found_EOI.shape) != stack.shape:
@@ -140,11 +141,12 @@ def _is_of(stack: Stack, found_EOI: torch.Tensor, weights: StoredWeights) -> boo
 def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family: Family) -> None:
     """Refuse targets that the loaded model does not have as linear layers.
 
-    Routers are among them: transformers gives most a module of their own. So are experts of
-    models whose names are not known to be held as PEFT's LoRA can adapt them.
+    This includes routers, because transformers implements most of them as a dedicated module. It
+    also includes experts of models that are not known to store them in a form that PEFT's LoRA can
+    adapt.
 
     Raises:
-        ConfigError: a target is no linear layer.
+        ConfigError: a target is not a linear layer.
     """
     known = set(paths)
     absent = [one.path for one in modules if one.path not in known]
@@ -171,20 +173,20 @@ def _other_targets(family: Family, there: Sequence[str], absent: Sequence[str] =
 def peft_config(
     lora: LoraConfig, modules: Sequence[LinearModule], family: Family, paths: Iterable[str]
 ) -> Any:
-    """Translate the `lora` group.
+    """Translate the `lora` config group into PEFT's configuration.
 
     Args:
         lora: rank, alpha and variant.
-        modules: those that get an adapter.
-        family: of the model.
-        paths: of every module of the model.
+        modules: the modules to adapt.
+        family: the model's family.
+        paths: the paths of all modules of the model.
     """
     from peft import LoraConfig as PeftLora
 
     ranks = pattern_values(lora.rank_pattern, modules, family, lora.r)
     alphas = pattern_values(lora.alpha_pattern, modules, family, lora.alpha)
     names = {one.path: one.stack or one.path for one in modules}
-    # A stack has the values of its members, under the path that PEFT knows it by.
+    # A stack of experts takes the values of its members, under the path that PEFT uses for it.
     ranks, alphas = ({names[p]: v for p, v in found.items()} for found in (ranks, alphas))
     plain = [one.path for one in modules if one.stack is None]
     return PeftLora(
@@ -214,7 +216,7 @@ def _linear_paths(model: torch.nn.Module) -> list[str]:
 
 
 def _returns_a_tensor(module: Any) -> bool:
-    """Tell routers apart, which Llama 4 derives from a linear layer and which choose experts."""
+    """Return False for routers: Llama 4 derives them from a linear layer, but they pick experts."""
     import torch
 
     if not type(module).__module__.startswith("transformers.models."):
@@ -226,21 +228,22 @@ def _returns_a_tensor(module: Any) -> bool:
 
 @contextmanager
 def tied_head_is_meant() -> Iterator[None]:
-    """Silence PEFT's warning about a tied head: training leaves the shared table as it is.
+    """Silence PEFT's warning about a tied head, because training does not change the shared table.
 
-    What a merge must mind is in the adapter's manifest.
+    The adapter's manifest records what a merge has to consider.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
-        # PEFT looks for the patterns of experts among modules alone; it follows them all the same.
+        # PEFT looks for the experts' patterns among modules only and warns, but it still applies
+        # them.
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did no")
-        # GPT-2's own layers are stored the other way round, which PEFT notices and minds.
+        # GPT-2's Conv1D layers store their weights transposed; PEFT detects this and warns.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         yield
 
 
 def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's LoRA layers by the path of the module or, of experts, of the parameter."""
+    """Yield PEFT's LoRA layers with the path of the module or, for experts, of the parameter."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -252,9 +255,9 @@ def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Return what a LoRA layer trains: A ``[R, I]``, B ``[O, R]`` and, in DoRA, ``[O]`` lengths.
+    """Return a LoRA layer's parameters: A ``[R, I]``, B ``[O, R]``, and DoRA's magnitudes ``[O]``.
 
-    Those of experts are as :mod:`mens_exp.layout.peft_format` says of PEFT.
+    The parameters of experts have the shapes that :mod:`mens_exp.layout.peft_format` describes.
     """
     found = {"lora_a": module.lora_A[ADAPTER].weight, "lora_b": module.lora_B[ADAPTER].weight}
     if ADAPTER in module.lora_magnitude_vector:
@@ -264,11 +267,11 @@ def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationError:
-    """Distance of a layer from its unquantized weight, ``|W − Ŵ| / |W|`` in Frobenius norms.
+    """Relative quantization error of a layer, ``|W − Ŵ| / |W|`` in Frobenius norms.
 
     Attributes:
-        before: of the plainly quantized weight.
-        after: of the base with the adapter it starts from.
+        before: error of the plainly quantized weight.
+        after: error of the base together with the initialised adapter.
     """
 
     before: float
@@ -277,9 +280,9 @@ class QuantizationError:
 
 @dataclass(slots=True)
 class _Residual:
-    """One layer whose 4-bit weight is that of a residual.
+    """A layer whose 4-bit weight holds a residual.
 
-    ``plain`` and ``residual`` are bitsandbytes' untyped ``Params4bit``; one of them is in use.
+    ``plain`` and ``residual`` are bitsandbytes' (untyped) ``Params4bit``; one of them is in use.
     """
 
     module: Any
@@ -290,9 +293,9 @@ class _Residual:
 
 @dataclass(slots=True)
 class Residuals:
-    """The layers whose base was changed: what is needed to go back to the plain base and return.
+    """Layers whose base was changed, with the state needed to switch to the plain base and back.
 
-    Both 4-bit weights of such a layer are kept: half a byte more for each of its weights.
+    Both 4-bit versions of each layer are kept, which costs an extra half byte per weight.
     """
 
     weights: StoredWeights
@@ -300,7 +303,7 @@ class Residuals:
     layers: dict[str, _Residual] = field(default_factory=dict)
 
     def take(self, logical: str, module: Any, taken: Pair) -> None:
-        """Quantize what is left of a layer's weight once ``taken`` is out, and use that."""
+        """Subtract ``taken`` from a layer's weight, quantize the residual, and use it."""
         base = module.get_base_layer()
         known = self.layers.get(logical)
         plain = known.plain if known is not None else base.weight
@@ -313,12 +316,12 @@ class Residuals:
         base.weight = residual
 
     def use(self, *, plain: bool) -> None:
-        """Put the plain or the residual weights into every layer."""
+        """Switch every layer to its plain or its residual weights."""
         for one in self.layers.values():
             one.module.get_base_layer().weight = one.plain if plain else one.residual
 
     def taken(self) -> dict[str, torch.Tensor]:
-        """Return what was taken out, on CPU, by ``{logical}.lora_a`` and ``{logical}.lora_b``."""
+        """Return the subtracted pairs on CPU as ``{logical}.lora_a`` and ``{logical}.lora_b``."""
         return {
             f"{logical}.lora_{which}": matrix.to("cpu", torch.float32)
             for logical, one in self.layers.items()
@@ -326,10 +329,10 @@ class Residuals:
         }
 
     def restore(self, taken: Mapping[str, torch.Tensor]) -> None:
-        """Rebuild the bases of layers from what was taken out of their weights elsewhere.
+        """Rebuild the residual bases from pairs that were subtracted in another process.
 
-        A decomposition may differ in its last bits on another machine; the base that an adapter
-        was trained on is a function of the weights and of these matrices alone.
+        A decomposition may differ in its last bits on another machine. The base that an adapter was
+        trained on depends only on the published weights and these matrices.
         """
         ours = self.taken()
         for logical, one in list(self.layers.items()):
@@ -339,7 +342,7 @@ class Residuals:
 
 
 def scale_of(module: Any) -> float:
-    """Return the factor before ``B A`` of one of PEFT's LoRA layers."""
+    """Return the scaling factor of ``B A`` in one of PEFT's LoRA layers."""
     return float(module.scaling[ADAPTER])
 
 
@@ -349,17 +352,17 @@ def start_all(
     layers: Mapping[str, Any],
     weights: StoredWeights,
 ) -> tuple[Residuals, dict[str, QuantizationError], float]:
-    """Initialise every adapter of a graph in place.
+    """Initialise every adapter of a model in place.
 
     Args:
         config: the whole configuration.
-        modules: what the adapters sit on; experts start at random alone.
+        modules: the adapted modules; adapters of experts support random initialisation only.
         layers: PEFT's LoRA layers by logical name.
         weights: the unquantized base.
 
     Returns:
-        The layers whose base was changed, the quantization error of each layer where the start
-        depends on it, and the seconds that it took.
+        The layers whose base was changed, the quantization error of each layer if the
+        initialisation depends on it, and the seconds that it took.
     """
     began = time.perf_counter()
     residuals = Residuals(weights, {one.logical: one.path for one in modules})
@@ -411,7 +414,7 @@ def _set(module: Any, pair: Pair) -> None:
 
 
 def _set_lengths(module: Any) -> None:
-    """Make DoRA's lengths those of the weights it starts from, so that it changes nothing yet."""
+    """Set DoRA's magnitudes to the initial weights' norms, so that it starts as the identity."""
     found = parameters_of(module)
     if "lora_magnitude" in found:
         weight_OI = dequantized(module.get_base_layer().weight)
@@ -427,7 +430,7 @@ def _error(weight_OI: torch.Tensor, seen_OI: torch.Tensor) -> float:
 def start_facts(
     lora: LoraConfig, errors: Mapping[str, QuantizationError], seconds: float
 ) -> dict[str, Any]:
-    """Say what adapters started from, and what that did to the quantization error."""
+    """Report how the adapters were initialised and the effect on the quantization error."""
     facts: dict[str, Any] = {"lora_init": lora.init.value}
     if errors:
         worst = max(errors, key=lambda name: errors[name].after)

@@ -1,6 +1,6 @@
-"""The seeds' research lane: LoRA in f32 on an unquantized base, from scratch or warm-started.
+"""The seeds' research lane: f32 LoRA on an unquantized base, from scratch or warm-started.
 
-Its results are a research lane's until a promotion says otherwise, and every record says so.
+Results count as research until they are promoted, and every record states this.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -36,12 +36,12 @@ _SCRATCH = "base weights were trained beside the adapter; weights/ holds both, m
 
 
 def objective_note(objective: ObjectiveConfig, *, is_chatml: bool) -> str:
-    """Return the seeds' ``training_objective_note`` of this lane, true of what is learned.
+    """Return the seeds' ``training_objective_note`` of this lane for the actual objective.
 
-    Theirs knew one objective, ``burn_lora_masked_chatml_ce``: answers alone, in ChatML.
+    The seeds had a single objective, ``burn_lora_masked_chatml_ce``: answer tokens only, in ChatML.
 
     Args:
-        objective: which tokens are learned, and by which loss.
+        objective: the supervised tokens and the loss.
         is_chatml: whether the chat template in force is ChatML.
     """
     if isinstance(objective, LastKObjective):
@@ -55,7 +55,7 @@ def objective_note(objective: ObjectiveConfig, *, is_chatml: bool) -> str:
 
 
 class BurnBackend(LoraBackend):
-    """The graph of ``backend=lora`` in f32; from scratch, its base learns too."""
+    """The model of ``backend=lora`` in f32; when trained from scratch, its base is trained too."""
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
         """Load the base in f32 and put an adapter on it.
@@ -77,22 +77,22 @@ class BurnBackend(LoraBackend):
 
     @property
     def has_adapter(self) -> bool:
-        """False if the base learned too: an adapter alone would be nothing."""
+        """False if the base was trained too: the adapter would be useless on its own."""
         return not self.train_base
 
     @property
     def has_peft_view(self) -> bool:
-        """As the adapter."""
+        """Whether there is an adapter."""
         return self.has_adapter
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return the adapter's parameters, and where it learns the base's, by name."""
+        """Return the trained parameters by name: the adapter's and, from scratch, the base's."""
         base = self.of_base if self.train_base else {}
         return {**super().trainable(), **{f"base.{name}": p for name, p in base.items()}}
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Make it the base as it was found: no adapter, and its first weights."""
+        """Restore the initial base inside the block: no adapter, initial weights."""
         tuned = {}
         if self.train_base:
             tuned = {name: p.detach().clone() for name, p in self.of_base.items()}
@@ -110,7 +110,7 @@ class BurnBackend(LoraBackend):
                 self.of_base[name].copy_(value)
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
-        """Return the adapter's manifest, its lane named, and its f32 tensors."""
+        """Return the adapter's manifest, which names the lane, and its f32 tensors."""
         manifest, tensors = super().adapter(config)
         manifest.mens_exp = {**(manifest.mens_exp or {}), "lane": LANE}
         return manifest, tensors
@@ -133,6 +133,6 @@ class BurnBackend(LoraBackend):
         write_model(self.causal_lm, merged, tokenizer, directory)
 
     def facts(self) -> dict[str, Any]:
-        """Read back what was built, and which lane it is."""
+        """Report what was built and its lane."""
         notes = [_NOTE, *([_SCRATCH] if self.train_base else [])]
         return {**super().facts(), "lane": LANE, "train_base": self.train_base, "notes": notes}

@@ -1,10 +1,10 @@
-"""The frozen base model: loading, quantization, the check for attention leaks, one forward pass.
+"""The frozen base model: loading, quantization, attention-leak check, and forward pass.
 
-transformers loads it and bitsandbytes quantizes it. A forward pass gives hidden states where tokens
-are learned, and logits. Packing hands document bounds down to attention. The families that we know
-pass them on; another's code, or code that somebody ships with a model, may drop them, and every
-document would read its neighbours in silence: a trial before training compares documents packed
-and alone.
+transformers loads the model and bitsandbytes quantizes it. The forward pass returns hidden states
+at the supervised positions, and logits. With packing, document bounds are passed down to attention.
+The known families forward them, but other model code (for example code shipped with a model) may
+drop them, and then documents would silently attend to their neighbours. A check before training
+therefore compares packed documents with the same documents on their own.
 
 Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabulary.
 """
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 def backbone(causal_lm: Any) -> Any:
-    """Return the part of a causal model that makes hidden states: all but its head.
+    """Return the part of a causal model that computes hidden states: everything but the head.
 
     Raises:
-        ModelFileError: no part does.
+        ModelFileError: there is no such part.
     """
     modules = causal_lm._modules  # noqa: SLF001  # of one level
     if causal_lm.base_model_prefix in modules:
@@ -76,10 +76,10 @@ def hidden_states(causal_lm: Any, batch: Batch) -> torch.Tensor:
 
 
 def logits(causal_lm: Any, hidden_MD: torch.Tensor) -> torch.Tensor:
-    """Return the logits that the model's own code makes of hidden states, ``[M, V]``.
+    """Compute logits ``[M, V]`` from hidden states with the model's own code.
 
-    The model's ``forward`` runs with a backbone that returns these states, so that whatever the
-    model does behind its backbone (scale, cap, project) is done here too.
+    The model's ``forward`` runs with a stand-in backbone that returns these states, so that
+    everything that the model does after its backbone (scale, cap, project) is applied here too.
 
     Raises:
         ModelFileError: the model's code computes logits from something else.
@@ -108,7 +108,7 @@ def _from_elsewhere(causal_lm: Any, found: str) -> ModelFileError:
 
 @contextmanager
 def _backbone_returns(causal_lm: Any, hidden_BMD: torch.Tensor) -> Iterator[_Backbone]:
-    """Put a stand-in in place of the backbone; the real one and its hooks are not run."""
+    """Replace the backbone with a stand-in; the real one and its hooks do not run."""
     real, modules = backbone(causal_lm), causal_lm._modules  # noqa: SLF001  # no setter
     name = next(name for name, module in modules.items() if module is real)
     stand_in = _Backbone(real, hidden_BMD)
@@ -120,7 +120,7 @@ def _backbone_returns(causal_lm: Any, hidden_BMD: torch.Tensor) -> Iterator[_Bac
 
 
 class _Backbone:
-    """A backbone that returns given hidden states; everything else is the real one's."""
+    """A backbone that returns the given hidden states and otherwise delegates to the real one."""
 
     def __init__(self, real: Any, hidden_BMD: torch.Tensor) -> None:
         self._real, self._hidden_BMD = real, hidden_BMD
@@ -137,7 +137,7 @@ class _Backbone:
 
 
 class _Output(tuple[torch.Tensor, ...]):
-    """The output of a backbone, by place or by name; a part that it may omit is None."""
+    """The output of a backbone, by index or attribute; optional parts are None."""
 
     __slots__ = ()
 
@@ -153,20 +153,21 @@ class _Output(tuple[torch.Tensor, ...]):
 _WINDOW = 4  # tokens; shorter than the documents, as no real window is
 _LENGTHS = (7, 9)
 _BOUNDS = ((0, 7), (7, 16))
-# Of a document's norm. Its neighbour's values reach it through nothing but a leak, so that rounding
-# is no excuse; alone, it meets other kernels, and bf16 rounds otherwise. Unverified guesses.
+# Relative to a document's norm. A neighbour's values can reach it only through a leak, so rounding
+# does not explain a difference. On its own, a document runs through other kernels, and bf16 rounds
+# differently. Unverified guesses.
 _BY_NEIGHBOUR, _BY_PACKING = 1e-3, 0.05
 
-# What code that knows no bounds of documents, or another form of mask, raises.
+# Raised by code that does not support document bounds, or expects another form of mask.
 MODEL_CODE_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def check_attention_leaks(causal_lm: Any) -> None:
-    """Compare two documents packed, packed with another neighbour, alone, and without packing.
+    """Compare documents packed, packed with a different neighbour, alone, and without packing.
 
     Raises:
-        ModelFileError: the model's code takes no document bounds, or a document's hidden states
-            depend on its neighbour or its place.
+        ModelFileError: the model's code does not accept document bounds, or a document's hidden
+            states depend on its neighbour or its position in the pack.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = causal_lm.config.vocab_size
@@ -194,9 +195,10 @@ def check_attention_leaks(causal_lm: Any) -> None:
 
 @contextmanager
 def _narrow_windows(causal_lm: Any) -> Iterator[None]:
-    """Narrow windows of attention: code may tell them to transformers' masks and not to attention.
+    """Narrow the attention windows, so that short documents reveal code that ignores them.
 
-    Such code (PhiMoE's) attends to whole documents where they are packed.
+    Some code (PhiMoE's) applies the window in transformers' masks but not in its attention, so it
+    attends to whole documents when they are packed.
     """
     holders = [causal_lm.config, *causal_lm.modules()]
     kept = [
@@ -237,7 +239,7 @@ def _refusal(causal_lm: Any, found: str) -> ModelFileError:
 
 
 def frozen_weights(directory: Path) -> SetupError:
-    """Return the error for who wants the weights of a base that was not trained."""
+    """Return the error for a request for the weights of a base that was not trained."""
     return SetupError(
         "the base was frozen; its weights are the published ones",
         where=str(directory),
@@ -249,17 +251,17 @@ def frozen_weights(directory: Path) -> SetupError:
 def load_base(
     config: RunConfig, base: BaseModel, device: torch.device, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Return the causal model on its device, quantized as configured, every parameter frozen.
+    """Load the causal model on its device, quantized as configured, with every parameter frozen.
 
     Args:
         config: the whole configuration.
         base: the model on disk.
         device: where to put it.
-        dtype: of what is not quantized; None is the compute format.
+        dtype: dtype of unquantized parts; None uses the compute dtype.
 
     Raises:
         SetupError: nothing was quantized.
-        ModelFileError: the model's code cannot do what is asked of it.
+        ModelFileError: the model's code does not support what is requested.
     """
     from transformers import AutoModelForCausalLM
 
@@ -275,19 +277,19 @@ def load_base(
                 dtype=dtype or compute_dtype(config.quant),
                 quantization_config=quantization_config(config.quant, skip),
                 attn_implementation=attends,
-                device_map={"": device},  # left open, bitsandbytes takes any GPU there is
+                device_map={"": device},  # by default, bitsandbytes takes any GPU
                 use_safetensors=True,
-                trust_remote_code=base.trust_remote_code,  # left open, transformers would ask
+                trust_remote_code=base.trust_remote_code,  # by default, transformers would ask
                 output_loading_info=True,
             )
     _refuse_random(loading["missing_keys"], base)
     if config.quant.is_quantized:
         _check_and_block(model, config, base)
     if base.source == "hub":
-        model.name_or_path = base.name  # what PEFT writes down as the base, and others can load
+        model.name_or_path = base.name  # PEFT records it as the base; others can load it
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # a rate that code shipped with a model does not take from config.json
+            module.p = 0.0  # a rate that custom model code does not read from config.json
     model.requires_grad_(requires_grad=False)
     if config.data.packing and (base.trust_remote_code or not shape.family.verified):
         check_attention_leaks(model)
@@ -295,17 +297,17 @@ def load_base(
 
 
 def published_config(base: BaseModel) -> Any:
-    """Return a base model's own configuration, an object of transformers."""
+    """Return a base model's own transformers configuration."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(base.directory, trust_remote_code=base.trust_remote_code)
 
 
 def _config_without_dropout(base: BaseModel) -> Any:
-    """Return a model's configuration with every rate of dropout at zero.
+    """Return a model's configuration with every dropout rate set to zero.
 
-    A base drops nothing of its own while an adapter trains. Rates are set here and not in the
-    graph, because many models (OPT, BioGPT) call dropout as a function.
+    The base applies no dropout while an adapter trains. Rates are set here and not on modules,
+    because many models (OPT, BioGPT) call the functional form of dropout.
     """
     found = published_config(base)
     for part in [found, *_parts(found)]:
@@ -322,10 +324,10 @@ def _parts(model_config: Any) -> list[Any]:
 
 
 def _attention_implementation(model_config: Any, *, packing: bool) -> str | None:
-    """Return the attention to load a model with; None is the model's own choice.
+    """Return the attention implementation to load a model with; None uses the model's default.
 
-    Only ours keeps packed documents apart. Code that does not go through transformers' attention
-    interface builds its masks for its own attention, so it keeps that where nothing is packed.
+    Only our implementation keeps packed documents apart. Code that bypasses transformers' attention
+    interface builds masks for its own attention, so it keeps that if nothing is packed.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -340,7 +342,7 @@ def _attention_implementation(model_config: Any, *, packing: bool) -> str | None
 
 @contextmanager
 def _clear_about_packing(model_config: Any) -> Iterator[None]:
-    """Say what to do where a model's code looks our attention up in a table of its own.
+    """Explain the remedy if a model's code looks attention up in its own table.
 
     Raises:
         ModelFileError: it does.
@@ -359,10 +361,10 @@ def _clear_about_packing(model_config: Any) -> Iterator[None]:
 
 
 def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
-    """Refuse a checkpoint that lacks weights, which transformers draws at random with a notice.
+    """Refuse a checkpoint that lacks weights; transformers would initialise them at random.
 
     Raises:
-        ModelFileError: naming the first of them.
+        ModelFileError: weights are missing; the message names the first.
     """
     if missing:
         raise ModelFileError(
@@ -375,10 +377,10 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
 
 
 def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
-    """Prepare quantized layers for training, 4-bit ones in blocks of the size that is asked for.
+    """Prepare quantized layers for training, with the configured block size for 4-bit layers.
 
-    bitsandbytes' configuration has no block size, so that other blocks are made here, from the
-    published weights: what 64 have left of them would be rounded twice.
+    bitsandbytes' configuration has no block size. Other sizes are therefore quantized here from the
+    published weights; requantizing from blocks of 64 would round twice.
 
     Raises:
         SetupError: nothing was quantized.

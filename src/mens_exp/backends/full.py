@@ -1,6 +1,6 @@
-"""Every weight of the causal model trained: what adapters are held against.
+"""Full fine-tuning of the causal model: the baseline that adapters are compared with.
 
-Weights, gradients and optimizer state are f32; ``quant.compute_dtype`` is the products' format.
+Weights, gradients and optimizer state are f32; matmuls run in ``quant.compute_dtype``.
 
 Shapes: M supervised positions, D hidden width, V vocabulary.
 """
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class FullBackend(NonPeftBackend, QloraBackend):
-    """The causal graph without adapters; forward, head and generation are the same."""
+    """The causal model without adapters; forward pass, head and generation are those of QLoRA."""
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
-        """Load the base model in f32 and make every weight learn.
+        """Load the base model in f32 and make every weight trainable.
 
         Raises:
             SetupError: the device cannot hold the model.
         """
-        torch.nn.Module.__init__(self)  # the parent's own would put an adapter on the model
+        torch.nn.Module.__init__(self)  # the parent's __init__ would add an adapter
         self.base, self.config, self.device = base, config, device
         self.compute_dtype = compute_dtype(config.quant)
         self.shape = shape_of(config.model)
@@ -54,16 +54,16 @@ class FullBackend(NonPeftBackend, QloraBackend):
 
     @property
     def has_adapter(self) -> bool:
-        """There is none: the weights themselves are what was trained."""
+        """False: the weights themselves are trained."""
         return False
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return every weight, f32, by transformers' name; a tied head is the embedding."""
+        """Return every f32 weight by its transformers name; a tied head is the embedding."""
         return dict(self.causal_lm.named_parameters())
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Put the published weights in place inside the block, read from disk again."""
+        """Use the published weights, read again from disk, inside the block."""
         tuned = {name: p.detach().to("cpu", copy=True) for name, p in self.trainable().items()}
         published = load_base(self.config, self.base, torch.device("cpu"), dtype=torch.float32)
         self._put(dict(published.named_parameters()))
@@ -79,7 +79,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
                 parameter.copy_(values[name])
 
     def write_weights(self, directory: Path) -> None:
-        """Write the model as a Hugging Face directory; it appears whole or not at all."""
+        """Write the model as a Hugging Face directory, atomically."""
         source, published = self.base.directory, published_config(self.base)
         write_model(self.causal_lm, self.trainable(), source, directory, config=published)
 
@@ -93,7 +93,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         )
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
-        """Refuse: there is none.
+        """Refuse: there is no adapter.
 
         Raises:
             RequestError: always; see ``has_adapter``.
@@ -102,7 +102,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self._no_adapter()
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
-        """Refuse: there is no place for one.
+        """Refuse: the model has no adapter to load into.
 
         Raises:
             RequestError: always.
@@ -120,7 +120,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self._no_adapter()
 
     def facts(self) -> dict[str, Any]:
-        """Read back what was built."""
+        """Report what was built, as read back from the model."""
         parameters = self.trainable().values()
         count = sum(p.numel() for p in parameters)
         return {

@@ -1,8 +1,8 @@
-"""Generate continuations of many prompts at once, greedy or sampled, and trace one document.
+"""Batched generation, greedy or sampled, and per-layer traces of one document.
 
-A random stream belongs to each prompt, and one uniform number is drawn for each of its tokens, so
-that a prompt with its seed gets the same tokens whatever else is in the batch. A trace holds the
-hidden states after each layer.
+Each prompt has its own random stream, and each of its tokens consumes one uniform number. A prompt
+with a given seed therefore gets the same tokens regardless of the rest of the batch. A trace holds
+the hidden states after each layer.
 
 Shapes: B prompts, T tokens of the longest or of the document, D hidden width, V vocabulary.
 """
@@ -20,18 +20,18 @@ from mens_exp.model.quiet import quiet
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# Tokens looked at beyond the length of the longest stop text; a token has a character or more,
-# but one that is cut off in the middle of a character may decode to none.
+# Extra tokens to inspect beyond the length of the longest stop text. A token usually has at least
+# one character, but one that ends in the middle of a character may decode to none.
 _MARGIN = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """The way tokens are drawn.
+    """Sampling settings.
 
     Attributes:
         temperature: above 0; logits are divided by it.
-        top_p: tokens are drawn from the fewest that have this share of the probability.
+        top_p: tokens are drawn from the smallest set with this cumulative probability.
         seeds: one for each prompt.
     """
 
@@ -45,8 +45,8 @@ class Stops:
     """Texts that end an answer.
 
     Attributes:
-        texts: of each prompt; empty where none ends it.
-        decode: turns ids to text.
+        texts: the stop texts of each prompt; empty if it has none.
+        decode: turns ids into text.
     """
 
     texts: Sequence[Sequence[str]]
@@ -57,16 +57,16 @@ class Draw:
     """Draws the next token of every prompt."""
 
     def __init__(self, sampling: Sampling) -> None:
-        """Begin every prompt's stream."""
+        """Start the random stream of every prompt."""
         self.sampling = sampling
         self._streams = [torch.Generator().manual_seed(seed) for seed in sampling.seeds]
 
     def __call__(self, logits_BV: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Return drawn tokens ``[B]``.
+        """Draw one token per prompt, ``[B]``.
 
         Args:
-            logits_BV: of the next token.
-            rows: the prompt of each line; all of them by default.
+            logits_BV: logits of the next token.
+            rows: the prompt of each row; all prompts in order by default.
         """
         streams = self._streams if rows is None else [self._streams[row] for row in rows]
         uniform = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
@@ -76,7 +76,7 @@ class Draw:
         )
         chance_BV = ordered_BV.softmax(-1)
         reached_BV = chance_BV.cumsum(-1)
-        # The first token is always kept; another one where those before it lack some of the share.
+        # Always keep the first token; keep another while those before it do not reach top_p.
         kept_BV = reached_BV - chance_BV < self.sampling.top_p
         total_B1 = (chance_BV * kept_BV).sum(-1, keepdim=True)
         place_B1 = (reached_BV <= uniform_B1 * total_B1).sum(-1, keepdim=True)
@@ -84,27 +84,27 @@ class Draw:
         return tokens_BV.gather(-1, place_B1).squeeze(-1)
 
     def as_processor(self, ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Leave the drawn token alone possible; how transformers asks for it."""
+        """Mask all logits but the drawn token's, as a transformers logits processor."""
         del ids_BT
         drawn_B1 = self(logits_BV).unsqueeze(-1)
         return torch.full_like(logits_BV, -torch.inf).scatter(-1, drawn_B1, 0.0)
 
 
 class StopWatch:
-    """Notices when an answer has reached one of its stop texts."""
+    """Detects when an answer has reached one of its stop texts."""
 
     def __init__(self, stops: Stops) -> None:
-        """Begin with answers that are empty."""
+        """Start with empty answers."""
         self.stops = stops
         self._window = max((len(text) for one in stops.texts for text in one), default=0) + _MARGIN
         self.lengths: dict[int, int] = {}
 
     def has_stopped(self, row: int, ids: Sequence[int]) -> bool:
-        """Tell whether an answer is at a stop text, now or earlier; its length is kept.
+        """Return whether an answer has reached a stop text, and remember its length at that point.
 
         Args:
-            row: the prompt.
-            ids: its answer so far.
+            row: index of the prompt.
+            ids: the answer so far.
         """
         if row not in self.lengths:
             texts = self.stops.texts[row]
@@ -116,7 +116,7 @@ class StopWatch:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode inside the block, then each module back into its own."""
+    """Put a model in evaluation mode inside the block, then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -136,22 +136,22 @@ def greedy(
     sampling: Sampling | None = None,
     stops: Stops | None = None,
 ) -> list[list[int]]:
-    """Continue prompts, padded on the left, until an end id, a stop text or the limit.
+    """Continue left-padded prompts until an end id, a stop text or the limit.
 
-    Dropout is off whatever mode the model is in, and the sampling settings that its files may
-    carry (a repetition penalty, say) play no part.
+    Dropout is off in any mode of the model. Sampling settings in the model's files (a repetition
+    penalty, for example) are ignored.
 
     Args:
         model: a transformers model.
-        prompts: ids of each.
-        max_new_tokens: the longest answer.
-        end_ids: ids that end one.
-        pad_id: fills what stands before shorter prompts.
-        sampling: how tokens are drawn; None takes the likeliest.
+        prompts: the ids of each prompt.
+        max_new_tokens: maximum length of an answer.
+        end_ids: ids that end an answer.
+        pad_id: pads shorter prompts on the left.
+        sampling: sampling settings; None is greedy decoding.
         stops: texts that end an answer.
 
     Returns:
-        The new ids of each prompt, its end id or stop text included where it ended.
+        The new ids of each prompt, including the end id or stop text that ended it.
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -164,7 +164,7 @@ def greedy(
     watch = StopWatch(stops) if stops is not None else None
     processors: Any = LogitsProcessorList([Draw(sampling).as_processor] if sampling else [])
     criteria: Any = StoppingCriteriaList([_criterion(watch, width)] if watch else [])
-    model.generation_config = GenerationConfig()  # what it holds would fill in what we leave open
+    model.generation_config = GenerationConfig()  # or its values would fill in what we leave unset
     with torch.inference_mode(), evaluating(model), quiet():
         output = model.generate(
             input_ids=ids_BT.to(model.device),
@@ -176,7 +176,7 @@ def greedy(
             logits_processor=processors,
             stopping_criteria=criteria,
             past_key_values=_cache(model, width + max_new_tokens),
-            disable_compile=True,  # which a static cache would start on a GPU, for minutes
+            disable_compile=True,  # a static cache would start it on a GPU, for minutes
         )
     lengths = watch.lengths if watch is not None else {}
     return [
@@ -186,10 +186,10 @@ def greedy(
 
 
 def _cache(model: Any, tokens: int) -> Any:
-    """Return a cache of that many positions; one that grows left gigabytes of holes.
+    """Return a cache of fixed size; a growing cache left gigabytes of fragmented memory.
 
-    Under autocast of an f32 model keys come out of the rotation in f32 and values out of their
-    projection in bf16, and transformers' cache takes one format.
+    When an f32 model runs under autocast, keys leave the rotary embedding in f32 and values leave
+    their projection in bf16, but transformers' cache accepts a single dtype.
     """
     from transformers import StaticCache
 
@@ -201,7 +201,7 @@ def _cache(model: Any, tokens: int) -> Any:
 
 
 def _criterion(watch: StopWatch, width: int) -> Any:
-    """Tell transformers which prompts are at a stop text."""
+    """Return a transformers stopping criterion for prompts that reached a stop text."""
 
     def stopped(ids_BT: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         del scores
@@ -223,7 +223,7 @@ class Trace:
 
     Attributes:
         hidden: layer -> states, ``[T, D]`` f32, first layer first.
-        logits_TV: f32; row t is of the token after t.
+        logits_TV: f32; row t predicts the token after position t.
     """
 
     hidden: dict[str, torch.Tensor]
@@ -231,18 +231,18 @@ class Trace:
 
 
 def trace(model: Any, ids: Sequence[int], *, device: torch.device | None = None) -> Trace:
-    """Feed a document to a causal model of transformers, in evaluation mode.
+    """Run a document through a transformers causal model in evaluation mode.
 
     Args:
-        model: the model; what is between its layers is as its code has it.
-        ids: of the document.
-        device: where the ids go; None is where the model lies.
+        model: the model; its own code computes everything between the layers.
+        ids: the document's token ids.
+        device: device for the ids; None uses the model's.
     """
     ids_BT = torch.tensor([list(ids)], device=device or model.device)
     with torch.inference_mode(), evaluating(model), quiet():
         output = model(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
     states = output.hidden_states
-    # transformers' last entry is what the head reads, after the final norm.
+    # transformers' last entry is the head's input, after the final norm.
     names = ["embedding", *(f"l{i}" for i in range(len(states) - 2)), "final norm"]
     hidden = {name: state[0].float() for name, state in zip(names, states, strict=True)}
     return Trace(hidden=hidden, logits_TV=output.logits[0].float())

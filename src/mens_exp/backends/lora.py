@@ -1,4 +1,4 @@
-"""LoRA on the full causal model, its base unquantized and frozen."""
+"""LoRA on the full causal model, with an unquantized, frozen base."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from mens_exp.backends.qlora import QloraBackend
 
 
 class LoraBackend(QloraBackend):
-    """The same graph as QLoRA's over a base in f32 or bf16; ``quant=none`` makes the difference."""
+    """The QLoRA model over a base in f32 or bf16; the only difference is ``quant=none``."""

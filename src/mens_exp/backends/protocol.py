@@ -1,7 +1,7 @@
-"""The backend protocol: what training, evaluation, export and chat ask of a trained graph.
+"""The backend protocol: the interface of a trained model to training, evaluation, export and chat.
 
-`NonPeftBackend` answers for graphs that PEFT has no form for; `Stream` produces one answer, token
-by token, so that it can be shown as it is made.
+`NonPeftBackend` implements the PEFT methods for models that PEFT cannot represent. `Stream`
+generates one answer token by token, so that it can be displayed as it is generated.
 
 Shapes: M supervised positions, D hidden width, T tokens, V vocabulary.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """A trained graph: base model, quantizer and adapter. Also a ``torch.nn.Module``."""
+    """A trained model: base, quantizer and adapter. Also a ``torch.nn.Module``."""
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the batch's supervised positions, ``[M, D]``."""
@@ -38,19 +38,19 @@ class Backend(Protocol):
         """Return logits ``[M, V]``."""
 
     def begin(self, micro_batch: int) -> None:
-        """Say which micro-batch of the stream comes next; dropout masks depend on it."""
+        """Set the index of the next micro-batch in the stream; dropout masks depend on it."""
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return every trained parameter by name; nothing else has a gradient."""
+        """Return every trainable parameter by name; nothing else has a gradient."""
 
     def base_only(self) -> AbstractContextManager[None]:
         """Switch the adapter off inside the block."""
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
-        """Continue prompts; `greedy` tells the options."""
+        """Continue prompts; see `greedy` for the options."""
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
-        """Return the logits ``[V]`` that follow ids, and the cache grown by these."""
+        """Return the logits ``[V]`` after ids, and the cache extended by them."""
 
     def trace(self, ids: Sequence[int]) -> Trace:
         """Return the hidden states after each layer, and the logits, of one document."""
@@ -59,90 +59,90 @@ class Backend(Protocol):
         """Return the adapter under logical names, with its manifest."""
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
-        """Put an adapter's tensors, under logical names, into the graph."""
+        """Load an adapter's tensors, under logical names, into the model."""
 
     def start_state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint's base depends on, beside the published weights."""
+        """Return the state of a checkpoint's base that the published weights do not determine."""
 
     def load_start_state(self, taken: dict[str, torch.Tensor]) -> None:
         """Rebuild the base of a checkpoint from its :meth:`start_state`."""
 
     def quantization_errors(self) -> dict[str, tuple[float, float]]:
-        """Return, by layer, the quantization error before and after the adapter's start.
+        """Return each layer's quantization error before and after the adapter's initialisation.
 
-        Empty where the start does not depend on it. An error is ``|W − Ŵ| / |W|``, Frobenius.
+        Empty if the initialisation does not depend on it. An error is ``|W − Ŵ| / |W|``, Frobenius.
         """
 
     @property
     def has_adapter(self) -> bool:
-        """Whether an adapter is trained; without one the weights are, see `write_weights`."""
+        """Whether an adapter is trained; if not, the weights are: see `write_weights`."""
 
     def write_weights(self, directory: Path) -> None:
         """Write the trained weights as a Hugging Face directory."""
 
     @property
     def has_peft_view(self) -> bool:
-        """Whether PEFT knows such a graph; without one there is nothing for `write_peft`."""
+        """Whether PEFT can represent the model; if not, `write_peft` refuses."""
 
     def write_peft(self, directory: Path) -> None:
         """Write the adapter as a PEFT directory."""
 
     @property
     def peft_view_is_exact(self) -> bool:
-        """Whether the PEFT directory, loaded on the plainly quantized base, is this very model."""
+        """Whether the PEFT directory, loaded on the quantized base, is exactly this model."""
 
     def as_peft_view(self) -> AbstractContextManager[None]:
-        """Make it, inside the block, what loading the PEFT directory on the base gives."""
+        """Behave, inside the block, like the PEFT directory loaded on the base."""
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model was made for, in tokens."""
+        """Longest sequence that the model supports, in tokens."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what was really built, read back from the graph."""
+        """Return what was actually built, read back from the model."""
 
 
 class NonPeftBackend:
-    """Such a graph's answers to the backend protocol's questions about PEFT and starts."""
+    """Backend methods about PEFT and initialisation for models that PEFT cannot represent."""
 
     def start_state(self) -> dict[str, torch.Tensor]:
-        """Return nothing: a checkpoint depends on the published weights alone."""
+        """Return nothing: a checkpoint depends only on the published weights."""
         return {}
 
     def load_start_state(self, taken: dict[str, torch.Tensor]) -> None:
-        """Do nothing, as :meth:`start_state` gives nothing."""
+        """Do nothing: :meth:`start_state` is empty."""
         assert not taken, "made by another backend"
 
     def quantization_errors(self) -> dict[str, tuple[float, float]]:
-        """Return nothing: the start does not depend on them."""
+        """Return nothing: the initialisation does not depend on quantization errors."""
         return {}
 
     @property
     def has_peft_view(self) -> bool:
-        """PEFT knows no such graph."""
+        """False: PEFT cannot represent this model."""
         return False
 
     @property
     def peft_view_is_exact(self) -> bool:
-        """There is no view that could differ."""
+        """True: there is no PEFT view that could differ."""
         return True
 
     @contextmanager
     def as_peft_view(self) -> Iterator[None]:
-        """Leave the graph as it is: there is no view."""
+        """Leave the model unchanged: there is no PEFT view."""
         yield
 
 
 def step(model: Any, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
-    """Feed ids to a causal model.
+    """Run a causal model over new token ids.
 
     Args:
         model: a transformers model.
-        ids: the tokens that its cache does not hold yet.
-        cache: what an earlier call returned; None begins a sequence.
+        ids: the tokens that are not in the cache yet.
+        cache: the cache returned by the previous call; None starts a sequence.
 
     Returns:
-        The logits of the token that follows, ``[V]``, f32, and the cache.
+        The logits of the next token, ``[V]``, f32, and the cache.
     """
     ids_T = torch.tensor([list(ids)], device=model.device)
     with torch.inference_mode(), evaluating(model), quiet():
@@ -153,8 +153,8 @@ def step(model: Any, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tenso
 class Stream:
     """The answer to one prompt under one condition; each call of `advance` adds a token.
 
-    The condition is entered for each token alone, so that streams of base and tuned model can
-    take turns on one graph.
+    The condition is entered and left for each token, so that streams of the base and the tuned
+    model can alternate on the same model object.
     """
 
     def __init__(
@@ -168,16 +168,16 @@ class Stream:
         seed: int = 0,
         condition: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Begin an answer.
+        """Start an answer.
 
         Args:
-            backend: the graph.
+            backend: the model.
             prompt: the ids before the answer; at least one.
-            end_ids: ids that end it.
-            max_new_tokens: the longest answer.
-            temperature: 0 takes the likeliest token; above, tokens are drawn.
-            seed: of the drawing.
-            condition: entered around each step, ``backend.base_only`` for the base model.
+            end_ids: ids that end the answer.
+            max_new_tokens: maximum length of the answer.
+            temperature: 0 is greedy decoding; above 0, tokens are sampled.
+            seed: sampling seed.
+            condition: entered around each step; ``backend.base_only`` for the base model.
         """
         self.backend = backend
         self.end_ids = end_ids
@@ -191,16 +191,16 @@ class Stream:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the answer ended by an end id."""
+        """Whether the answer ended with an end id."""
         return bool(self.ids) and self.ids[-1] in self.end_ids
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer ended, or reached its limit."""
+        """Whether the answer ended or reached its limit."""
         return self.is_ended or len(self.ids) >= self.max_new_tokens
 
     def advance(self) -> None:
-        """Add one token, unless the answer is done."""
+        """Generate one token, unless the answer is done."""
         if self.is_done:
             return
         with self.condition():

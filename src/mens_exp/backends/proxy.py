@@ -1,8 +1,8 @@
-"""The proxy projection stack, v1: the next token from the last one alone, cheaply.
+"""The proxy projection stack, v1: a cheap model of the next token given only the last one.
 
-No attention, no position: a frozen embedding row goes through the 4-bit attention outputs of all
-decoder layers, each with LoRA beside it, and through the tied 4-bit head. It measures what
-projections can learn, not what a transformer can.
+It has no attention and no positions. A frozen embedding row passes through the 4-bit attention
+output projections of all decoder layers, each with a LoRA adapter, and through the tied 4-bit head.
+It measures what projections can learn, not what a transformer can learn.
 
 Shapes: M supervised positions, I inputs and O outputs of a projection, R rank, D hidden width,
 V vocabulary, n middle projections.
@@ -53,8 +53,8 @@ def load_into(
     """Copy tensors into the parameters of the same names.
 
     Raises:
-        ConfigError: names or shapes differ; nothing is copied. Copying would stretch a matrix of
-            rank 1 to any rank, in silence.
+        ConfigError: names or shapes differ; nothing is copied. A plain copy would silently
+            broadcast a matrix of rank 1 to any rank.
     """
     theirs = {(name, tuple(values.shape)) for name, values in tensors.items()}
     ours = {(name, tuple(values.shape)) for name, values in parameters.items()}
@@ -72,11 +72,11 @@ def load_into(
 
 
 class Projection(torch.nn.Module):
-    """``W x + (alpha / r) · B A x``, W quantized once and kept in the compute format.
+    """``W x + (alpha / r) · B A x``; W is quantized once and kept dequantized in the compute dtype.
 
-    Taking 4-bit codes back costs more than the products of a step: measured on SmolLM2's head,
-    0.18 s against 0.07 s for 64 positions in bf16, on the same two busy cores. What the codes
-    stand for is the same either way; the copy is what a step reads.
+    Dequantizing 4-bit codes costs more than the matmuls of a step: measured on SmolLM2's head, 0.18
+    s against 0.07 s for 64 positions in bf16, on the same two busy cores. The dequantized values
+    are the same either way; a step reads the copy.
     """
 
     weight_OI: torch.Tensor
@@ -84,13 +84,13 @@ class Projection(torch.nn.Module):
     def __init__(
         self, weight_OI: torch.Tensor, config: RunConfig, *, name: str, draws_as: str
     ) -> None:
-        """Quantize a weight and put a fresh adapter beside it.
+        """Quantize a weight and add a fresh adapter.
 
         Args:
-            weight_OI: f32, on its device.
+            weight_OI: the weight, f32, on its device.
             config: the whole configuration.
-            name: the adapter's name for it; keys dropout.
-            draws_as: the full graph's name for the same weight; keys A, so that arms of other
+            name: the adapter's name for the weight; seeds dropout.
+            draws_as: the full model's name for the same weight; seeds A, so that arms of other
                 backends start from the same matrix.
         """
         super().__init__()
@@ -109,7 +109,7 @@ class Projection(torch.nn.Module):
         self.adapts = True
 
     def forward(self, x_MI: torch.Tensor) -> torch.Tensor:
-        """Project, ``[M, O]``; f32 unless autocast is on."""
+        """Return the projection, ``[M, O]``; f32 unless autocast is on."""
         weight_OI = self.weight_OI
         if weight_OI.dtype == torch.float32 or torch.is_autocast_enabled(x_MI.device.type):
             y_MO = functional.linear(x_MI, weight_OI)
@@ -117,8 +117,8 @@ class Projection(torch.nn.Module):
             y_MO = functional.linear(x_MI.to(weight_OI.dtype), weight_OI).float()
         if not self.adapts:
             return y_MO
-        # Scaled while it is R wide, and added inside the product: passes over [M, vocabulary]
-        # would cost the head more than its products.
+        # Scale while the tensor is R wide, and add inside the matmul: extra passes over [M,
+        # vocabulary] would cost the head more than its matmuls.
         low_MR = functional.linear(self.dropout(x_MI), self.lora_a) * self.scale
         return torch.addmm(y_MO, low_MR, self.lora_b.T)
 
@@ -130,10 +130,11 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
     """Embedding rows through the projection stack; LoRA on every projection."""
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
-        """Map the embedding, quantize the stack, and put a fresh adapter on it.
+        """Memory-map the embedding, quantize the stack, and add a fresh adapter.
 
         Raises:
-            ModelFileError: the checkpoint lacks what the stack needs, or it is not square.
+            ModelFileError: the checkpoint lacks a tensor that the stack needs, or one is not
+                square.
         """
         super().__init__()
         assert isinstance(config.backend, ProxyConfig), "Hydra pairs class and schema"
@@ -148,7 +149,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
             **{f"mid{i}": base_key(path, family, keys) for i, path in enumerate(self.stack.middle)},
             HEAD: base_key(table, family, keys),
         }
-        # No buffer, so that no `.to()` and no checkpoint reads the whole of it.
+        # Not a buffer, so that neither `.to()` nor a checkpoint reads all of it.
         self.embedding_VD = mapped(base.directory, self.keys[HEAD])
         weights = StoredWeights(base.directory, family)
         (attention_output,) = family.groups["o_proj"]
@@ -168,7 +169,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """Every projection by logical name, first to last."""
+        """All projections by logical name, first to last."""
         parts = [*self.middle, self.lm_head]
         return dict(zip(self.stack.layers, parts, strict=True))
 
@@ -177,12 +178,12 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         return self.hidden(batch.input_ids_BT.flatten().index_select(0, batch.predict_M))
 
     def hidden(self, last_M: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state that each last token leads to, ``[M, D]`` in f32."""
+        """Return the hidden state for each last token, ``[M, D]`` in f32."""
         *_, (_, h_MD) = self._states(last_M)
         return h_MD
 
     def _states(self, last_M: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the states after each layer, ``[M, D]`` in f32; the last is what the head reads."""
+        """Yield the states after each layer, ``[M, D]`` in f32; the last is the head's input."""
         rows = self.embedding_VD.index_select(0, last_M.to("cpu"))
         h_MD = rows.to(last_M.device).float()
         yield "embedding", h_MD
@@ -211,7 +212,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         return logits
 
     def begin(self, micro_batch: int) -> None:
-        """Move every dropout stream to a micro-batch."""
+        """Position every dropout stream at a micro-batch."""
         for projection in self.projections.values():
             projection.dropout.begin(micro_batch)
 
@@ -245,8 +246,8 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         sampling: Sampling | None = None,
         stops: Stops | None = None,
     ) -> list[list[int]]:
-        """Continue prompts: each token follows from the one before it alone; see `greedy`."""
-        del pad_id  # nothing is padded: only last tokens are looked at
+        """Continue prompts; each token depends only on the one before it. See `greedy`."""
+        del pad_id  # no padding is needed: only last tokens are used
         made: list[list[int]] = [[] for _ in prompts]
         draw = Draw(sampling) if sampling is not None else None
         watch = StopWatch(stops) if stops is not None else None
@@ -268,7 +269,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         return made
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
-        """Return the logits of the token that follows, ``[V]``, f32; no cache is needed."""
+        """Return the logits of the next token, ``[V]``, f32; no cache is needed."""
         del cache
         last = torch.tensor([ids[-1]], device=self.device)
         with torch.inference_mode(), evaluating(self):
@@ -306,27 +307,27 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
                 "base_weights_sha256": self.base.weights_sha256,
                 "candle_qlora_graph_id": self.stack.graph_id,
                 "embed_key": self.keys[HEAD],
-                # It quantizes f32 weights, each projection of the stack.
+                # Each projection of the stack is quantized from f32 weights.
                 "quantizer": quantizer_named(self.quant, rounded_to=ComputeDtype.f32, skip=[]),
             },
         )
         return manifest, tensors
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
-        """Copy an adapter's tensors into the graph.
+        """Copy an adapter's tensors into the model.
 
         Raises:
-            ConfigError: the tensors are not those of this graph.
+            ConfigError: the tensors do not belong to this model.
         """
         load_into(self.trainable(), tensors)
 
     @property
     def has_adapter(self) -> bool:
-        """An adapter is what is trained."""
+        """True: an adapter is trained."""
         return True
 
     def write_weights(self, directory: Path) -> None:
-        """Refuse: the base is the published one.
+        """Refuse: the base is the published one, unchanged.
 
         Raises:
             SetupError: always; see ``has_adapter``.
@@ -334,7 +335,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         raise frozen_weights(directory)
 
     def write_peft(self, directory: Path) -> None:
-        """Refuse: PEFT has no such graph.
+        """Refuse: PEFT cannot represent this model.
 
         Raises:
             SetupError: always; see ``has_peft_view``.
@@ -349,11 +350,11 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the base was made for, in tokens; the stack itself sees one."""
+        """Longest sequence that the base supports, in tokens; the stack itself uses only one."""
         return self.shape.max_position_embeddings
 
     def facts(self) -> dict[str, Any]:
-        """Read back what was built, under the seeds' names where they have one."""
+        """Report what was built, under the seeds' names where they exist."""
         parts = self.projections.values()
         weights = sum(p.weight_OI.numel() for p in parts)
         stack = self.stack
@@ -384,7 +385,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
 
     @contextmanager
     def _compute(self) -> Iterator[None]:
-        """Learn under bf16 autocast; measure with the adapter in f32, as ``backend=qlora`` does."""
+        """Train under bf16 autocast; evaluate with the adapter in f32, like ``backend=qlora``."""
         in_bf16 = torch.is_grad_enabled() and self.compute_dtype == torch.bfloat16
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=in_bf16):
             yield

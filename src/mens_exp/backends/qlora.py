@@ -1,4 +1,4 @@
-"""QLoRA: the full causal model on a frozen quantized base, LoRA trained in f32 (arXiv:2305.14314).
+"""QLoRA: f32 LoRA adapters on a frozen, quantized causal model (arXiv:2305.14314).
 
 Shapes: D hidden width, M supervised positions, V vocabulary.
 """
@@ -63,7 +63,7 @@ _MATRIX = 2
 
 
 class QloraBackend(torch.nn.Module):
-    """A transformers model loaded in 4 or 8 bits with PEFT's LoRA layers on it."""
+    """A transformers model in 4 or 8 bits with PEFT's LoRA layers."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class QloraBackend(torch.nn.Module):
         *,
         loaded_on: torch.device | None = None,
     ) -> None:
-        """Load and quantize the base model, and put a fresh adapter on it.
+        """Load and quantize the base model, and add a fresh adapter.
 
         Args:
             config: the whole configuration.
             base: the model on disk.
-            device: what computes.
-            loaded_on: where the graph is built, if not there; whoever asks for it moves it.
+            device: the compute device.
+            loaded_on: the device to build the model on, if different; the caller moves it.
 
         Raises:
             ConfigError: a LoRA target names no module of the model.
-            SetupError: the device cannot hold or compute the model.
+            SetupError: the device cannot hold or run the model.
         """
         super().__init__()
         self.base = base
@@ -127,25 +127,25 @@ class QloraBackend(torch.nn.Module):
             return frozen_base.hidden_states(self.causal_lm, batch)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[M, V]`` in the compute format, squeezed where the model does so."""
+        """Return logits ``[M, V]`` in the compute dtype, soft-capped if the model does so."""
         with self._compute():
             return frozen_base.logits(self.causal_lm, hidden_MD)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; what is frozen through and through evaluates in either.
+        """Set the mode; fully frozen modules stay in evaluation mode.
 
-        Routers of some models (PhiMoE) draw experts at random while they train. Layers that may
-        compute their activations again do so in training mode alone, so they follow the mode.
+        Routers of some models (PhiMoE) choose experts at random in training mode. Layers that
+        support activation checkpointing recompute only in training mode, so they follow the mode.
         """
         super().train(mode)
         for module in _frozen_parts(self.causal_lm) if mode else ():
             module.eval()
-        for stack in self.stacks:  # the block around adapted experts may draw noise on its inputs
+        for stack in self.stacks:  # the block around adapted experts may add noise to its inputs
             self.causal_lm.get_submodule(stack.module.rpartition(".")[0]).training = False
         return self
 
     def begin(self, micro_batch: int) -> None:
-        """Move every dropout stream to a micro-batch."""
+        """Position every dropout stream at a micro-batch."""
         for dropout in self.dropouts:
             dropout.begin(micro_batch)
 
@@ -159,7 +159,7 @@ class QloraBackend(torch.nn.Module):
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Make it the plainly quantized base inside the block: no adapter, nothing taken out."""
+        """Use the plainly quantized base inside the block: no adapter, nothing subtracted."""
         self.residuals.use(plain=True)
         try:
             with self.model.disable_adapter():
@@ -169,11 +169,11 @@ class QloraBackend(torch.nn.Module):
 
     @property
     def has_adapter(self) -> bool:
-        """An adapter is what is trained."""
+        """True: an adapter is trained."""
         return True
 
     def write_weights(self, directory: Path) -> None:
-        """Refuse: the base is the published one.
+        """Refuse: the base is the published one, unchanged.
 
         Raises:
             SetupError: always; see ``has_adapter``.
@@ -182,21 +182,21 @@ class QloraBackend(torch.nn.Module):
 
     @property
     def has_peft_view(self) -> bool:
-        """PEFT's own layers are what it is made of."""
+        """True: the model consists of PEFT's own layers."""
         return True
 
     @property
     def peft_view_is_exact(self) -> bool:
-        """Whether the PEFT directory, loaded on the plainly quantized base, is this very model.
+        """Whether the PEFT directory, loaded on the quantized base, is exactly this model.
 
-        It is not where a start changed the base, nor on an 8-bit base on CPU, whose layers
-        quantize their inputs elsewhere.
+        It is not if the initialisation changed the base, nor on an 8-bit base on CPU, because 8-bit
+        layers quantize their inputs on other devices.
         """
         return not self.residuals.layers and not self.differs_in_evaluation
 
     @contextmanager
     def as_peft_view(self) -> Iterator[None]:
-        """Make it, inside the block, what others get who load the PEFT directory on the base."""
+        """Behave, inside the block, like the PEFT directory loaded on the base."""
         self.residuals.use(plain=True)
         try:
             taken = self.residuals.taken()
@@ -228,7 +228,7 @@ class QloraBackend(torch.nn.Module):
             )
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
-        """Return the logits ``[V]``, f32, that follow ids, and the cache grown by these."""
+        """Return the logits ``[V]``, f32, after ids, and the cache extended by them."""
         with self._compute():
             return step(self.causal_lm, ids, cache)
 
@@ -240,8 +240,8 @@ class QloraBackend(torch.nn.Module):
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names.
 
-        They are relative to the published base: where a start took something out of its weights,
-        that is taken back, in a pair of twice the rank.
+        The tensors are relative to the published base. If the initialisation subtracted a component
+        from its weights, the adapter compensates for it as a pair of twice the rank.
         """
         tensors = {
             name: parameter.detach().to("cpu", torch.float32, copy=True)
@@ -261,17 +261,17 @@ class QloraBackend(torch.nn.Module):
         return manifest, split_experts(arrays, self.stacks)
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
-        """Copy an adapter's tensors into the graph, and rebuild the base that it was trained on.
+        """Copy an adapter's tensors into the model and rebuild the base that it was trained on.
 
         Raises:
-            ConfigError: the tensors are not those of this graph.
+            ConfigError: the tensors do not belong to this model.
         """
         parameters, taken = self.trainable(), self.residuals.taken()
         graph = {name: parameter.detach().to("cpu") for name, parameter in parameters.items()}
         written = {name: v.float().numpy() for name, v in stacked_tensors(graph, taken).items()}
         theirs = {(name, tuple(values.shape)) for name, values in tensors.items()}
         ours = {(name, tuple(v.shape)) for name, v in split_experts(written, self.stacks).items()}
-        if theirs != ours:  # copying would stretch a matrix of rank 1 to any rank, in silence
+        if theirs != ours:  # a copy would silently broadcast rank 1 to any rank
             odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
                 "the adapter's matrices are not the graph's",
@@ -288,7 +288,7 @@ class QloraBackend(torch.nn.Module):
                 parameters[name].copy_(value)
 
     def start_state(self) -> dict[str, torch.Tensor]:
-        """Return what the base of a checkpoint depends on, beside the published weights."""
+        """Return the state of a checkpoint's base that the published weights do not determine."""
         return self.residuals.taken()
 
     def load_start_state(self, taken: dict[str, torch.Tensor]) -> None:
@@ -296,8 +296,8 @@ class QloraBackend(torch.nn.Module):
         self.residuals.restore(taken)
 
     def write_peft(self, directory: Path) -> None:
-        """Write the adapter as a PEFT directory; it appears whole or not at all."""
-        # PEFT would write where the weights lie on this machine, which means nothing elsewhere.
+        """Write the adapter as a PEFT directory, atomically."""
+        # PEFT would record the local path of the weights, which means nothing on another machine.
         self.model.peft_config[ADAPTER].base_model_name_or_path = self.base.name
         with (
             atomic.directory(directory) as temporary,
@@ -306,16 +306,16 @@ class QloraBackend(torch.nn.Module):
             tied_head_is_meant(),
         ):
             self.model.save_pretrained(temporary, save_embedding_layers=False)
-            (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md says it better
+            (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md replaces it
             in_fixed_order(temporary / "adapter_config.json")
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model was made for, in tokens."""
+        """Longest sequence that the model supports, in tokens."""
         return self.shape.max_position_embeddings
 
     def facts(self) -> dict[str, Any]:
-        """Read back what was built."""
+        """Report what was built, as read back from the model."""
         parameters = self.trainable().values()
         return {
             "trainable_parameters": sum(p.numel() for p in parameters),
@@ -333,7 +333,7 @@ class QloraBackend(torch.nn.Module):
         }
 
     def _expert_facts(self) -> dict[str, Any]:
-        """Read back the format of tensors that hold experts, which no quantization reaches."""
+        """Report the dtype of expert tensors, which are never quantized."""
         stacked = [one for one in self.causal_lm.parameters() if one.dim() > _MATRIX]
         if not self.shape.expert_parameters or not stacked:
             return {}
@@ -343,21 +343,21 @@ class QloraBackend(torch.nn.Module):
         }
 
     def quantization_errors(self) -> dict[str, tuple[float, float]]:
-        """Return each layer's quantization error before and after its start, where it matters."""
+        """Return each layer's quantization error before and after a dependent initialisation."""
         return {name: (error.before, error.after) for name, error in self.errors.items()}
 
     @contextmanager
     def _compute(self) -> Iterator[None]:
-        """Learn under bf16 autocast; measure with the adapter in f32, as PEFT alone would.
+        """Train under bf16 autocast; evaluate with the adapter in f32, as PEFT does by default.
 
-        Where gradients are taken, adapters stay f32 so that gradients accumulate there, and
-        autocast computes with bf16 copies. Where none are, those copies would be another adapter
-        than the one that is saved: the loss of SmolLM2 moved by 0.2 %.
+        In training, adapters stay in f32 so that gradients accumulate in f32, and autocast computes
+        with bf16 copies. In evaluation, those copies would differ from the adapter that is saved:
+        the loss of SmolLM2 moved by 0.2 %.
         """
         learns = torch.is_grad_enabled()
         for module in self.layers.values():
-            # PEFT asks whether CUDA's autocast is on; on CPU, learning, it would give each
-            # projection an f32 copy of the input, and each copy would draw its mask again.
+            # PEFT checks only CUDA's autocast. When training on CPU, it would give each projection
+            # an f32 copy of the input, and each copy would draw its dropout mask again.
             module.cast_input_dtype_enabled = not learns
         device = next(self.model.parameters()).device.type
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
@@ -366,9 +366,9 @@ class QloraBackend(torch.nn.Module):
 
 
 def _frozen_parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the largest modules without a trained parameter or a layer that is checkpointed.
+    """Yield the largest modules without a trained parameter or a checkpointed layer.
 
-    What is inside of an adapted layer stays as it is: dropout is there, and has no parameters.
+    Submodules of an adapted layer are excluded: its dropout has no parameters.
     """
     from peft.tuners.lora import LoraLayer
     from transformers.modeling_layers import GradientCheckpointingLayer

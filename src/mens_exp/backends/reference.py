@@ -1,10 +1,10 @@
-"""The same model computed by transformers alone, to compare ours with before it trains.
+"""An independent reference model in plain transformers, to verify ours before training.
 
-The reference is another tree of modules of the model's own class. It shares the weights and the
-tables that transformers' loader made (positions, rotary frequencies), and nothing else: attention
-is transformers' eager one, each document is passed alone, the loss is that of
-``forward(labels=...)``, and the adapter is written here from its definition. Both sides compute
-in f32 over the same quantized weights, because rounding in bf16 hides errors of some per cent.
+The reference is a separate module tree of the model's own class. It shares only the weights and the
+tables that transformers' loader built (positions, rotary frequencies). It uses transformers' eager
+attention, processes each document alone, takes the loss from ``forward(labels=...)``, and
+implements the adapter from its definition. Both sides compute in f32 over the same quantized
+weights, because bf16 rounding hides errors of a few per cent.
 
 Shapes: T tokens, I inputs and O outputs of a projection, R rank.
 """
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from mens_exp.layout.peft_format import Stack
     from mens_exp.rows.encode import Encoded
 
-_CHUNK = 48  # tokens; several chunks of a head, the last one shorter
-_FILLED = 0.02  # standard deviation of a filled B; the usual one of weights
+_CHUNK = 48  # tokens; gives several chunks of a head, the last one shorter
+_FILLED = 0.02  # standard deviation of a filled B, as is usual for weights
 _IGNORED = -100  # transformers' label of a token that is not learned
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Relative differences of ours from the reference.
+    """Relative differences between our model and the reference.
 
     Attributes:
-        loss: of the sum of cross entropies.
-        gradient: of the gradients of all trained parameters, as one vector.
-        parameters: how many were compared.
+        loss: difference of the summed cross entropy.
+        gradient: difference of the gradients of all trained parameters, as one vector.
+        parameters: number of parameters compared.
     """
 
     loss: float
@@ -56,17 +56,17 @@ class Agreement:
 
 
 def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreement:
-    """Compare loss and gradient of a batch with those of transformers for its documents.
+    """Compare a batch's loss and gradient with those of plain transformers.
 
-    The graph is left as it was. Dropout of the adapter must be off.
+    The model is left unchanged. Adapter dropout must be off.
 
     Args:
-        backend: what will train, on one device and not in parts.
+        backend: the model to be trained, on one device and not sharded.
         batch: the documents as training passes them.
         documents: the same documents, one by one.
 
     Raises:
-        ModelFileError: the model's code does not run over shared weights.
+        ModelFileError: the model's code does not run with shared weights.
     """
     device = next(backend.parameters()).device
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreem
 
 
 def f32_bytes(backend: QloraBackend) -> int:
-    """Return the memory that f32 copies of a graph's unquantized weights take."""
+    """Return the size in bytes of f32 copies of a model's unquantized weights."""
     return sum(4 * tensor.numel() for _, _, tensor in _to_cast(backend))
 
 
@@ -131,7 +131,7 @@ def _theirs(
         learned_T = torch.from_numpy(documents.supervised[start:end]).to(device)
         labels_T = ids_T.masked_fill(~learned_T, _IGNORED)
         mean = reference(input_ids=ids_T[None], labels=labels_T[None], use_cache=False).loss
-        total = mean * int(learned_T[1:].sum())  # nothing predicts the first token
+        total = mean * int(learned_T[1:].sum())  # the first token is not predicted
         loss += float(total.detach())
         for so_far, gradient in zip(sums, _gradients(total, parameters), strict=True):
             so_far.add_(gradient)
@@ -142,7 +142,7 @@ def _theirs(
 
 
 def _to_cast(backend: QloraBackend) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Yield every parameter and buffer that is not quantized and not in f32, where it is held."""
+    """Yield the location of every parameter and buffer that is neither quantized nor f32."""
     quantized = set(map(id, quantized_linears(backend.model).values()))
     seen: set[int] = set()
     for module in backend.model.modules():
@@ -158,7 +158,7 @@ def _to_cast(backend: QloraBackend) -> Iterator[tuple[torch.nn.Module, str, torc
 
 @contextmanager
 def in_f32(backend: QloraBackend) -> Iterator[None]:
-    """Compute in f32 inside the block, with the values that the weights have."""
+    """Compute in f32 inside the block, with unchanged weight values."""
     kept = [(tensor, tensor.data) for _, _, tensor in _to_cast(backend)]
     linears = quantized_linears(backend.model).values()
     modules = [module for module in linears if module.weight.dtype != torch.int8]
@@ -168,8 +168,8 @@ def in_f32(backend: QloraBackend) -> Iterator[None]:
         for tensor, values in kept:
             tensor.data = values.float()
         for module in modules:
-            # bitsandbytes' forward pass dequantizes to the input's format, its backward pass to
-            # that of the state.
+            # bitsandbytes dequantizes to the input's dtype in the forward pass, and to the dtype of
+            # the quantization state in the backward pass.
             module.compute_dtype = module.weight.quant_state.dtype = torch.float32
         backend.compute_dtype = torch.float32
         torch.set_float32_matmul_precision("highest")
@@ -185,7 +185,7 @@ def in_f32(backend: QloraBackend) -> Iterator[None]:
 
 @contextmanager
 def _filled(backend: QloraBackend) -> Iterator[None]:
-    """Give the adapter values inside the block that make every part of it matter."""
+    """Fill the adapter inside the block with values that exercise every part of it."""
     generator = torch.Generator().manual_seed(0)
     kept = []
     for module in backend.layers.values():
@@ -207,11 +207,11 @@ def _filled(backend: QloraBackend) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(backend: QloraBackend) -> Iterator[None]:
-    """Take the loss's own gradients inside the block; a backend may zero some to freeze a part."""
+    """Disable gradient hooks inside the block; a backend may use them to freeze a part."""
     kept = [(one, one._backward_hooks) for one in backend.trainable().values()]  # noqa: SLF001
     try:
         for parameter, _ in kept:
-            parameter._backward_hooks = None  # noqa: SLF001  # torch has no other way to take all
+            parameter._backward_hooks = None  # noqa: SLF001  # torch offers no way to take all
         yield
     finally:
         for parameter, hooks in kept:
@@ -222,7 +222,7 @@ def _without_hooks(backend: QloraBackend) -> Iterator[None]:
 
 
 def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return transformers' model over the graph's weights, and what it trains by logical name."""
+    """Return a plain transformers model on our weights, and its trained tensors by logical name."""
     from accelerate import init_empty_weights
 
     ours = backend.causal_lm
@@ -254,11 +254,11 @@ def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
             leaves |= {f"{logical}.{which}": one for which, one in made.leaves.items()}
         if made is not module:
             model.set_submodule(path, made)
-    return model, backend.trainable() | leaves  # weights that are trained are shared as they are
+    return model, backend.trainable() | leaves  # trained base weights are shared unchanged
 
 
 def _experts_of(backend: QloraBackend) -> dict[str, list[tuple[Stack, Any]]]:
-    """Return the adapted stacks of experts, each with PEFT's layer, by the path of their module."""
+    """Return the adapted expert stacks, each with its PEFT layer, by module path."""
     found: dict[str, list[tuple[Stack, Any]]] = {}
     for stack in backend.stacks:
         found.setdefault(stack.module, []).append((stack, backend.layers[stack.logical]))
@@ -266,7 +266,7 @@ def _experts_of(backend: QloraBackend) -> dict[str, list[tuple[Stack, Any]]]:
 
 
 def _same_place(ours: Any, path: str, experts: Collection[str]) -> Any:
-    """Return the module of our graph at a path, also inside of PEFT's layers around experts."""
+    """Return the module of our model at a path, looking inside PEFT's wrappers around experts."""
     for holder in experts:
         if path.startswith(f"{holder}."):
             inside = ours.get_submodule(holder).get_base_layer()
@@ -275,7 +275,7 @@ def _same_place(ours: Any, path: str, experts: Collection[str]) -> Any:
 
 
 def _share(module: torch.nn.Module, base: Any) -> None:
-    """Let a module compute with the tensors of another: parameters, and tables of positions."""
+    """Make a module share the tensors of another: parameters and position tables."""
     held = vars(module)
     for own, theirs in (
         (module._parameters, base._parameters),  # noqa: SLF001  # set without a check of shapes
@@ -288,17 +288,17 @@ def _share(module: torch.nn.Module, base: Any) -> None:
 
 
 class _Dequantized(torch.nn.Module):
-    """A linear layer over quantized weights, which are dequantized in every pass."""
+    """A linear layer that dequantizes its weight in every pass."""
 
     layer: Any
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a part of this tree
+        self.__dict__["layer"] = layer  # not a submodule of this tree
 
     @property
     def weight(self) -> torch.Tensor:
-        """The values that the codes stand for, ``[O, I]``."""
+        """The dequantized weight, ``[O, I]``."""
         codes = self.layer.weight
         if codes.dtype == torch.int8:
             values: torch.Tensor = codes.data.float() * (codes.SCB.float() / 127)[:, None]
@@ -310,12 +310,12 @@ class _Dequantized(torch.nn.Module):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The layer's own, ``[O]``."""
+        """The layer's bias, ``[O]``."""
         found: torch.Tensor | None = self.layer.bias
         return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply; the weight is not kept for the backward pass."""
+        """Apply the layer; the weight is not kept for the backward pass."""
         quantizes_inputs = self.layer.weight.dtype == torch.int8 and x.device.type != "cpu"
         passed = self.layer if quantizes_inputs else self._linear
         result: torch.Tensor = checkpoint(passed, x, use_reentrant=False)
@@ -326,7 +326,7 @@ class _Dequantized(torch.nn.Module):
 
 
 class _AdaptedExperts(torch.nn.Module):
-    """The experts of a layer, to each of whose weights ``s·B A`` of its own is added."""
+    """The experts of a layer, with a separate ``s·B A`` added to each expert's weight."""
 
     def __init__(self, experts: torch.nn.Module, adapted: Sequence[tuple[Stack, Any]]) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class _AdaptedExperts(torch.nn.Module):
         }
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Compute with the sums in the place of the weights; they are not kept for backward."""
+        """Run with the summed weights, which are not kept for the backward pass."""
         result: torch.Tensor = checkpoint(self._computed, *args, use_reentrant=False)
         return result
 
@@ -360,7 +360,7 @@ class _AdaptedExperts(torch.nn.Module):
 
 
 def _scale(layer: Any) -> float:
-    """Return the factor before ``B A`` by the definitions of LoRA and rsLoRA."""
+    """Return the scaling factor of ``B A`` as defined by LoRA and rsLoRA."""
     rank, alpha = int(layer.r[ADAPTER]), float(layer.lora_alpha[ADAPTER])
     return alpha / (math.sqrt(rank) if layer.use_rslora[ADAPTER] else rank)
 
@@ -380,7 +380,7 @@ class _Adapted(torch.nn.Module):
         self.scale = _scale(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add ``s·B A x``; with DoRA, give each row of the whole weight its own length."""
+        """Add ``s·B A x``; for DoRA, rescale each row of the summed weight to its magnitude."""
         linear = torch.nn.functional.linear
         A_RI, B_OR = self.leaves["lora_a"], self.leaves["lora_b"]
         plain: torch.Tensor = self.base(x)

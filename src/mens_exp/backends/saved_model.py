@@ -1,7 +1,8 @@
-"""Saved forms of a trained model: the adapter in schema v3 and in PEFT's form, a merged directory.
+"""Saved forms of a trained model: adapter (schema v3 and PEFT) and merged directory.
 
-An adapter whose start took ``B0 A0`` out of the base (PiSSA, LoftQ of several rounds) leaves as
-``B A - B0 A0``, a pair of twice the rank: relative to the base model as it was published.
+If the initialisation subtracted ``B0 A0`` from the base (PiSSA, LoftQ with several rounds), the
+adapter is saved as ``B A - B0 A0``, a pair of twice the rank, so that it is relative to the
+published base model.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -51,7 +52,7 @@ _PLAIN = "the trained model is this adapter on the plainly quantized base"
 
 
 def stacked_tensors(tensors: Tensors, taken: Tensors) -> Tensors:
-    """Return an adapter relative to the published base; unchanged where nothing was taken."""
+    """Return an adapter relative to the published base; unchanged if nothing was subtracted."""
     found = dict(tensors)
     for a in [name for name in taken if name.endswith("lora_a")]:
         b = f"{a[:-1]}b"
@@ -60,11 +61,11 @@ def stacked_tensors(tensors: Tensors, taken: Tensors) -> Tensors:
 
 
 def unstacked_tensors(tensors: Tensors, taken: Tensors) -> tuple[Tensors, Tensors]:
-    """Undo :func:`stacked_tensors`: return the trained adapter, and what its start took out.
+    """Undo :func:`stacked_tensors`: return the trained adapter and the subtracted pairs.
 
     Args:
-        tensors: relative to the published base.
-        taken: of the same layers, for their names.
+        tensors: the adapter relative to the published base.
+        taken: the subtracted pairs of the same layers, for their names.
     """
     tuned, out = dict(tensors), {}
     for a in [name for name in taken if name.endswith("lora_a")]:
@@ -83,15 +84,15 @@ def manifest_of(
     residual: bool,
     quantizer: Quantizer | None,
 ) -> AdapterManifest:
-    """Describe an adapter.
+    """Build the manifest of an adapter.
 
     Args:
         config: the whole configuration.
         base: the base model on disk.
         shape: its dimensions.
-        modules: what the adapter sits on.
-        residual: whether its start took something out of the base.
-        quantizer: of the base; None where it is unquantized.
+        modules: the adapted modules.
+        residual: whether the initialisation subtracted something from the base.
+        quantizer: the base's quantizer; None if it is unquantized.
     """
     lora, family = config.lora, shape.family
     keys = read_directory(base.directory).tensors
@@ -114,7 +115,7 @@ def manifest_of(
     if lora.init is LoraInit.loftq:
         ours["init"]["loftq_iters"] = lora.loftq_iters
     if quantizer is not None:
-        ours["quantizer"] = quantizer  # a merge makes the same 4-bit values from it
+        ours["quantizer"] = quantizer  # a merge reproduces the same 4-bit values
     if HEAD in name_of.values():
         ours["tied_head"] = shape.tied  # a merge into a tied head would change the embedding too
     return AdapterManifest(
@@ -136,9 +137,9 @@ def manifest_of(
 
 
 def provenance_of(base: BaseModel, family: Family) -> AdapterProvenance | None:
-    """Say where the base comes from; None where what its licence asks is unknown.
+    """Return the origin of the base; None if its licence terms are unknown.
 
-    The schema has no null for that, so that an unknown origin is left out whole.
+    The schema allows no null here, so an unknown origin is omitted entirely.
     """
     asked = attribution_required(base.license)
     if asked is None:
@@ -152,7 +153,7 @@ def provenance_of(base: BaseModel, family: Family) -> AdapterProvenance | None:
 
 
 def in_fixed_order(path: Path) -> None:
-    """Sort the modules that PEFT's configuration lists: it holds them in a set."""
+    """Sort the module list in PEFT's configuration, which PEFT keeps as a set."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for name in ("target_modules", "target_parameters"):
         if config.get(name):
@@ -164,16 +165,16 @@ def in_fixed_order(path: Path) -> None:
 def peft_form(
     model: Any, lora: LoraConfig, layers: Mapping[str, Any], taken: Tensors
 ) -> Iterator[None]:
-    """Give PEFT's model, inside the block, the matrices that its directory holds.
+    """Give PEFT's model, inside the block, the matrices of its saved directory.
 
-    Twice the rank and twice alpha leave ``alpha / r`` as it is. rsLoRA's scale would not stay, so
-    there the matrices take it on themselves and the form is plain LoRA.
+    Doubling both rank and alpha keeps ``alpha / r``. rsLoRA's scale would change, so it is folded
+    into the matrices there, and the saved form is plain LoRA.
 
     Args:
         model: PEFT's model.
-        lora: the `lora` group.
+        lora: the `lora` config group.
         layers: its LoRA layers by logical name.
-        taken: what the start took out of the base; nothing where it is plain.
+        taken: the pairs subtracted from the base; empty if it is plain.
     """
     if not taken:
         yield
@@ -236,28 +237,28 @@ def write_model(
     *,
     config: Any = None,
 ) -> None:
-    """Write weights under a model's configuration; the directory appears whole or not at all.
+    """Write weights with a model's configuration as a directory, atomically.
 
     Args:
-        model: transformers' model, for its class.
-        weights: by transformers' names.
-        tokenizer: a directory whose tokenizer files are copied; None where the model was trained
-            on another tokenizer's ids.
+        model: a transformers model, for its class.
+        weights: the weights by transformers' names.
+        tokenizer: directory with the tokenizer files to copy; None if the model was trained on
+            another tokenizer's ids.
         directory: where to write.
-        config: transformers' configuration to write; None is the model's.
+        config: the transformers configuration to write; None writes the model's.
     """
     with atomic.directory(directory) as temporary, quiet():
         plain = type(model)(
             config or model.config
         )  # without PEFT's layers, whose names would be saved
-        plain.load_state_dict(dict(weights), strict=False)  # a tied head is named once
+        plain.load_state_dict(dict(weights), strict=False)  # a tied head has one name only
         plain.save_pretrained(temporary)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy a tokenizer's files, its chat template among them, from one directory to another."""
+    """Copy a tokenizer's files, including its chat template, from one directory to another."""
     for pattern in _TOKENIZER:
         for file in source.glob(pattern):
             shutil.copyfile(file, directory / file.name)
