@@ -1,1 +1,1 @@
-"""The Lightning module, how a run is built, and what listens to training."""
+"""Training: the LightningModule, the construction of a run, and the callbacks."""

@@ -1,11 +1,11 @@
-"""Build Lightning's objects from a typed configuration, in dependency order.
+"""Build the Lightning objects of a run from its typed configuration, in dependency order.
 
-Here are also their parts that no configuration names: checkpoints that are either whole or absent,
-Lightning's loggers with the callback that feeds them, and a fit of the first steps alone.
+The module also contains the parts that have no configuration node: atomic checkpoints, Lightning's
+loggers and the callback that feeds them, and a fit of only the first steps.
 """
 
-# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
-# mypy: disable-error-code="override"
+# Lightning types the module of a hook as LightningModule; build.py always passes our module. mypy:
+# disable-error-code="override"
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the place, syncs, and renames; the first of several processes reads for all.
+    """Writes to a temporary file, syncs and renames; the first process reads for all.
 
-    The digest of what was written is recorded, and checked before anything is restored.
+    The digest of the written file is recorded, and checked before anything is restored.
     """
 
     def save_checkpoint(
@@ -98,7 +98,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         atomic.write_bytes(target, content)
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint; other machines need not see the file."""
+        """Read a checkpoint; other machines do not need access to the file."""
         if not torch.distributed.is_initialized():
             refuse_damaged_checkpoint(Path(path))
             return super().load_checkpoint(path, *arguments, **options)
@@ -112,10 +112,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def lightning_logger(config: LoggerConfig, run: RunRecord) -> Logger | None:
-    """Make the logger that the configuration names, or None where it is none of Lightning's.
+    """Build the configured Lightning logger, or return None if it is not one of Lightning's.
 
-    Each attempt of a run writes below its own name: Lightning's CSV logger would overwrite what
-    the attempt before has left.
+    Each attempt of a run writes to its own subdirectory, because Lightning's CSV logger would
+    overwrite the files of the previous attempt.
     """
     attempt = f"attempt_{max(1, len(run.manifest.attempts))}"
     if isinstance(config, CsvLogger):
@@ -137,10 +137,10 @@ def lightning_logger(config: LoggerConfig, run: RunRecord) -> Logger | None:
 
 
 class LoggerFeed(Callback):
-    """Hands the settings and the metrics of every step to the trainer's loggers."""
+    """Passes the settings, and the metrics of every step, to the trainer's loggers."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Feed ``settings``, the whole configuration, as hyperparameters."""
+        """Log ``settings``, the whole configuration, as hyperparameters."""
         self.settings = dict(_flat_settings(settings))
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -162,7 +162,7 @@ class LoggerFeed(Callback):
 
 
 def _flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten to dotted paths; loggers take plain values, so the rest is spelled out."""
+    """Flatten to dotted paths; loggers accept plain values, so other values become strings."""
     entries: list[tuple[str, Any]] = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[st
     return entries
 
 
-# What one process does for all: it shows, and writes what all have.
+# Only the first process uses these: they display progress or write what all processes share.
 _OF_THE_FIRST = frozenset(
     f"mens_exp.training.callbacks.{name}"
     for name in ("adapter_writer.AdapterWriter", "progress.Progress")
@@ -183,10 +183,10 @@ _OF_THE_FIRST = frozenset(
 
 
 def device_of(accelerator: str, local_rank: int = 0) -> torch.device:
-    """Choose the device; of several processes on a machine, each has a GPU of its own.
+    """Choose the device; each of several processes on a machine has its own GPU.
 
     Raises:
-        SetupError: a GPU was asked for and there is none.
+        SetupError: a GPU was requested but none is available.
     """
     has_gpu = torch.cuda.is_available()
     if accelerator == "gpu" and not has_gpu:
@@ -208,13 +208,13 @@ def build_backend(
     *,
     while_whole: Callable[[Backend], None] | None = None,
 ) -> Backend:
-    """Load the base model and put the adapter on it, on the device of a process.
+    """Load the base model and add the adapter, on the device of a process.
 
     Args:
         config: the whole configuration.
         base: the base model.
-        rank: which of the run's processes this is.
-        while_whole: called with the graph before its base is taken apart, where it is.
+        rank: the rank of this process.
+        while_whole: called with the model before its base is sharded, if it is sharded.
     """
     cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
     device = device_of(config.trainer.accelerator, rank.local_rank)
@@ -236,28 +236,28 @@ def build_backend(
 
 
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
-    """Put backend and objective together, in training mode."""
+    """Combine backend and objective into the module, in training mode."""
     module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
     if isinstance(config.objective, CrossEntropyConfig):
         module.validated_bytes, _ = data.validated_bytes
-    module.train()  # from_pretrained leaves evaluation mode on, and Lightning keeps what it finds
+    module.train()  # from_pretrained sets evaluation mode, and Lightning keeps it
     return module
 
 
 def _objective(config: RunConfig) -> Objective:
-    """Make the objective of its own settings; the others say which tokens it is given."""
+    """Build the objective from its own settings; the other settings select its tokens."""
     node = config.objective
     labelling = isinstance(node, AssistantObjective | LastKObjective)
     kind = type(node) if labelling else ObjectiveConfig
-    ours = {field.name for field in fields(kind)} - {"chunk_tokens"}  # what chooses the tokens
+    ours = {field.name for field in fields(kind)} - {"chunk_tokens"}  # selects the tokens
     settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name not in ours}
     made: Objective = _made(node._target_, settings, name=node.name)
     return made
 
 
 def _made(target: str, settings: dict[str, Any], **offered: Any) -> Any:
-    """Make an object of its settings, and of what is offered as far as its class takes it."""
+    """Instantiate a class with its settings, plus those offered arguments that it accepts."""
     taken = inspect.signature(get_class(target)).parameters
     extra = {name: value for name, value in offered.items() if name in taken}
     return instantiate({"_target_": target, **settings}, _convert_="all", **extra)
@@ -277,8 +277,8 @@ def build_trainer(
         config: the whole configuration.
         run: the open run.
         max_steps: optimizer steps of the run.
-        score: scores so many items of the suite; without it no scorecard is made in training.
-        rank: which of the run's processes this is; they have joined already.
+        score: scores the given number of suite items; without it, training makes no scorecard.
+        rank: the rank of this process; the process group is already initialised.
     """
     trainer = config.trainer
     device = device_of(trainer.accelerator)
@@ -287,7 +287,7 @@ def build_trainer(
     callbacks = _callbacks(config, run, score, rank)
     made = Trainer(
         accelerator="cpu" if on_cpu else "gpu",
-        # Each process has one GPU, and Lightning is to know all of a machine's.
+        # Each process uses one GPU, but Lightning must know all GPUs of the machine.
         devices=rank.local_world_size,
         num_nodes=rank.world_size // rank.local_world_size,
         strategy=strategy_of(config, rank),
@@ -314,7 +314,7 @@ def build_trainer(
 
 
 def _validation_interval(config: RunConfig, max_steps: int) -> int:
-    """Return micro-batches between validations; one more step than there are means none."""
+    """Return micro-batches between validations; one step more than the run has disables them."""
     interval = config.trainer.val_check_interval
     return interval or (max_steps + 1) * config.trainer.accumulate_grad_batches
 
@@ -333,7 +333,7 @@ def _callbacks(
 
         metric = config.adapter.metric
         best = BestAdapter(run, metric if metric == "val/loss" else f"eval/{metric}")
-        callbacks.insert(0, best)  # what writes the adapter must come after it
+        callbacks.insert(0, best)  # it must run before the adapter is written
     if not rank.is_first:
         return callbacks
     if isinstance(config.logger, WandbLogger):
@@ -356,17 +356,18 @@ def _callback(
 
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
-    """Keep Lightning's notices off the terminal; each is answered by our own record."""
+    """Suppress Lightning's notices on the terminal; our own record covers each of them."""
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # Modules in evaluation mode are the frozen base's; torch's notice is Lightning's own.
+            # Modules in evaluation mode belong to the frozen base; torch's notice is caused by
+            # Lightning.
             warnings.filterwarnings("ignore", message="Found .* module.s. in eval mode")
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
-            # Where Slurm is installed; processes of a run are started by us or by torchrun.
+            # Shown if Slurm is installed; but we or torchrun start the processes of a run.
             warnings.filterwarnings("ignore", message="The `srun` command is available")
             yield
     finally:
@@ -375,7 +376,7 @@ def lightning_quiet() -> Iterator[None]:
 
 
 class _FirstSteps(Callback):
-    """Shows every finished step, and ends training as soon as there is nothing more to see."""
+    """Reports every finished step, and stops training when the observer asks for it."""
 
     def __init__(self, look: Look) -> None:
         self.look = look
@@ -383,7 +384,7 @@ class _FirstSteps(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the figures of the step, and the optimizer's state after it."""
+        """Pass the step's metrics and the resulting optimizer state to the observer."""
         del outputs, batch, batch_idx
         if pl_module.at_step_boundary:
             figures = {**pl_module.step_metrics, **pl_module.step_digests}
@@ -394,15 +395,15 @@ class _FirstSteps(Callback):
 def fit_first_steps(
     trainer: Trainer, module: TrainingModule, data: RowsDataModule, look: Look
 ) -> None:
-    """Train without validating, under the whole run's schedule, until told to stop.
+    """Train without validation, on the whole run's schedule, until the observer stops it.
 
     Args:
-        trainer: built for the whole run.
-        module: likewise.
+        trainer: the trainer, built for the whole run.
+        module: the module, built for the whole run.
         data: its rows.
-        look: called after each optimizer step with its number, its figures by their names in
-            telemetry, and the optimizer's state by number of the parameter and name; returns
-            whether to go on.
+        look: called after each optimizer step with the step number, the metrics under their
+            telemetry names, and the optimizer state by parameter index and name; returns whether to
+            continue.
     """
     trainer.limit_val_batches = 0
     trainer.callbacks.append(_FirstSteps(look))  # type: ignore[attr-defined]  # Lightning adds it

@@ -1,9 +1,9 @@
-"""The probe part of the data contract: packing, labels and accumulation tried on the run's model.
+"""Probe part of the data contract: tests packing, labels and accumulation on the run's model.
 
-A few short documents of the first batches are enough: what goes wrong goes wrong for all. Losses
-are those of training, gradients are those that the optimizer would get, and nothing is stepped; the
-model and the random generators are left as they were. Accumulation compares one batch with the same
-documents as micro-batches, through the loop that trains.
+A few short documents from the first batches are enough, because such errors affect all documents.
+The losses are those of training and the gradients those that the optimizer would get, but no step
+is taken, and the model and the random generators are left unchanged. The accumulation check
+compares one batch with the same documents as micro-batches, using the training loop itself.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _DROPOUTS = (KeyedDropout, torch.nn.modules.dropout._DropoutNd)  # noqa: SLF001 
 
 @contextmanager
 def preserve_state(model: torch.nn.Module) -> Iterator[None]:
-    """Work on a model inside the block with nothing dropped, and put everything back.
+    """Disable dropout inside the block, and restore the state of the model afterwards.
 
-    Put back are the mode of every module, the gradients, and the generators of torch, NumPy and
-    Python. All but dropout keeps its mode, so that passes are those of training: with AVX512-BF16
-    one in evaluation mode and without gradients would spoil 4-bit layers (DESIGN.md).
+    The mode of every module, the gradients, and the generators of torch, NumPy and Python are
+    restored. Modules other than dropout keep their mode, so that passes match training: with
+    AVX512-BF16, a pass in evaluation mode without gradients would corrupt 4-bit layers (DESIGN.md).
     """
     modes = {module: module.training for module in model.modules()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
@@ -58,7 +58,7 @@ def preserve_state(model: torch.nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         try:
             for parameter in gradients:
-                parameter.grad = None  # or passes would add to those that are kept
+                parameter.grad = None  # or passes would add to the saved ones
             for module in modes:
                 if isinstance(module, _DROPOUTS):
                     module.eval()
@@ -76,16 +76,16 @@ def preserve_state(model: torch.nn.Module) -> Iterator[None]:
 Reference: TypeAlias = "tuple[ReferencePart | None, str | None]"
 
 
-# Relative differences that rounding makes; see `_tolerance`.
+# Relative differences caused by rounding; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
 _TOLERANCE_INT8 = 0.2
-# Of loss and gradient against transformers alone, in f32. Measured: at most 1e-6 of either in every
-# family that trains (docs/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
+# Of loss and gradient relative to plain transformers, in f32. Measured: at most 1e-6 of either in
+# every family that trains (docs/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
 _REFERENCE, _REFERENCE_INT8 = (1e-5, 1e-4), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from
-_DOCUMENTS = 4  # tried together, and taken one by one
-_TOKENS = 64  # of each, to its last learned one; measured: 6 s of one core for SmolLM2
-_MULTIPLE = 32  # tokens; shapes like those of training
+_DOCUMENTS = 4  # tested together and one by one
+_TOKENS = 64  # of each, up to its last supervised one; measured: 6 s of one core for SmolLM2
+_MULTIPLE = 32  # tokens; gives shapes like those of training
 
 
 def probe(
@@ -94,13 +94,13 @@ def probe(
     data: RowsDataModule,
     reference: Reference | None = None,
 ) -> ProbePart:
-    """Try a run's model on documents of its first batches.
+    """Probe a run's model with documents of its first batches.
 
     Args:
         config: the whole configuration.
-        module: what will train; it is left as it was.
+        module: the module to be trained; it is left unchanged.
         data: the rows.
-        reference: what `compare` returned for the same graph; None compares now.
+        reference: the result of `compare` for the same model; None compares now.
     """
     began = time.monotonic()
     batches = _first_batches(data)
@@ -134,14 +134,14 @@ def probe(
 
 
 def compare(module: TrainingModule, data: RowsDataModule) -> Reference:
-    """Compare a graph with transformers alone, for a base that will be in parts when it is tried.
+    """Compare a model with plain transformers, before its base is sharded.
 
     Args:
-        module: the graph with its base whole; it is left as it was.
+        module: the model with its complete base; it is left unchanged.
         data: the rows.
 
     Returns:
-        What was found, or None and why nothing could be compared.
+        The result, or None and the reason why no comparison is possible.
     """
     with preserve_state(module):
         found = _reference(module, _trial(module, data, _first_batches(data)))
@@ -160,7 +160,7 @@ def _trial(module: TrainingModule, data: RowsDataModule, batches: Sequence[Batch
 
 
 def _reference(module: TrainingModule, trial: _Trial) -> Reference:
-    """Compare with transformers alone, or say why there is nothing to compare with."""
+    """Compare with plain transformers, or return the reason why that is impossible."""
     backend = module.backend
     if not isinstance(backend, QloraBackend):
         return None, "the graph is not one of transformers"
@@ -187,21 +187,21 @@ def _reference(module: TrainingModule, trial: _Trial) -> Reference:
 
 
 def is_in_parts(parameter: torch.Tensor) -> bool:
-    """Tell whether several processes hold a parameter together."""
+    """Return whether a parameter is sharded over several processes."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, where it is known."""
+    """Return the free memory of a device, if known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return look("cpu").free_bytes
 
 
 def _quantizes_inputs(backend: QloraBackend) -> bool:
-    """Tell whether 8-bit layers quantize what they are given, as they do on a GPU."""
+    """Return whether 8-bit layers quantize their inputs, as they do on a GPU."""
     layers = quantized_linears(backend.model).values()
     return any(one.weight.dtype == torch.int8 and one.weight.is_cuda for one in layers)
 
@@ -213,7 +213,7 @@ def _tolerance(config: RunConfig) -> float:
 
 
 def _targets_follow(batch: Batch) -> bool:
-    """Tell whether every target is the token behind the one that it is predicted from."""
+    """Return whether every target is the token after the one that it is predicted from."""
     ids = batch.input_ids_BT.flatten()
     inside = batch.predict_M + 1 < len(ids)
     if not bool(inside.all()) or not torch.equal(ids[batch.predict_M + 1], batch.targets_M):
@@ -223,7 +223,7 @@ def _targets_follow(batch: Batch) -> bool:
 
 
 def _otherwise(config: RunConfig, first: Batch) -> list[str]:
-    """Name what of the first batch is not what the configuration says."""
+    """List the ways in which the first batch differs from the configuration."""
     data = config.data
     packed = first.documents is not None
     longest = int(first.position_ids_BT.max()) + 1
@@ -240,7 +240,7 @@ def _otherwise(config: RunConfig, first: Batch) -> list[str]:
 
 
 def _documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Take a batch apart into ids and what is learned of each document, to its last such token."""
+    """Split a batch into ids and loss mask of each document, up to its last supervised token."""
     ids = batch.input_ids_BT.flatten().numpy()
     learned = np.zeros(len(ids), bool)
     learned[batch.predict_M.numpy() + 1] = True
@@ -255,13 +255,13 @@ def _documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
             until = start + int(places[-1]) + 1
             begin = max(start, until - _TOKENS)
             mask = learned[begin:until].copy()
-            mask[0] = False  # what stood before it is not there
+            mask[0] = False  # its predecessor is missing
             found.append((ids[begin:until], mask))
     return [(own, mask) for own, mask in found if mask.any()]
 
 
 def short_documents(batches: Sequence[Batch]) -> Encoded:
-    """Choose the shortest documents of micro-batches, each cut to its last learned tokens."""
+    """Select the shortest documents of micro-batches, each cut to its last supervised tokens."""
     documents = [one for batch in batches for one in _documents(batch)]
     chosen = sorted(documents, key=lambda both: len(both[0]))[:_DOCUMENTS]
     lengths = [len(ids) for ids, _ in chosen]
@@ -284,9 +284,9 @@ class _Trial:
         self.packed, self.pad_id = packed, pad_id
 
     def together(self) -> tuple[float | None, float | None]:
-        """Compare a batch with its documents alone: the loss sum, and the states furthest apart."""
+        """Compare a batch with its single documents: loss sum, and maximum difference of states."""
         many = len(self.documents)
-        if many < 2:  # noqa: PLR2004  # a pair to keep apart
+        if many < 2:  # noqa: PLR2004  # needs at least a pair
             return None, None
         joined, hidden_MD = self._pass(self.batch(range(many)))
         alone, apart, at = 0.0, 0.0, 0
@@ -299,7 +299,7 @@ class _Trial:
         return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
 
     def peek(self) -> float | None:
-        """Change the last token of a document where it stands, and see whether anything moves."""
+        """Change the last token of a document, and measure whether other positions change."""
         batch = self.batch([0])
         place = int(batch.predict_M[-1]) + 1
         ids = batch.input_ids_BT.clone()
@@ -314,7 +314,7 @@ class _Trial:
         return max(abs(float(after.total.detach()) - loss) / max(abs(loss), 1e-12), furthest)
 
     def batch(self, chosen: Sequence[int]) -> Batch:
-        """Put documents together as training does."""
+        """Build a batch of documents as training does."""
         if self.packed:
             return packed_batch(self.documents, [chosen], 0, multiple=_MULTIPLE, pad_id=self.pad_id)
         return padded_batch(self.documents, [[one] for one in chosen], 0, pad_id=self.pad_id)
@@ -332,12 +332,12 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp_min(1e-12))
 
 
-_MOST_PARAMETERS = 20_000_000  # kept of two gradients; all of any adapter, a part of a whole model
+_MOST_PARAMETERS = 20_000_000  # kept of two gradients; all of any adapter, part of a full model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unevenness:
-    """The relative difference of micro-batches from the batch, and the size of the comparison."""
+    """Relative difference between micro-batches and the batch, and the size of the comparison."""
 
     documents: int
     loss: float
@@ -348,19 +348,19 @@ class Unevenness:
 def accumulated(
     config: RunConfig, module: TrainingModule, documents: Encoded, pad_id: int
 ) -> Unevenness | None:
-    """Take one optimizer step's gradients twice: in one batch, and document by document.
+    """Compute the gradients of one optimizer step twice: as one batch, and per document.
 
     Args:
         config: the whole configuration.
-        module: what trains; it is left alone, its backend and objective are used.
-        documents: those to take.
-        pad_id: id that fills padding.
+        module: the training module; only its backend and objective are used.
+        documents: the documents to use.
+        pad_id: the padding id.
 
     Returns:
-        None where there is only one document.
+        None if there is only one document.
     """
     many = len(documents)
-    if many < 2:  # noqa: PLR2004  # one is its own batch
+    if many < 2:  # noqa: PLR2004  # a single one is the batch itself
         return None
     whole, parts = (
         _step(config, module, _stream(config, documents, many, size, pad_id)) for size in (many, 1)
@@ -398,14 +398,14 @@ class _Step:
 
 
 class _Observed(torch.optim.SGD):
-    """Lets a look be had at the gradients where others would step."""
+    """Calls an observer with the gradients instead of taking a step."""
 
     def __init__(self, parameters: list[Any], look: Callable[[], None]) -> None:
         super().__init__(parameters, lr=0.0)
         self.look = look
 
     def step(self, closure: Any = None) -> Any:
-        """Run the passes, look, and change nothing."""
+        """Run the closure and the observer; change nothing."""
         loss = closure() if closure is not None else None
         self.look()
         return loss
@@ -417,7 +417,7 @@ class _Observing(TrainingModule):
     loss = float("nan")
 
     def configure_optimizers(self) -> Any:
-        """Keep the gradients of the step, as many as are compared."""
+        """Use an optimizer that keeps as many of the step's gradients as are compared."""
         parameters = [*self.backend.trainable().values()]
         self.gradients: list[torch.Tensor] = []
 
@@ -434,7 +434,7 @@ class _Observing(TrainingModule):
 
 
 def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _Step:
-    """Take one optimizer step over a stream."""
+    """Run one optimizer step over a stream."""
     observing = _Observing(config, module.backend, module.objective, total_steps=1)
     trainer = Trainer(
         accelerator="cpu" if next(module.parameters()).device.type == "cpu" else "gpu",
@@ -453,5 +453,5 @@ def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _S
         use_distributed_sampler=False,
     )
     keep_signals(trainer)
-    trainer.fit(observing, stream, stream)  # the second is never read: no batch of it is to be
+    trainer.fit(observing, stream, stream)  # the validation stream is never read
     return _Step(observing.loss, observing.gradients)

@@ -1,10 +1,10 @@
-"""Processes that train together: start, process group, and sharding of the frozen base (FSDP2).
+"""Distributed training: process start, process group, and sharding of the frozen base (FSDP2).
 
-PyTorch's ``fully_shard`` gathers a layer just before it computes, forward and backward, and frees
-it after. What is trained is small compared with the base and is whole in every process, as it is
-under DDP, and so are embedding, last norm and head, which a step needs from its first to its last
-moment. Nothing of a checkpoint, an adapter or an optimizer depends on the number of processes.
-Lightning is told that the processes are there, and leaves signals to the run.
+PyTorch's ``fully_shard`` gathers a layer just before it computes, in the forward and the backward
+pass, and frees it afterwards. The trained parameters are small compared with the base and are
+replicated in every process, as under DDP. So are embedding, final norm and head, which are needed
+throughout a step. Checkpoints, adapters and optimizer state do not depend on the number of
+processes. Lightning is configured to use the existing processes, and leaves signals to the run.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.planning.machine import Rank
 
-HOST = "127.0.0.1"  # where the processes of one machine meet
-# How long a process waits for the others: the first one may score, render or download meanwhile.
-# That one has died is noticed at once by gloo, whose connection breaks.
+HOST = "127.0.0.1"  # rendezvous of the processes of one machine
+# Timeout for waiting on other processes: the first one may score, render or download meanwhile.
+# gloo notices a dead process at once, because its connection breaks.
 _PATIENCE = timedelta(hours=1)
 _TOLD = "mens_exp"
 
 
 def strategy_of(config: RunConfig, rank: Rank) -> Strategy | str:
-    """Return Lightning's strategy for a process of the group."""
+    """Return the Lightning strategy for a process of the group."""
     if rank.is_alone:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy
@@ -71,40 +71,40 @@ def strategy_of(config: RunConfig, rank: Rank) -> Strategy | str:
 
 
 def open_store(world_size: int) -> TCPStore:
-    """Open the place where the processes of this machine meet, on a port that is free."""
+    """Open the rendezvous store for the processes of this machine, on a free port."""
     return TCPStore(HOST, 0, world_size, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
 
 
 def store_at(port: int, world_size: int) -> Store:
-    """Return that place for another process of this machine."""
+    """Connect another process of this machine to the rendezvous store."""
     return TCPStore(HOST, port, world_size, timeout=_PATIENCE)
 
 
 def store_of_torchrun() -> Store:
-    """Return the place that torchrun's environment names."""
+    """Return the rendezvous store that torchrun's environment names."""
     store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     assert isinstance(store, Store), "torch declares nothing of it"
     return store
 
 
 def publish(store: Store, value: Any) -> None:
-    """Give the others plain JSON, before they join."""
+    """Send plain JSON to the other processes before they join the group."""
     store.set(_TOLD, json.dumps(value))
 
 
 def receive(store: Store) -> Any:
-    """Return what the first process tells, once it does."""
+    """Wait for the value that the first process publishes, and return it."""
     return json.loads(store.get(_TOLD))
 
 
 @contextmanager
 def joined(rank: Rank, device: torch.device, store: Store) -> Iterator[None]:
-    """Be one of the group inside the block.
+    """Be a member of the process group inside the block.
 
     Args:
-        rank: which of them.
-        device: what this process computes on; CUDA devices talk through NCCL, CPUs through gloo.
-        store: where the processes meet.
+        rank: the rank of this process.
+        device: its compute device; CUDA devices communicate through NCCL, CPUs through gloo.
+        store: the rendezvous store.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -122,14 +122,14 @@ def joined(rank: Rank, device: torch.device, store: Store) -> Iterator[None]:
 
 
 def all_gather(value: Any, rank: Rank) -> list[Any]:
-    """Return what each process gives, in their order."""
+    """Gather a value from every process, in rank order."""
     box: list[Any] = [None] * rank.world_size
     torch.distributed.all_gather_object(box, value)
     return box
 
 
 def as_peer_failure(error: BaseException) -> TrainingError | None:
-    """Return what to say where an error means that another process cannot be reached."""
+    """Return a clear error if this one means that another process cannot be reached."""
     is_ours = isinstance(error, torch.distributed.DistError)
     if not is_ours and not (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return None
@@ -141,11 +141,11 @@ def as_peer_failure(error: BaseException) -> TrainingError | None:
     )
 
 
-_LOADING = 1.5  # of a base's own bytes, while it is read and quantized; a guess
+_LOADING = 1.5  # times a base's size, while it is read and quantized; a guess
 
 
 def is_sharded(config: RunConfig, rank: Rank) -> bool:
-    """Whether this process holds the base in part."""
+    """Whether this process holds only a shard of the base."""
     return config.trainer.strategy is Chosen.fsdp and not rank.is_alone
 
 
@@ -155,16 +155,16 @@ def sharded(
     device: torch.device,
     build: Callable[[torch.device], QloraBackend],
 ) -> QloraBackend:
-    """Build a graph and keep this process's part of its base; all processes do so together.
+    """Build a model and keep this process's shard of its base; a collective operation.
 
-    A base is loaded whole in the host's memory before it is taken apart, by as many processes of
-    a machine at a time as it has room for. A GPU never holds more than its part and a few layers.
+    The complete base is loaded into host memory before it is sharded, by as many processes of a
+    machine at a time as fit. A GPU never holds more than its shard and a few layers.
 
     Args:
         config: the whole configuration.
-        rank: which of the processes this is; they have joined already.
-        device: where it computes.
-        build: makes the graph with its base loaded on a device.
+        rank: the rank of this process; the process group is already initialised.
+        device: its compute device.
+        build: builds the model with its base loaded on a device.
     """
     mesh = init_device_mesh(device.type, (rank.world_size,))
     at_once = min(all_gather(_room_for(config), rank))
@@ -179,7 +179,7 @@ def sharded(
 
 
 def _room_for(config: RunConfig) -> int:
-    """Return how many bases the host's free memory has room for, one at least."""
+    """Return how many bases fit into the host's free memory, at least one."""
     shape = shape_of(config.model)
     width = compute_dtype(config.quant).itemsize
     dense = dense_experts(config, shape)
@@ -190,7 +190,7 @@ def _room_for(config: RunConfig) -> int:
 
 
 def _in_parts(backend: QloraBackend, mesh: DeviceMesh, device: torch.device) -> QloraBackend:
-    """Leave of every decoder layer's frozen weights what is this process's, on its device."""
+    """Shard the frozen weights of every decoder layer onto this process's device."""
     from torch.distributed.fsdp import fully_shard
 
     causal_lm = backend.causal_lm
@@ -198,15 +198,15 @@ def _in_parts(backend: QloraBackend, mesh: DeviceMesh, device: torch.device) -> 
     learned = set(backend.trainable().values())
     for layer in causal_lm.get_submodule(backend.shape.family.layers):
         fully_shard(layer, mesh=mesh, ignored_params=learned, reshard_after_forward=True)
-    # What stands around the layers has no part of its own, and makes one schedule of theirs.
+    # The root wrapper has no shard, but puts the layers under one prefetch schedule.
     fully_shard(backbone(causal_lm), mesh=mesh, ignored_params=set(causal_lm.parameters()))
     for module in quantized_linears(causal_lm).values():
-        module.quant_state.to(device)  # no parameter of the module's
+        module.quant_state.to(device)  # not a parameter of the module
     return backend.to(device)
 
 
 def averaged(gradients: Sequence[torch.Tensor]) -> None:
-    """Make gradients the mean over all processes, in place and in one collective."""
+    """Average gradients over all processes, in place and in one collective."""
     together = torch.cat([one.flatten() for one in gradients])
     torch.distributed.all_reduce(together)
     together /= torch.distributed.get_world_size()
@@ -216,9 +216,10 @@ def averaged(gradients: Sequence[torch.Tensor]) -> None:
 
 
 class ShardedBase(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2, over a graph whose trained part is whole in each process.
+    """Lightning strategy for FSDP2 over a model whose trained part is replicated.
 
-    Checkpoints are therefore those of any other strategy: Lightning would gather the base.
+    Checkpoints are therefore the same as with any other strategy; Lightning's own would gather the
+    base.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -227,48 +228,48 @@ class ShardedBase(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """It is restored as everywhere."""
+        """True: the optimizer is restored as with other strategies."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the module's own hook says what a checkpoint holds."""
+        """Return nothing: the module's own hook fills the checkpoint."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, which is the same in each process."""
+        """Return the optimizer state, which is the same in each process."""
         return Strategy.optimizer_state(self, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Put that back."""
+        """Restore the optimizer state."""
         Strategy.load_optimizer_state_dict(self, checkpoint)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Have the first process write it."""
+        """Write the checkpoint in the first process."""
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what the first process has."""
+        """Read the checkpoint of the first process."""
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
 
-_END_S = 10.0  # for a process that was asked to end
+_END_S = 10.0  # grace period of a process that was asked to end
 _LINE = 200  # characters of a log's last line that a message shows
 
 
 class WorkerProcesses:
-    """Processes by rank; each writes what it has to say into a log of its own."""
+    """Worker processes by rank; each writes its output to a separate log."""
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]], logs: Path) -> None:
-        """Take processes that were just started; the first logs into ``1.log`` under ``logs``."""
+        """Take over newly started processes; the first logs to ``1.log`` under ``logs``."""
         self.processes = dict(processes)
         self.logs = logs
 
     def failed(self) -> TrainingError | None:
-        """Say which process has ended as it should not; None where none has."""
+        """Return the error of a process that ended unexpectedly; None if there is none."""
         for rank, process in self.processes.items():
             code = process.poll()
             if code:
@@ -283,7 +284,7 @@ class WorkerProcesses:
         return None
 
     def failed_within(self, seconds: float) -> TrainingError | None:
-        """Wait so long for a process to end as it should not: its end may not be seen at once."""
+        """Wait up to ``seconds`` for an unexpected end; it may show with a delay."""
         deadline = time.monotonic() + seconds
         while (found := self.failed()) is None and time.monotonic() < deadline:
             if all(process.poll() is not None for process in self.processes.values()):
@@ -292,7 +293,7 @@ class WorkerProcesses:
         return found
 
     def wait(self) -> None:
-        """Wait until all have ended; one that does not is ended."""
+        """Wait until all have ended; terminate those that do not end in time."""
         deadline = time.monotonic() + _END_S
         for process in self.processes.values():
             try:
@@ -302,14 +303,14 @@ class WorkerProcesses:
                 process.wait()
 
     def end(self) -> None:
-        """End those that still run."""
+        """Terminate the processes that still run."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         self.wait()
 
     def drop_empty_logs(self) -> None:
-        """Remove the logs of processes that had nothing to say."""
+        """Remove the logs of processes without output."""
         for rank in self.processes:
             log = self.logs / f"{rank}.log"
             if log.is_file() and log.stat().st_size == 0:
@@ -319,7 +320,7 @@ class WorkerProcesses:
 
 
 def _how(code: int, log: Path) -> str:
-    """Say how a process ended, and the last thing that it said."""
+    """Describe how a process ended, with the last line of its log."""
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -330,13 +331,13 @@ def _how(code: int, log: Path) -> str:
 def started_workers(
     arguments: Mapping[int, Sequence[str]], logs: Path, *, stuck: Callable[[TrainingError], None]
 ) -> Iterator[WorkerProcesses]:
-    """Start processes for the block, and end them with it.
+    """Start processes for the duration of the block.
 
     Args:
-        arguments: of ``python``, by rank.
-        logs: directory of what they print.
-        stuck: called from another thread where a process has ended and the block goes on all the
-            same, half a minute later: a GPU's collective waits for ever.
+        arguments: arguments of ``python``, by rank.
+        logs: directory for their output.
+        stuck: called from another thread if a process has ended and the block still runs half a
+            minute later, because a GPU collective waits forever.
     """
     logs.mkdir(exist_ok=True)
     others = WorkerProcesses(
@@ -360,7 +361,7 @@ def started_workers(
 
 
 def _start(arguments: Sequence[str], log: Path, processes: int) -> subprocess.Popen[bytes]:
-    """Start one in a session of its own: Ctrl-C ends it through the first process alone."""
+    """Start a process in its own session, so that Ctrl-C reaches it only via the first process."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     with log.open("ab") as output:
@@ -383,65 +384,65 @@ def _watch(
 
 
 class StartedProcesses(ClusterEnvironment):
-    """Says that the processes are there, have joined, and which of them this is.
+    """Cluster environment of processes that have already started and joined the group.
 
-    One process alone is told too: Lightning would look for a cluster around it.
+    It is also used for a single process, because Lightning would otherwise look for a cluster.
     """
 
     def __init__(self, rank: Rank) -> None:
-        """Stand for one process."""
+        """Describe the process of ``rank``."""
         self._rank = rank
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Not by Lightning."""
+        """True: Lightning does not start the processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Nowhere: the processes have met before Lightning would make them."""
+        """Empty: the process group exists before Lightning would create it."""
         return ""
 
     @property
     def main_port(self) -> int:
-        """None, for the same reason."""
+        """Unused, for the same reason."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """It is named, never found."""
+        """False: it is always passed explicitly."""
         return False
 
     def world_size(self) -> int:
-        """Processes on all machines."""
+        """Number of processes on all machines."""
         return self._rank.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Take note of what Lightning has counted."""
+        """Accept the size that Lightning has computed."""
         assert size == self._rank.world_size, "Lightning counts the same processes"
 
     def global_rank(self) -> int:
-        """The number of this process among all."""
+        """Rank of this process among all."""
         return self._rank.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Take note of how Lightning numbers this process."""
+        """Accept the rank that Lightning has computed."""
         assert rank == self._rank.rank, "Lightning numbers them the same way"
 
     def local_rank(self) -> int:
-        """The number of this process on its machine."""
+        """Rank of this process on its machine."""
         return self._rank.local_rank
 
     def node_rank(self) -> int:
-        """The number of its machine."""
+        """Rank of the machine."""
         return self._rank.rank // self._rank.local_world_size
 
 
 def keep_signals(trainer: Trainer) -> None:
-    """Have a trainer leave the process's signal handlers alone.
+    """Prevent a trainer from replacing the process's signal handlers.
 
-    Lightning's own for SIGTERM tells the other processes by a broadcast from inside the signal.
-    They wait in another collective by then, so that none of them would ever end.
+    Lightning's SIGTERM handler notifies the other processes with a broadcast from inside the
+    handler. They are waiting in another collective by then, so none of them would ever end.
     """
     connector = trainer._signal_connector  # noqa: SLF001  # Lightning has no other name for it
     connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]

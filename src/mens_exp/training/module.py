@@ -1,6 +1,6 @@
 """The LightningModule: one loss over the whole optimizer step, whatever its micro-batches.
 
-`RunRecord` is what callbacks see of the open run.
+`RunRecord` is the interface of the open run to the callbacks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class RunRecord(Protocol):
-    """The record of a run, as long as it is open."""
+    """The record of an open run."""
 
     @property
     def dir(self) -> RunDir:
@@ -56,16 +56,16 @@ class RunRecord(Protocol):
 
 
 def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
-    """Count a checkpoint's micro-batches as those of one of so many processes, in place.
+    """Convert a checkpoint's micro-batch counts to a number of processes, in place.
 
-    Lightning counts what one process has taken, and goes by it where a step ends and where
-    validation is due. All processes together have taken the same: a step holds as many
-    micro-batches however many processes share them.
+    Lightning counts the micro-batches of one process, and uses the count to decide where a step
+    ends and when validation is due. The total over all processes is fixed: a step has the same
+    number of micro-batches however many processes share them.
 
     Args:
-        checkpoint: saved at the end of an optimizer step; one that says nothing of processes is of
-            one.
-        world_size: processes that go on.
+        checkpoint: a checkpoint from the end of an optimizer step; if it records no number of
+            processes, it is from one.
+        world_size: number of processes that resume.
     """
     saved = checkpoint.get("world_size", 1)
     if saved == world_size:
@@ -79,29 +79,29 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
 class TrainingModule(LightningModule):
     """Train a backend's adapter under an objective.
 
-    The loss of an optimizer step is the sum of token losses over all its micro-batches, divided
-    by their supervised tokens: gradients are summed, and scaled once before clipping. Several
-    processes sum over all of them, so that metrics and counters are the same on each.
-    Training validates after its last step whatever the interval is, so that the adapter it ends
-    with has a loss. ``selected`` is the step and validation loss of the adapter in the graph when
-    training has ended.
-    ``step_metrics`` holds the declared metrics of the current step; callbacks add to it with
-    :meth:`record` and the telemetry callback writes it, ``step_digests`` beside it.
-    ``scored`` is the step of the latest scorecard of this process, and its metrics; -1 before one.
-    ``validated_bytes`` is the text that validation predicts, where that is known and the objective
-    is a likelihood; the loss is then told in bits a byte too.
+    The loss of an optimizer step is the sum of token losses over all its micro-batches, divided by
+    their supervised tokens: gradients are summed, and scaled once before clipping. Sums run over
+    all processes, so that metrics and counters are the same on each. Training always validates
+    after its last step, whatever the interval, so that the final adapter has a loss.
+
+    ``selected`` is the step and the validation loss of the adapter in the model at the end of
+    training. ``step_metrics`` holds the declared metrics of the current step; callbacks add to it
+    with :meth:`record`, and the telemetry callback writes it together with ``step_digests``.
+    ``scored`` is the step of the latest scorecard of this process (-1 before the first) and its
+    metrics. ``validated_bytes`` is the size of the text that validation predicts, if it is known
+    and the objective is a likelihood; the loss is then also reported in bits per byte.
     ``validated`` has a row for each of the ``validation_documents`` documents, [documents, 2] f64:
-    its loss (nats, summed) and supervised tokens at the latest validation, both 0 for a document
-    that is not validated on. It is None where the objective gives no loss of each token.
-    ``selected_validated`` is that of ``selected``.
+    summed loss (nats) and supervised tokens at the latest validation, both 0 for a document that is
+    not validated on. It is None if the objective gives no per-token loss. ``selected_validated`` is
+    the same for ``selected``.
     """
 
-    strict_loading = False  # a checkpoint holds the adapter alone; the frozen base is rebuilt
+    strict_loading = False  # a checkpoint holds only the adapter; the frozen base is rebuilt
 
     def __init__(
         self, config: RunConfig, backend: Backend, objective: Objective, *, total_steps: int
     ) -> None:
-        """Put the pieces together; ``total_steps`` is what the schedule runs over."""
+        """Combine the parts; ``total_steps`` is the length of the schedule."""
         super().__init__()
         self.config = config
         self.backend = backend
@@ -125,21 +125,21 @@ class TrainingModule(LightningModule):
         self._step_tokens = 0
 
     def cpu(self) -> Self:
-        """Stay where the graph is: a trainer that is done would move it off its GPU.
+        """Do nothing: a finished trainer would move the model off its GPU.
 
-        It goes on there, with the next trainer or with scoring.
+        The model is used there again, by the next trainer or by scoring.
         """
         return self
 
     def configure_model(self) -> None:
-        """Do nothing: the graph is whole, or in parts, before the trainer sees it."""
+        """Do nothing: the model is complete, or sharded, before the trainer receives it."""
 
     def record(self, name: str, value: float) -> None:
         """Set a declared metric of the current step."""
         self.step_metrics[metric(name).name] = float(value)
 
     def on_train_start(self) -> None:
-        """Set the rate of the step to come; after a resume to more steps it is another one."""
+        """Set the learning rate of the next step; it changes after a resume with more steps."""
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
         assert isinstance(scheduler, LambdaLR)
         rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](self.trainer.global_step)
@@ -147,10 +147,10 @@ class TrainingModule(LightningModule):
             group["lr"] = rate
 
     def training_step(self, batch: Batch, _batch_idx: int) -> torch.Tensor:
-        """Return the micro-batch's loss sum, undone from the divisions that follow.
+        """Return the micro-batch's loss sum, scaled to cancel the divisions that follow.
 
-        Lightning divides by the micro-batches of a step, and several processes' gradients are
-        averaged.
+        Lightning divides by the number of micro-batches of a step, and gradients are averaged over
+        processes.
         """
         self.backend.begin(batch.index)
         loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
@@ -160,7 +160,7 @@ class TrainingModule(LightningModule):
             self._step_tokens += batch.tokens
         stream = self.trainer.train_dataloader
         assert stream is not None, "Lightning is training from it"
-        stream.position = batch.index + 1  # what a checkpoint resumes from
+        stream.position = batch.index + 1  # a checkpoint resumes from here
         weight = 0 if batch.is_filler else self.trainer.world_size
         return loss.total * (self.trainer.accumulate_grad_batches * weight)
 
@@ -168,7 +168,7 @@ class TrainingModule(LightningModule):
         """Turn gradient sums into the gradient of the mean, before clipping.
 
         Raises:
-            DataError: the step held no supervised token.
+            DataError: the step has no supervised token.
         """
         if self.trainer.global_step + 1 == self.trainer.max_steps:
             self._validate_after_this_batch()
@@ -187,10 +187,10 @@ class TrainingModule(LightningModule):
             )
         gradients = [p.grad for p in self.backend.trainable().values() if p.grad is not None]
         if isinstance(self.trainer.strategy, ShardedBase):
-            averaged(gradients)  # which DDP has done by now
+            averaged(gradients)  # DDP has done this already
         for gradient in gradients:
             gradient.div_(step_count)
-        norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form clipping uses
+        norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form that clipping uses
         self.record("train/loss", step_loss / step_count)
         self.record("train/grad_norm", float(torch.linalg.vector_norm(torch.stack(norms))))
         self.record("optim/lr", optimizer.param_groups[0]["lr"])
@@ -199,29 +199,29 @@ class TrainingModule(LightningModule):
         self._step_loss, self._step_count, self._step_tokens = 0.0, 0, 0
 
     def _of_all_processes(self, *values: float) -> list[float]:
-        """Sum figures over the processes that train together."""
+        """Sum figures over all processes."""
         if self.trainer.world_size == 1:
             return list(values)
         summed = self._summed(torch.tensor(values, dtype=torch.float64))
         return [float(value) for value in summed]
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the processes that train together."""
+        """Sum a tensor over all processes."""
         if self.trainer.world_size == 1:
             return figures
-        # The trainer's device: outside of a fit the module itself may lie on another.
+        # Use the trainer's device: outside a fit, the module itself may be on another.
         device = self.trainer.strategy.root_device
         summed = self.trainer.strategy.reduce(figures.to(device), reduce_op="sum")
         assert isinstance(summed, torch.Tensor), "a tensor was given"
         return summed.cpu()
 
     def _validate_after_this_batch(self) -> None:
-        """Make Lightning's rule, every so many micro-batches, hold for the one under way."""
+        """Make Lightning's interval rule apply to the current micro-batch."""
         self.trainer.val_check_batch = self.trainer.fit_loop.total_batch_idx + 1
 
     @property
     def pending_loss(self) -> float:
-        """Loss sum of the optimizer step under way."""
+        """Loss sum of the current optimizer step."""
         return self._step_loss
 
     @property
@@ -230,7 +230,7 @@ class TrainingModule(LightningModule):
         return self._step_count == 0
 
     def on_validation_epoch_start(self) -> None:
-        """Start a fresh sum."""
+        """Reset the validation sums."""
         self._val_loss, self._val_count = 0.0, 0
         self._val_documents = torch.zeros(self.validation_documents, 2, dtype=torch.float64)
 
@@ -244,11 +244,11 @@ class TrainingModule(LightningModule):
             self._add_to_documents(batch, loss)
 
     def _add_to_documents(self, batch: Batch, loss: LossSum) -> None:
-        """Add the losses of a batch's tokens to those of their documents."""
+        """Add a batch's token losses to the sums of their documents."""
         if not self.validation_documents:
             return
         if loss.losses_M is None or batch.document_M is None:
-            self._val_documents.fill_(math.nan)  # which the sum over all processes carries on
+            self._val_documents.fill_(math.nan)  # the sum over all processes keeps it
             return
         losses_M = loss.losses_M.double().cpu()
         each_M2 = torch.stack([losses_M, torch.ones_like(losses_M)], dim=1)
@@ -265,14 +265,14 @@ class TrainingModule(LightningModule):
             loss = self.validation["val/loss"]
             per_byte = bits_per_byte(loss, int(count), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
-        self.log("val/loss", self.validation["val/loss"], sync_dist=True)  # equal on all
+        self.log("val/loss", self.validation["val/loss"], sync_dist=True)  # already equal on all
         if self.trainer.state.fn is TrainerFn.FITTING:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
             self.selected_validated = self.validated
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Validate the base model inside the block: the adapter is off."""
+        """Switch the adapter off inside the block, to validate the base model."""
         self.condition = "base"
         try:
             with self.backend.base_only():
@@ -282,7 +282,7 @@ class TrainingModule(LightningModule):
 
     @contextmanager
     def as_peft_view(self) -> Iterator[None]:
-        """Validate, inside the block, what loading the PEFT directory on the base gives."""
+        """Behave, inside the block, like the PEFT directory loaded on the base."""
         self.condition = "peft_view"
         try:
             with self.backend.as_peft_view():
@@ -291,7 +291,7 @@ class TrainingModule(LightningModule):
             self.condition = "tuned"
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizer over the adapter, and its schedule by optimizer step."""
+        """Build the optimizer over the adapter, and its schedule per optimizer step."""
         optimizer = build_optimizer(self.config.optim, [*self.backend.trainable().values()])
         schedule = self.config.schedule
         warmup = warmup_steps(schedule, self.total_steps)
@@ -321,7 +321,7 @@ class TrainingModule(LightningModule):
         checkpoint["world_size"] = self.trainer.world_size
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put adapter and counters back; the loops count micro-batches of one process."""
+        """Restore adapter and counters; Lightning's loops count micro-batches per process."""
         for_processes(checkpoint, self.trainer.world_size)
         self.backend.load_start_state(checkpoint.get("start", {}))
         parameters = self.backend.trainable()
@@ -331,4 +331,4 @@ class TrainingModule(LightningModule):
         self.tokens = checkpoint["counters"]["tokens"]
         self.supervised_tokens = checkpoint["counters"]["supervised_tokens"]
         self.selected = checkpoint["selected"]
-        self.selected_validated = checkpoint.get("selected_validated")  # unknown to earlier ones
+        self.selected_validated = checkpoint.get("selected_validated")  # absent from older ones

@@ -1,4 +1,4 @@
-"""The configured optimizer, and the learning rate as a multiple of its peak."""
+"""The configured optimizer, and the learning-rate schedule as a multiple of the peak."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def multiplier(kind: ScheduleKind, step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Return the rate of optimizer step ``step`` (from 0) over its peak.
+    """Return the learning rate of optimizer step ``step`` (from 0) as a fraction of the peak.
 
-    Warm-up gives step ``i`` the share ``(i + 1) / warmup_steps``, so that the first step moves
-    and the last step of warm-up has the peak rate. The decay then runs from the peak, at the
+    Warm-up step ``i`` has the fraction ``(i + 1) / warmup_steps``, so that the first step is not
+    zero and the last warm-up step has the peak rate. The decay then runs from the peak, at the
     first step after warm-up, towards zero, which would be reached at step ``total_steps``.
     """
     if step < warmup_steps:
@@ -34,17 +34,17 @@ def multiplier(kind: ScheduleKind, step: int, *, warmup_steps: int, total_steps:
     return 1 - share if kind is ScheduleKind.linear else (1 + math.cos(math.pi * share)) / 2
 
 
-_OURS = {"_target_", "name"}  # what says which optimizer it is; the rest are its arguments
+_OURS = {"_target_", "name"}  # identify the optimizer; the rest are its arguments
 
 
 def build_optimizer(
     config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the trained parameters, which lie on their device already.
+    """Build the optimizer over the trained parameters, which are already on their device.
 
     Raises:
-        SetupError: a paged optimizer without a CUDA device. bitsandbytes would take an ordinary
-            one there, with a warning.
+        SetupError: a paged optimizer without a CUDA device. bitsandbytes would fall back to a
+            non-paged one with a warning.
     """
     device = parameters[0].device.type
     if isinstance(config, PagedAdamw8bitConfig) and device != "cuda":

@@ -1,8 +1,8 @@
-"""Compare the trained model with its PEFT directory as transformers and PEFT alone compute it.
+"""Compare the trained model with its PEFT directory as plain transformers and PEFT compute it.
 
-PEFT's layers and bitsandbytes' weights are in the graph already. What is ours is taken out inside a
-block: the attention, the packing, and a base that a start has changed. Two attention kernels of
-transformers show which part of the difference is rounding.
+The model already consists of PEFT's layers and bitsandbytes' weights. A context manager removes our
+additions: the attention, the packing, and base weights that an initialisation has changed. Two of
+transformers' attention kernels show which part of the difference is rounding.
 
 Shapes: B = 1 sequence, T tokens, V vocabulary.
 """
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from mens_exp.rows.encode import Encoded
     from mens_exp.training.module import TrainingModule
 
-_CHUNK = 64  # tokens of the head at a time
+_CHUNK = 64  # tokens that the head processes at a time
 _KERNELS = ("sdpa", "eager")  # transformers' own: the default, and the one without fused kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Sums of cross entropies over the same documents.
+    """Summed cross entropies over the same documents.
 
     Attributes:
-        trained: of the model that was trained.
-        sdpa: of its PEFT directory under transformers' SDPA attention.
-        eager: of its PEFT directory under transformers' eager attention.
+        trained: of the trained model.
+        sdpa: of its PEFT directory with transformers' SDPA attention.
+        eager: of its PEFT directory with transformers' eager attention.
     """
 
     trained: float
@@ -58,25 +58,25 @@ class Losses:
 
     @property
     def difference(self) -> float:
-        """Distance of the PEFT directory from the trained model, relative."""
+        """Relative difference between the PEFT directory and the trained model."""
         return abs(self.sdpa - self.trained) / max(abs(self.trained), 1e-12)
 
     @property
     def kernels(self) -> float:
-        """Distance of transformers' two attention kernels from each other, relative: rounding."""
+        """Relative difference between transformers' two attention kernels, which is rounding."""
         return abs(self.eager - self.sdpa) / max(abs(self.trained), 1e-12)
 
 
 def losses(backend: QloraBackend, batch: Batch, documents: Encoded) -> Losses:
-    """Compute the loss of documents as the run validates, and as PEFT alone would.
+    """Compute the loss of documents as in the run's validation, and with plain PEFT.
 
     Args:
-        backend: the trained graph, on one device and not in parts.
+        backend: the trained model, on one device and not sharded.
         batch: the documents as validation passes them.
         documents: the same documents, one by one.
 
     Raises:
-        ModelFileError: the model's code does not run without our attention, or memory is short.
+        ModelFileError: the model's code does not run without our attention, or memory is too small.
     """
     device = next(backend.parameters()).device
     there = batch.to(device)
@@ -95,9 +95,9 @@ def losses(backend: QloraBackend, batch: Batch, documents: Encoded) -> Losses:
 
 
 def _plain(backend: QloraBackend, documents: Encoded, kernel: str, device: torch.device) -> float:
-    """Pass each document alone through PEFT's model."""
+    """Run each document alone through PEFT's model."""
     for module in backend.layers.values():
-        module.cast_input_dtype_enabled = True  # PEFT's default; a pass that learns has it off
+        module.cast_input_dtype_enabled = True  # PEFT's default; off in training
     total = 0.0
     with _attending(backend.causal_lm, kernel):
         for start, end in pairwise(documents.offsets.tolist()):
@@ -115,7 +115,7 @@ def _plain(backend: QloraBackend, documents: Encoded, kernel: str, device: torch
 
 @contextmanager
 def _attending(causal_lm: Any, kernel: str) -> Iterator[None]:
-    """Let a model attend by one of transformers' kernels inside the block."""
+    """Use one of transformers' attention kernels inside the block."""
     own = causal_lm.config._attn_implementation  # noqa: SLF001  # transformers has no other getter
     with quiet():
         causal_lm.set_attn_implementation(kernel)
@@ -129,17 +129,17 @@ def _attending(causal_lm: Any, kernel: str) -> Iterator[None]:
 def view_differences(
     module: TrainingModule, data: RowsDataModule
 ) -> tuple[dict[str, float], str | None]:
-    """Compare on short documents of the first micro-batch that is validated.
+    """Compare on short documents of the first validation micro-batch.
 
     Args:
-        module: what was trained; it is left as it was.
+        module: the trained module; it is left unchanged.
         data: the rows.
 
     Returns:
-        Relative differences of the loss by name of result, and why some are not there:
-        ``peft_view_difference`` in the run's own format and ``peft_view_difference_f32``;
-        ``peft_view_kernels`` and ``peft_view_kernels_f32`` are those between the PEFT directory
-        under two attention kernels of transformers, which nothing but rounding makes.
+        Relative differences of the loss by result name, and the reasons for missing ones.
+        ``peft_view_difference`` is computed in the run's own dtype, ``peft_view_difference_f32`` in
+        f32. ``peft_view_kernels`` and ``peft_view_kernels_f32`` compare the PEFT directory under
+        two attention kernels of transformers, which differ only by rounding.
     """
     backend = module.backend
     if not isinstance(backend, QloraBackend) or not backend.has_peft_view:

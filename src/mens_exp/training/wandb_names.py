@@ -1,9 +1,9 @@
-"""Names of a run in W&B: id, group, display name, tags; what varies comes first.
+"""W&B names of a run (id, group, display name, tags), with the varying parts first.
 
-Pure functions of the JSON record. A display name is cut at its far end, so that the overrides that
-set the run apart from the others of its sweep survive, and the number of the job settles what is
-left. What an agent of a W&B sweep gave its process is an input of the run, kept in its manifest:
-whoever sends the run, and whenever, sends it under the agent's id.
+All functions are pure functions of the JSON record. A display name is cut at its end, so that the
+overrides that distinguish the run within its sweep survive; the job number keeps names unique. The
+values that a W&B sweep agent gave its process are an input of the run and are kept in its manifest,
+so that the run is always sent under the agent's id.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from mens_exp.config.trainer import WandbLogger
 
 _INPUT = "wandb_agent"
-_VERSION = "wandb_version"  # of the agent's own file
+_VERSION = "wandb_version"  # key in the agent's own file
 
 
 class AgentRun(NamedTuple):
-    """An agent's name for a run, the sweep of the run, and the values drawn for it.
+    """A W&B agent's run id, the sweep of the run, and the values drawn for it.
 
-    ``entity`` and ``project`` are those of the sweep; None where the agent did not say.
+    ``entity`` and ``project`` are those of the sweep; None if the agent did not provide them.
     """
 
     run_id: str
@@ -43,13 +43,13 @@ class AgentRun(NamedTuple):
     parameters: dict[str, Any]
 
     def is_of(self, entity: str | None, project: str) -> bool:
-        """Tell whether the sweep lies in a project; an entity of None is anybody's."""
+        """Return whether the sweep belongs to a project; an entity of None matches any."""
         theirs = self.entity in (None, entity) or entity is None
         return theirs and self.project in (None, project)
 
 
 def agent_inputs(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what an agent told its process, for a manifest's ``inputs``; empty without one."""
+    """Return the values that an agent passed to its process, for ``inputs``; empty without one."""
     run_id, sweep_id = environment.get("WANDB_RUN_ID"), environment.get("WANDB_SWEEP_ID")
     if not run_id or not sweep_id:
         return {}
@@ -64,13 +64,13 @@ def agent_inputs(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def recorded_agent(manifest: Manifest) -> AgentRun | None:
-    """Return the agent's run that a run is; None where no agent started it."""
+    """Return the agent's run for a run; None if no agent started it."""
     told = manifest.inputs.get(_INPUT)
     return None if told is None else AgentRun(**told)
 
 
 def _drawn(path: str | None) -> dict[str, Any]:
-    """Read the agent's file of values; what cannot be read is left out: the run has them anyway."""
+    """Read the agent's file of values; ignore an unreadable file, as the run has them anyway."""
     if not path:
         return {}
     try:
@@ -88,31 +88,31 @@ def _drawn(path: str | None) -> dict[str, Any]:
 
 _TAG_CHARACTERS = 64  # W&B refuses a longer tag
 _NAME_CHARACTERS = 128  # W&B refuses a longer run name
-_VALUE_CHARACTERS = 24  # of a value where the whole name does not fit
+_VALUE_CHARACTERS = 24  # of a value, if the whole name does not fit
 _CUT = "…"
 # Overrides that say nothing about the experiment.
 _NO_TAG = frozenset({"hydra", "logger"})
-# Overrides that the name spells in its own way.
+# Overrides that the name shows in another form.
 _SPELLED = frozenset({"experiment", "path", "resume", "seed", "task"})
-# Those that the name of a task that trains nothing spells, or that are no part of what it does.
+# Overrides that the name of a non-training task shows already, or that do not affect the task.
 _TOLD = frozenset({"factors", "format", "model", "out", "suite"})
-_OPTIONS = ("model", "backend")  # named at the end, unless they vary
+_OPTIONS = ("model", "backend")  # at the end of the name, unless they vary
 _DEPTH = 3  # directories between a job and its sweep (unverified guess)
 _FINE_TUNES = frozenset({"train", "plan"})
 
 
 class _Place(NamedTuple):
-    """The overrides that tell a run from the others of its sweep, and its mark among them."""
+    """The overrides that distinguish a run within its sweep, and its mark (job number)."""
 
     varied: tuple[str, ...]
     mark: str
 
 
 def id_of(run_dir: RunDir, manifest: Manifest) -> str:
-    """Return the id of the W&B run: that of ours, behind its sweep's where it is a job of one.
+    """Return the id of the W&B run: our run id, prefixed with the sweep's for a job.
 
-    A job's own name says where it stands in its sweep and what it is composed of; the same sweep,
-    launched again, has jobs of the same names. A run that an agent started has the agent's.
+    A job's name gives only its position in the sweep and its composition, so the same sweep,
+    launched again, has jobs of the same names. A run that an agent started has the agent's id.
     """
     agent = agent_of(run_dir, manifest)
     if agent is not None:
@@ -125,14 +125,14 @@ def id_of(run_dir: RunDir, manifest: Manifest) -> str:
 
 
 def agent_of(run_dir: RunDir, manifest: Manifest) -> AgentRun | None:
-    """Return the agent's run that a run is; the jobs of a sweep that an agent launched are none."""
+    """Return the agent's run for a run; jobs of a sweep that an agent launched have none."""
     return None if _sweep_at(run_dir.path) is not None else recorded_agent(manifest)
 
 
 def group_of(logger: WandbLogger, run_dir: RunDir, manifest: Manifest) -> str | None:
-    """Return the logger's group, else the run's sweep or that of the run it reads, else none.
+    """Return the logger's group, else the sweep of the run or of the run it reads, else None.
 
-    An experiment is the group of a run that is of no sweep.
+    A run outside any sweep is grouped by its experiment.
     """
     subject = manifest.inputs.get("subject")
     sweep = _sweep_at(run_dir.path)
@@ -144,9 +144,9 @@ def group_of(logger: WandbLogger, run_dir: RunDir, manifest: Manifest) -> str | 
 def display_name(
     logger: WandbLogger, run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]
 ) -> str:
-    """Return the name that W&B shows: the user's own, or one made from the record.
+    """Return the display name: the user's, or one made from the record.
 
-    The jobs of a sweep share the user's own name, so each adds its mark.
+    The jobs of a sweep share the user's name, so each appends its mark.
     """
     if logger.name is None:
         return name_of(run_dir, manifest, config)
@@ -155,14 +155,14 @@ def display_name(
 
 
 def name_of(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str:
-    """Return a name of at most 128 characters, different for each run of a sweep.
+    """Return a name of at most 128 characters that is unique within a sweep.
 
-    A training run begins with what varies in its sweep or, outside of one, with what its command
-    changed; then come seed, job number, model and backend, and what all jobs share. Every other
-    task begins with what it does: ``evaluate: <run> on <suite>``.
+    The name of a training run starts with the settings that vary in its sweep or, outside a sweep,
+    with those that its command changed. Seed, job number, model and backend, and the settings that
+    all jobs share follow. Other tasks start with the action: ``evaluate: <run> on <suite>``.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         manifest: its record so far.
         config: the resolved configuration.
     """
@@ -187,9 +187,9 @@ def name_of(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> s
 
 
 def tags_of(overrides: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides, cut to W&B's 64 characters, then the tags the user added.
+    """Return the overrides, cut to W&B's 64 characters, followed by the user's tags.
 
-    A long value loses its middle: what differs between two paths is often at their end.
+    A long value is elided in the middle, because two paths often differ at their end.
     """
     made = [_tag(text) for text in overrides if _group(text) not in _NO_TAG]
     return tuple(dict.fromkeys([*made, *added]))
@@ -204,7 +204,7 @@ def _tag(override: str) -> str:
 
 
 def _fitted(front: str, kept: Sequence[str], rest: Sequence[str], *, shorter: str = "") -> str:
-    """Join the parts of a name; the end gives way first, then the front, and ``kept`` never."""
+    """Join the parts of a name; cut the end first, then the front, and never ``kept``."""
     middle = " ".join(kept)
     room = _NAME_CHARACTERS - len(middle) - bool(middle)
     if len(front) > room:
@@ -219,12 +219,12 @@ def _cut(text: str, most: int) -> str:
 
 
 def _of_sweep(place: _Place) -> list[str]:
-    """Return what varies, less the seed, which every name has."""
+    """Return the varying overrides without the seed, which every name has."""
     return [text for text in place.varied if _key(text) != "seed"]
 
 
 def _place_of(run_dir: RunDir, manifest: Manifest) -> _Place | None:
-    """Return where a run stands in its sweep, ours or an agent's; None where it is in none."""
+    """Return the place of a run in its sweep, ours or an agent's; None outside a sweep."""
     agent = agent_of(run_dir, manifest)
     if agent is not None:
         drawn = [text for text in manifest.overrides if _key(text) in agent.parameters]
@@ -240,7 +240,7 @@ def _place_of(run_dir: RunDir, manifest: Manifest) -> _Place | None:
 
 
 def _deed(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str:
-    """Say what a task does, and to what."""
+    """Describe a task's action and its subject."""
     task = manifest.task
     if task == "compare":
         return f"compare: {_compared(run_dir, config)}"
@@ -256,7 +256,7 @@ def _deed(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str
 
 
 def _compared(run_dir: RunDir, config: Mapping[str, Any]) -> str:
-    """Name the factors and arms of a study; before it is conducted, what was asked for."""
+    """Name the factors and arms of a study; before it has run, the requested ones."""
     if not run_dir.comparison.is_file():
         names = [Path(path).name for path in str(config.get("path") or "").split(",")]
         return " ".join([*(config.get("factors") or []), " vs ".join(names)])
@@ -272,7 +272,7 @@ def _compared(run_dir: RunDir, config: Mapping[str, Any]) -> str:
 
 
 def _subject(manifest: Manifest, config: Mapping[str, Any]) -> str:
-    """Name what a task reads: a run by its place in its sweep or its directory, else a file."""
+    """Name a task's subject: a run by its place in its sweep or its directory, else a file."""
     inputs = manifest.inputs
     named = (inputs.get(name) for name in ("subject", "adapter", "specification"))
     found = next((one for one in named if isinstance(one, str)), None) or config.get("path")
@@ -291,11 +291,11 @@ def _subject(manifest: Manifest, config: Mapping[str, Any]) -> str:
 
 
 def _run_label(run: RunDir) -> str:
-    """Return what varies in a run of a sweep, its seed and mark; else its directory's name."""
+    """Return the varying overrides, seed and mark of a sweep's run; else its directory name."""
     name = run.path.name
     try:
         manifest = Manifest.read(run.manifest)
-    except MensError:  # a name is no place to refuse a damaged record
+    except MensError:  # a damaged record is reported elsewhere
         return name
     place = _place_of(run, manifest)
     if place is None or not place.varied:
@@ -309,19 +309,19 @@ def _seed(manifest: Manifest) -> str:
 
 
 def _option(name: str, manifest: Manifest, config: Mapping[str, Any]) -> str | None:
-    """Return the model's own name or, without one, the option; the option of any other group."""
+    """Return the model's name if it has one; otherwise the chosen option of the group."""
     own = (config.get(name) or {}).get("name") if name == "model" else None
     return own or manifest.choices.get(name)
 
 
 def _sweep_at(run: Path) -> Path | None:
-    """Return the directory of the sweep that a run is a job of."""
-    # Hydra leaves the first in the directory of a sweep, wherever hydra.sweep.dir puts that.
+    """Return the sweep directory of a run that is a job."""
+    # Hydra writes the first file to the sweep directory, wherever hydra.sweep.dir is.
     parent = run.absolute().parent
     marks = (parent / "multirun.yaml", SweepDir(parent).record)
     if any(mark.is_file() for mark in marks):
         return parent
-    for sweep in list(parent.parents)[:_DEPTH]:  # hydra.sweep.subdir may have directories in it
+    for sweep in list(parent.parents)[:_DEPTH]:  # hydra.sweep.subdir may be nested
         name = run.absolute().relative_to(sweep).as_posix()
         if any(job["directory"] == name for job in _jobs(sweep)):
             return sweep
@@ -329,7 +329,7 @@ def _sweep_at(run: Path) -> Path | None:
 
 
 def _jobs(sweep: Path) -> list[SweepJob]:
-    """Return a sweep's jobs; none where its record is missing, Hydra's own, or damaged."""
+    """Return a sweep's jobs; empty if its record is missing, Hydra's own, or damaged."""
     record = SweepDir(sweep).record
     try:
         return SweepRecord.read(record).jobs if record.is_file() else []
@@ -351,7 +351,7 @@ def _group(override: str) -> str:
 
 
 def _short(overrides: Iterable[str], every: Iterable[str], *, most: int | None = None) -> list[str]:
-    """Spell overrides by the last part of their keys, or whole where two would read the same."""
+    """Abbreviate overrides to the last part of their keys, unless that would be ambiguous."""
     ends = Counter(_key(text).rpartition(".")[2] for text in dict.fromkeys(every))
     return [_spelled(text, ends, most) for text in overrides]
 
@@ -367,7 +367,7 @@ def _spelled(override: str, ends: Mapping[str, int], most: int | None) -> str:
 
 
 def _elided(value: str, most: int) -> str:
-    """Cut a long value in its middle: paths differ at their ends."""
+    """Elide the middle of a long value, because paths differ at their ends."""
     if len(value) <= most:
         return value
     head = (most - 1) // 3

@@ -1,8 +1,8 @@
 """Rendering of a run for W&B: settings, curves, tables and artifacts from the JSON record alone.
 
-An artifact's version is its content, so that the same files sent twice, or read by another run, are
-the same version: that is what ties runs to one line. wandb itself is imported only by the functions
-that build its own objects.
+An artifact's version is determined by its content, so that the same files, sent twice or read by
+another run, are the same version. This is how runs are linked into one lineage. Only the functions
+that build wandb objects import wandb.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.trainer import WandbLogger
 
-_SIDES = tuple(map(str, Condition))  # stand first, and are there where nothing was answered
+_SIDES = tuple(map(str, Condition))  # come first, and exist even without answers
 ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
-"""Of an answer; every other column is there where some answer has it."""
+"""Columns of an answer; each further column exists if some answer has it."""
 
 
 def settings_of(
@@ -69,9 +69,9 @@ def settings_of(
 
 
 def quiet_settings() -> dict[str, Any]:
-    """Return the arguments of ``wandb.Settings`` that keep it silent, apart and discreet."""
+    """Return ``wandb.Settings`` arguments for a silent, separate run without data collection."""
     quiet = {"silent": True, "quiet": True, "console": "off", "use_dot_wandb": False}
-    # The record has what may be known of code and machine; wandb collects nothing of its own.
+    # The record covers code and machine; wandb collects nothing itself.
     private = {
         "disable_git": True,
         "disable_code": True,
@@ -84,14 +84,14 @@ def quiet_settings() -> dict[str, Any]:
         "x_disable_stats": True,
         "x_save_requirements": False,
     }
-    # Apart from any run that somebody else has open in this process.
+    # Separate from any run that other code has open in this process.
     return {**quiet, **private, "resume": "allow", "reinit": "create_new"}
 
 
 def beside_config(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
-    """Return what the configuration of the W&B run has besides: links, and what an agent drew.
+    """Return the additional entries of the W&B config: links, and values drawn by an agent.
 
-    An evaluation links to the run that it scored. Drawn values stand under the names of the sweep,
+    An evaluation links to the run that it scored. Drawn values are stored under the sweep's names,
     where its search looks for them.
     """
     agent = agent_of(run_dir, manifest)
@@ -101,7 +101,7 @@ def beside_config(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
 
 
 def config_of(run_dir: RunDir, events: Sequence[Event]) -> dict[str, Any]:
-    """Return the resolved configuration, with `plan` and `facts` as far as they are known."""
+    """Return the resolved configuration, with `plan` and `facts` if known."""
     payloads = {record["event"]: record["payload"] for record in events}
     config = payloads.get("run_started", {}).get("config") or _composed(run_dir)
     return {**config, **{name: payloads[name] for name in ("plan", "facts") if name in payloads}}
@@ -110,7 +110,7 @@ def config_of(run_dir: RunDir, events: Sequence[Event]) -> dict[str, Any]:
 def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """Return the status, the results, and the KPIs as ``<condition>/<kpi>``.
 
-    A KPI has the name of the table of KPIs, whether scorecard or manifest spells it otherwise.
+    KPIs are named as in the table of KPIs, even if scorecard or manifest name them differently.
     """
     return {
         "status": str(manifest.status),
@@ -124,9 +124,9 @@ def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
 
 
 def tables(run_dir: RunDir) -> dict[str, wandb.Table]:
-    """Return `scorecard` (condition × KPI), `predictions` (one row an item) and a study's tables.
+    """Return tables: `scorecard` (condition × KPI), `predictions` (row per item), a study's.
 
-    Each where it is recorded.
+    Each is present only if it is recorded.
 
     Raises:
         DataError: one of these files cannot be read.
@@ -168,7 +168,7 @@ def _scorecard_table(conditions: Mapping[str, Mapping[str, float | None]]) -> wa
 
 
 def _predictions_table(path: Path) -> wandb.Table:
-    """One row an item: what was asked, the answers side by side, and what is known of each."""
+    """Build a table with a row per item: prompt, answers side by side, and their metadata."""
     import wandb
 
     items: dict[str, dict[str, Any]] = {}
@@ -176,7 +176,7 @@ def _predictions_table(path: Path) -> wandb.Table:
     found = set(ALWAYS_SHOWN)
     for event in read_item_events(path):
         if event["sample"] > 0:
-            continue  # a row an item
+            continue  # one row per item
         side = event["condition"]
         sides[side] = None
         row = items.setdefault(event["item_id"], {"item_id": event["item_id"]})
@@ -224,7 +224,7 @@ def study_tables(record: Comparison) -> dict[str, wandb.Table]:
         [arm["name"], len(arm["seeds"]), arm["runs"], *map(arm["kpis"].get, names)]
         for arm in record.arms
     ]
-    # Where base and tuned are the arms, the arm says the condition.
+    # If base and tuned are the arms, the arm gives the condition.
     is_one = record.condition != BOTH
     shown = [name_under(record.condition, name) if is_one else name for name in names]
     noise = [[name, one["seed"], one["rerun"]] for name, one in record.noise.items()]
@@ -251,37 +251,38 @@ _OF_SCORECARD = "eval/"
 
 
 class EventFeed:
-    """Hands events to an open W&B run, in their order, each under the time it happened."""
+    """Passes events to an open W&B run, in order, each with the time at which it happened."""
 
     def __init__(self, sink: wandb.Run, drawn: Mapping[str, Any] | None = None) -> None:
-        """Tell the run by which axes its metrics are drawn.
+        """Define the axes of the run's metrics.
 
         Args:
             sink: the run.
-            drawn: by an agent; no configuration takes its place, or the search would miss it.
+            drawn: values drawn by an agent; configuration values never replace them, or the search
+                would miss them.
         """
         self._sink = sink
         self._drawn = drawn or {}
         self._tokens = 0  # supervised tokens at the latest step, the second axis
         self.last_step = 0
         self._last_s: float | None = None
-        self._is_open = False  # the last row, as far as it was taken
+        self._is_open = False  # whether the last row can still change
         sink.define_metric("step")
         for metric in METRICS.values():
-            if metric.name == _TOKENS:  # an axis to choose in any chart
+            if metric.name == _TOKENS:  # selectable as axis in any chart
                 sink.define_metric(metric.name)
                 continue
             reduced = metric.reduction if metric.reduction in {"max", "mean"} else None
             sink.define_metric(shown_as(metric.name), step_metric="step", summary=reduced)
 
     def take(self, record: Event) -> None:
-        """Show one event; one that W&B has no place for is passed over."""
+        """Log one event; skip events without a W&B equivalent."""
         payload, at_s = record["payload"], record["ts_ms"] / 1000
         match record["event"]:
             case "step":
                 self._tokens = payload.get(_TOKENS, self._tokens)
                 numbers = {k: v for k, v in _known(payload).items() if not isinstance(v, str)}
-                self._log(numbers, payload["step"], at_s)  # a digest is no point of a curve
+                self._log(numbers, payload["step"], at_s)  # a digest is not a point of a curve
             case "scorecard_step":
                 names = [name for name in payload if name.startswith(_OF_SCORECARD)]
                 numbers = {shown_as(name): payload[name] for name in names}
@@ -294,11 +295,11 @@ class EventFeed:
                 set_config(self._sink, {name: payload})
 
     def log_last(self, values: Mapping[str, Any]) -> None:
-        """Make tables a part of the last row, and end it: a summary that follows has the last word.
+        """Add tables to the last row and close it, so that a later summary takes precedence.
 
-        A curve and a result share a name; a row that is still open would be written after the
-        result. A service that has a row already takes nothing more of it: where it has the last
-        one, the tables are there with it, or come in a row of their own.
+        A curve and a result may share a name, and a row that is still open would be written after
+        the result. A service does not accept additions to a row that it already has. If it has the
+        last row, the tables are in it, or they are sent in a separate row.
         """
         if not values and not self._is_open:
             return
@@ -313,8 +314,8 @@ class EventFeed:
         if is_base:
             self._sink.summary[f"{Condition.BASE}/val_loss"] = payload["val/loss"]
         if payload["condition"] == "peft_view":
-            return  # no point of the curve; the results have it
-        # The base model is a point of the tuned curve only where it starts.
+            return  # not a point of the curve; in the results
+        # The base model is only the starting point of the tuned curve.
         if not is_base or payload["step"] == 0:
             row = {shown_as(name): value for name, value in _known(payload).items()}
             del row["condition"]
@@ -328,10 +329,10 @@ class EventFeed:
 
 
 def shown_as(metric: str) -> str:
-    """Return the name that W&B has for a metric: ``tuned/<kpi>`` for a KPI of the tuned model.
+    """Return the W&B name of a metric: ``tuned/<kpi>`` for a KPI of the tuned model.
 
-    The curve of a KPI has the name of its final value in the summary, so that a search by W&B,
-    its early stopping and its tables speak of the same thing.
+    The curve of a KPI has the same name as its final value in the summary, so that W&B's search,
+    early stopping and tables refer to the same metric.
     """
     area, _, name = metric.partition("/")
     kpi = {"eval": name, "val": f"val_{name}"}.get(area)
@@ -339,7 +340,7 @@ def shown_as(metric: str) -> str:
 
 
 def set_config(sink: wandb.Run, values: Mapping[str, Any]) -> None:
-    """Add to the configuration that W&B shows."""
+    """Add values to the W&B config."""
     sink.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
 
 
@@ -351,10 +352,10 @@ _SHOWN = 12  # characters of a hash in a name
 
 
 def made_by(run_dir: RunDir, manifest: Manifest) -> Iterator[wandb.Artifact]:
-    """Yield what a run made, as far as it is there, and its manifest last.
+    """Yield artifacts of the existing outputs of a run, its manifest last.
 
-    The files are copied into wandb's staging directory: a resumed run will replace them. Of a
-    merged model it is the certificate: weights stay where they are.
+    The files are copied into wandb's staging directory, because a resumed run will replace them.
+    For a merged model, only the certificate is included; weights stay where they are.
     """
     for kind, root, files in _made(run_dir):
         if files:
@@ -364,11 +365,11 @@ def made_by(run_dir: RunDir, manifest: Manifest) -> Iterator[wandb.Artifact]:
 
 
 def artifact_of(kind: str, run_dir: RunDir) -> wandb.Artifact | None:
-    """Return what another run made, to be read by this one; None where it is not at hand.
+    """Return another run's output as an input of this run; None if it is not available.
 
     Args:
         kind: ``adapter``, ``merged``, ``scorecard`` or ``comparison``.
-        run_dir: of the other run.
+        run_dir: the directory of the other run.
     """
     found = {name: (root, files) for name, root, files in _made(run_dir)}
     root, files = found[kind]
@@ -379,11 +380,11 @@ def artifact_of(kind: str, run_dir: RunDir) -> wandb.Artifact | None:
 
 
 def base_of(manifest: Manifest, staging: Path) -> wandb.Artifact | None:
-    """Return the base model that a run read: its name and hashes, not its weights.
+    """Return the base model of a run as an artifact: name and hashes, no weights.
 
     Args:
-        manifest: of the run.
-        staging: a directory of this process, for the one file that describes it.
+        manifest: the run's manifest.
+        staging: a directory of this process, for the file that describes the model.
     """
     import wandb
 
@@ -401,8 +402,8 @@ def base_of(manifest: Manifest, staging: Path) -> wandb.Artifact | None:
 
 
 def _made(run_dir: RunDir) -> list[tuple[str, Path, list[Path]]]:
-    """List what a run may make: kind, where its names begin, and the files that are there."""
-    # A dot begins the name of what a dead writer left half-written.
+    """List possible outputs of a run: kind, root of the file names, and the existing files."""
+    # A leading dot marks an incomplete file of a writer that died.
     adapter = [path for path in run_dir.adapter.rglob("[!.]*") if path.is_file()]
     scorecard = [run_dir.scorecard, run_dir.events] if run_dir.scorecard.is_file() else []
     return [

@@ -1,9 +1,9 @@
-"""Send a run to W&B: ``python -m mens_exp.training.wandb_sending <order>``, a process of its own.
+"""Separate process that sends a run to W&B: ``python -m mens_exp.training.wandb_sending <order>``.
 
-Everything comes from the run's JSON record, and goes under the run's own id with the times at which
-it happened: what the service has already, from whatever attempt, is not added again. Whatever the
-service does, answer slowly, with errors or not at all, the process that asked for it (`Sender`)
-waits only as long as it chose to. wandb's files and environment are contained.
+Everything is read from the run's JSON record and sent under the run's own id with its original
+timestamps, so data that the service already has from any attempt is not added again. If the service
+is slow, fails or does not answer, the calling process (`Sender`) waits no longer than it chose to.
+wandb's files and environment variables are isolated.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     import wandb
 
-# Who the user is and where the server stands. Every other WANDB_ variable would change what
-# the configuration says (WANDB_MODE, WANDB_RUN_ID, WANDB_SWEEP_ID, …), so wandb never sees it.
+# The user's identity and the server address. Every other WANDB_ variable would override the
+# configuration (WANDB_MODE, WANDB_RUN_ID, WANDB_SWEEP_ID, …), so it is hidden from wandb.
 _ACCOUNT = frozenset(
     {
         "WANDB_API_KEY",
@@ -67,10 +67,10 @@ _ACCOUNT = frozenset(
 
 @contextmanager
 def contained(staging: Path) -> Iterator[None]:
-    """Keep wandb's files in one directory, and undo what it does to this process.
+    """Confine wandb's files to one directory, and undo its changes to this process.
 
-    wandb reads where to stage from the environment only, exports the address of its service
-    there, and replaces `sys.exit` and `sys.excepthook` for good.
+    wandb reads its staging directory only from the environment, exports the address of its service
+    there, and replaces `sys.exit` and `sys.excepthook` permanently.
 
     Args:
         staging: an absolute path.
@@ -84,7 +84,7 @@ def contained(staging: Path) -> Iterator[None]:
         "WANDB_CACHE_DIR": str(staging / "cache"),
         "WANDB_DATA_DIR": str(staging / "data"),
         "WANDB_ERROR_REPORTING": "false",
-        "WANDB_SILENT": "true",  # also what keeps wandb from asking for an account
+        "WANDB_SILENT": "true",  # also suppresses the account prompt
     }
     try:
         yield
@@ -96,7 +96,7 @@ def contained(staging: Path) -> Iterator[None]:
 
 
 def server_address() -> str:
-    """Return where the service stands, as the environment or W&B's own settings files say."""
+    """Return the address of the service from the environment or W&B's settings files."""
     import wandb
 
     settings = wandb.Settings()
@@ -106,10 +106,10 @@ def server_address() -> str:
 
 
 def require_account(server: str) -> None:
-    """Look for credentials of this machine's user, without a prompt and without a connection.
+    """Check for the user's credentials, without a prompt or a connection.
 
     Raises:
-        SetupError: there are none.
+        SetupError: there are no credentials.
     """
     from wandb.sdk.lib import wbauth
 
@@ -127,18 +127,18 @@ def require_account(server: str) -> None:
 
 
 def stop_service() -> None:
-    """Stop wandb's process, so that the next run of a sweep starts one with its own paths.
+    """Stop wandb's service process, so that the next run of a sweep starts its own.
 
     Raises:
         MensError: it crashed.
     """
     import wandb
 
-    if wandb.run is not None:  # somebody else's run lives in this process
+    if wandb.run is not None:  # other code has a run open in this process
         return
     try:
         wandb.teardown(exit_code=0)
-    except SystemExit as error:  # how wandb says that its process crashed
+    except SystemExit as error:  # raised by wandb if its process crashed
         raise MensError("the W&B process crashed", found=f"exit code {error.code}") from error
 
 
@@ -146,24 +146,24 @@ def _is_wandb(name: str) -> bool:
     return name.lstrip("_").startswith("WANDB_")
 
 
-STAGING = ".sync-"  # begins the name of a directory that a sender stages files in
-_AT_WORK: list[subprocess.Popen[bytes]] = []  # senders that nobody waits for any more
+STAGING = ".sync-"  # name prefix of a sender's staging directory
+_AT_WORK: list[subprocess.Popen[bytes]] = []  # senders that are no longer waited for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """An order to send a run or a sweep.
+    """A request to send a run or a sweep.
 
     Attributes:
-        module: that sends it, run as a process.
-        path: directory of a run, or of a sweep.
-        record: the file that notes what has arrived.
-        lock: held while it is sent.
-        to: where it goes.
-        timeout_s: that may pass after the last news of the run before sending is given up.
-        run_id: of the W&B run; None for what the record says.
-        uses: what it was made from: kind of artifact, and the directory of the run that made it.
-        follows: the process whose run is still open, and when it started; None for a closed one.
+        module: the module that sends it, run as a process.
+        path: directory of a run or a sweep.
+        record: file that records what has arrived.
+        lock: lock file, held while sending.
+        to: the destination.
+        timeout_s: seconds without a new event of the run before sending is abandoned.
+        run_id: id of the W&B run; None uses the one in the record.
+        uses: inputs of the run: artifact kind, and directory of the run that made it.
+        follows: process id and start time of a run that is still open; None for a closed one.
     """
 
     module: str
@@ -177,12 +177,12 @@ class Order:
     follows: tuple[int, float] | None = None
 
     def text(self) -> str:
-        """Spell it for a command line."""
+        """Serialize the order for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Read what :meth:`text` spelled."""
+        """Parse the result of :meth:`text`."""
         told: dict[str, Any] = json.loads(text)
         told["to"] = Destination(*told["to"])
         told["uses"] = [(kind, path) for kind, path in told["uses"]]
@@ -191,17 +191,17 @@ class Order:
 
 
 class Sender:
-    """A process that sends, in a session of its own: it may outlive the one that asked for it."""
+    """A sending process in its own session; it may outlive the process that started it."""
 
     def __init__(self, order: Order, log: Path) -> None:
         """Start sending.
 
         Args:
-            order: what is to be sent.
-            log: where the process prints.
+            order: what to send.
+            log: file for the output of the process.
 
         Raises:
-            OSError: the system starts no further process.
+            OSError: the system cannot start another process.
         """
         self._order = order
         why = "it was being sent, and nothing says that all of it arrived"
@@ -211,10 +211,10 @@ class Sender:
             self._process = host.spawn_python(command, output=output)
 
     def settled(self, wait_s: float) -> str | None:
-        """Wait a while for its end, and let it go on after that.
+        """Wait up to ``wait_s`` seconds for the process to end; let it continue after that.
 
         Returns:
-            Why it has not arrived; None where it has, or where it is still being sent.
+            The reason for a failure; None if the run arrived or is still being sent.
         """
         try:
             self._process.wait(wait_s)
@@ -224,10 +224,10 @@ class Sender:
         return self._outcome()
 
     def ended(self, wait_s: float) -> str | None:
-        """Wait for its end, and end it where it takes longer.
+        """Wait up to ``wait_s`` seconds for the process to end, then kill it.
 
         Returns:
-            Why it has not arrived; None where it has.
+            The reason for a failure; None if the run arrived.
         """
         try:
             self._process.wait(wait_s)
@@ -239,14 +239,14 @@ class Sender:
         return self._outcome()
 
     def kill(self) -> None:
-        """End it, and W&B's own process with it, and remove what it had staged."""
+        """Kill the process together with W&B's own, and remove its staged files."""
         try:
             if sys.platform == "win32":
                 self._process.kill()
             else:
                 os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # it has ended
+            pass  # it has already ended
         self._process.wait()
         for staging in Path(self._order.path).glob(f"{STAGING}*"):
             shutil.rmtree(staging, ignore_errors=True)
@@ -261,7 +261,7 @@ class Sender:
 
 
 def digest_of(run: Path) -> str:
-    """Return the digest of a run as it stands: that of its manifest, which hashes the rest.
+    """Return the current digest of a run: that of its manifest, which hashes the rest.
 
     Raises:
         MensError: there is no manifest.
@@ -273,30 +273,30 @@ def digest_of(run: Path) -> str:
 
 
 _NICE = 10
-_LOOK_S = 1.0  # between two looks at the record of an open run
-_AGAIN_S = 30.0  # until a service that did not answer is asked again
+_LOOK_S = 1.0  # polling interval for the record of an open run
+_AGAIN_S = 30.0  # delay before retrying a service that did not answer
 _INIT_S = 90.0  # W&B's own default
 _OWN = ("group", "name", "tags")
 
 
 def main(arguments: list[str]) -> int:
-    """Send one run; the order's record says what came of it.
+    """Send one run; the outcome is written to the order's record.
 
     Returns:
-        0, or 3 where it has not arrived.
+        0, or 3 if it did not arrive.
     """
     order = Order.read(arguments[0])
     if order.follows is not None and sys.platform != "win32":
-        os.nice(_NICE)  # the training goes first
+        os.nice(_NICE)  # training has priority
     return carry_out(order, lambda staging: _send(order, staging))
 
 
 def carry_out(order: Order, send: Callable[[Path], str]) -> int:
-    """Let something be sent, and note what came of it.
+    """Run a send function and record the outcome.
 
     Args:
-        order: what is to be sent.
-        send: does it, given a directory to stage files in, and returns the digest of what was sent.
+        order: what to send.
+        send: sends it, given a staging directory, and returns the digest of what was sent.
 
     Returns:
         0, or 3 where it has not arrived.
@@ -313,7 +313,7 @@ def carry_out(order: Order, send: Callable[[Path], str]) -> int:
                 digest = send(Path(staging).absolute())
             finally:
                 stop_service()
-    except Exception as error:  # noqa: BLE001  # whatever it is, the record says it
+    except Exception as error:  # noqa: BLE001  # any failure goes to the record
         text = " ".join(str(error).split())
         note_delivery(record, order.to, why=f"{type(error).__name__}: {text}"[:500])
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  # its log
@@ -324,7 +324,7 @@ def carry_out(order: Order, send: Callable[[Path], str]) -> int:
 
 @contextmanager
 def _cleared(path: Path) -> Iterator[None]:
-    """Remove what a sender that was killed had staged."""
+    """Remove the staged files of a sender that was killed."""
     for staging in path.glob(f"{STAGING}*"):
         shutil.rmtree(staging, ignore_errors=True)
     yield
@@ -334,10 +334,10 @@ def _cleared(path: Path) -> Iterator[None]:
 def opened(
     order: Order, settings: Mapping[str, Any], config: Mapping[str, Any], staging: Path
 ) -> Iterator[wandb.Run]:
-    """Open a W&B run, or go on with it, and end it as failed if the block raises.
+    """Open or resume a W&B run, and mark it as failed if the block raises.
 
     Raises:
-        Exception: the service did not answer in time, or refused; wandb has classes of its own.
+        Exception: the service did not answer in time, or refused; wandb defines its own classes.
     """
     import wandb
 
@@ -365,11 +365,11 @@ def opened(
 
 
 def _go_on() -> None:
-    """Let a run that a user has stopped in W&B be sent to its end: an agent ends the training."""
+    """Keep sending a run that a user stopped in W&B; stopping the training is up to the agent."""
 
 
 def _send(order: Order, staging: Path) -> str:
-    """Send a run, and where it is still open, follow it to its end first."""
+    """Send a run; if it is still open, follow it to its end first."""
     run = RunDir(Path(order.path))
     while order.follows is not None and _is_open(run, order.follows):
         try:
@@ -409,21 +409,21 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
 
 
 def _feed(order: Order, run: RunDir, feed: EventFeed) -> None:
-    """Hand over every event, also those that come while the run is open."""
+    """Feed every event, including those that arrive while the run is open."""
     offset = 0
     while True:
         is_open = order.follows is not None and _is_open(run, order.follows)
         events, offset = events_after(run.telemetry, offset)
         for event in events:
             feed.take(event)
-        if not is_open:  # asked before the events were read: none was missed
+        if not is_open:  # checked before reading, so no event is missed
             return
         time.sleep(_LOOK_S)
 
 
 def _tie(order: Order, run: RunDir, manifest: Manifest, sink: wandb.Run, staging: Path) -> None:
-    """Tie the run to what it was made from, and to what it made."""
-    is_merged = any(kind == "merged" for kind, _ in order.uses)  # then that is its base
+    """Link the run to its inputs and its outputs."""
+    is_merged = any(kind == "merged" for kind, _ in order.uses)  # the merged model is its base then
     base = None if is_merged else base_of(manifest, staging)
     used = [artifact_of(kind, RunDir(Path(path))) for kind, path in order.uses]
     for artifact in (base, *used):
@@ -435,14 +435,14 @@ def _tie(order: Order, run: RunDir, manifest: Manifest, sink: wandb.Run, staging
 
 
 def _logger(config: Mapping[str, Any], order: Order) -> WandbLogger:
-    """Return the mirror that the run had, for its name, group and tags; else one by default."""
+    """Return the run's mirror settings for name, group and tags; else the defaults."""
     told = config.get("logger") or {}
     own = {name: told[name] for name in _OWN if told.get("sink") == "wandb" and name in told}
     return WandbLogger(project=order.to.project, entity=order.to.entity, **own)
 
 
 def _is_open(run: RunDir, process: tuple[int, float] | None) -> bool:
-    """Tell whether a run has not closed its record, and its process lives to do so."""
+    """Return whether a run's record is open and its process is still alive to close it."""
     if process is None or not is_alive(*process):
         return False
     return Manifest.read(run.manifest).status is Status.STARTED

@@ -1,1 +1,1 @@
-"""Training callbacks: one callback a file, none importing another."""
+"""Training callbacks: one per file; callbacks do not import each other."""

@@ -1,4 +1,4 @@
-"""The adapter on disk."""
+"""Writing of the trained adapter or weights at the end of training."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class AdapterWriter(Callback):
-    """Writes what was trained when training has ended: the adapter in its forms, or the weights."""
+    """Writes the training result at the end: the adapter in its formats, or the weights."""
 
     def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``."""
+        """Attach to ``run``."""
         self.run = run
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Write the forms there are of the same tensors.
+        """Write the same tensors in every available format.
 
-        Also where a resumed run had no step left to take, which is when Lightning leaves
-        ``on_train_end`` out.
+        This hook also runs if a resumed run has no steps left; Lightning skips ``on_train_end``
+        then.
         """
         del trainer
         if not pl_module.backend.has_adapter:
@@ -41,5 +41,5 @@ class AdapterWriter(Callback):
             return
         pl_module.backend.write_peft(self.run.dir.peft)
         template = self.run.dir.chat_template
-        if template.is_file():  # whoever loads the adapter elsewhere needs its prompts' form
+        if template.is_file():  # needed to load the adapter elsewhere
             atomic.write_text(self.run.dir.peft / template.name, template.read_text("utf-8"))

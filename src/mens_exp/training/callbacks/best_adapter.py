@@ -1,4 +1,4 @@
-"""The adapter that does best by the validation loss, or by a KPI."""
+"""Selection of the best adapter by validation loss or by a KPI."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -23,15 +23,15 @@ _LOSS = "val/loss"
 
 
 class BestAdapter(Callback):
-    """Keeps the adapter that is best by a metric, and puts it back when training has ended.
+    """Keeps the best adapter by a metric, and restores it at the end of training.
 
-    A KPI counts at validations that follow a scorecard, so that every adapter that may be chosen
-    has a validation loss too. The adapter lies in every checkpoint, so that a killed run loses
-    nothing: a file beside them could already hold what the resumed attempt has yet to see.
+    A KPI is considered only at validations that follow a scorecard, so that every candidate also
+    has a validation loss. The best adapter is part of every checkpoint, so a killed run loses
+    nothing. A separate file could be ahead of the checkpoint that the run resumes from.
     """
 
     def __init__(self, run: RunRecord, metric: str = _LOSS) -> None:
-        """Listen for ``run``; ``metric`` is declared, and so is which way of it is better."""
+        """Attach to ``run``; the declaration of ``metric`` states which direction is better."""
         self.run = run
         self.metric = metric
         self.step: int | None = None
@@ -41,7 +41,7 @@ class BestAdapter(Callback):
         self._adapter: dict[str, torch.Tensor] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Keep the adapter when it is the best so far; of equals, the earliest stays."""
+        """Keep the adapter if it is the best so far; on a tie, the earliest is kept."""
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         value = self._value(trainer.global_step, pl_module)
@@ -56,7 +56,7 @@ class BestAdapter(Callback):
         }
 
     def _value(self, step: int, pl_module: TrainingModule) -> float | None:
-        """Return the metric after this step, or None where nothing was scored then."""
+        """Return the metric after this step, or None if nothing was scored at it."""
         if self.metric == _LOSS:
             return pl_module.validation[_LOSS]
         scored_step, values = pl_module.scored
@@ -81,7 +81,7 @@ class BestAdapter(Callback):
         return value < self.value
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Put the best adapter into the graph; whoever writes the adapter comes after this."""
+        """Load the best adapter into the model; callbacks that write the adapter run later."""
         del trainer
         if self.step is None or self.loss is None:
             return
@@ -95,7 +95,7 @@ class BestAdapter(Callback):
             self.run.manifest.results["adapter_metric_value"] = self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best adapter and what is known of it."""
+        """Return the best adapter and its metrics."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -105,7 +105,7 @@ class BestAdapter(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what another process found; earlier ones knew of the loss alone."""
+        """Restore the state; older checkpoints have only the loss."""
         self.step, self.loss = state_dict["step"], state_dict["loss"]
         self.value = state_dict.get("value", self.loss)
         self.validated = state_dict.get("validated")

@@ -1,4 +1,4 @@
-"""The training state on disk."""
+"""Checkpoints of the training state."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(RunsLast):
-    """Saves adapter, optimizer, schedule, random states and data position at step ends.
+    """Saves adapter, optimizer, schedule, random states and data position after steps.
 
-    Lightning runs it after every other callback, so that what it saves, and the event that
-    says so, come after all that belongs to the step, a validation included: a resumed run
-    begins with the next micro-batch and repeats nothing. The last step is always saved.
+    Lightning runs it after all other callbacks. The checkpoint and its event therefore follow
+    everything that belongs to the step, including a validation, and a resumed run starts with the
+    next micro-batch and repeats nothing. The last step is always saved.
     """
 
     def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``; how often, and how many stay, says the module's `checkpoint`."""
+        """Attach to ``run``; the module's `checkpoint` sets the interval and the number to keep."""
         self.run = run
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save when an optimizer step of the right number has just been taken."""
+        """Save if the optimizer step just taken is due for a checkpoint."""
         del outputs, batch, batch_idx
         if self._is_due(trainer, pl_module) and not _validation_follows(trainer):
             self._save(trainer, keep=pl_module.config.checkpoint.keep)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Save what was put off until the step's validation."""
+        """Save a checkpoint that was postponed until after the step's validation."""
         if trainer.state.fn is TrainerFn.FITTING and self._is_due(trainer, pl_module):
             self._save(trainer, keep=pl_module.config.checkpoint.keep)
 
@@ -52,7 +52,7 @@ class Checkpoint(RunsLast):
     def _save(self, trainer: Trainer, *, keep: int) -> None:
         step = trainer.global_step
         path = self.run.dir.checkpoint(step)
-        trainer.save_checkpoint(path)  # all processes take part, the first one writes
+        trainer.save_checkpoint(path)  # collective: the first process writes
         if not trainer.is_global_zero:
             return
         self.run.telemetry.emit(
@@ -82,12 +82,12 @@ class Checkpoint(RunsLast):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put the global generators back."""
+        """Restore the states of the global generators."""
         torch.set_rng_state(state_dict["torch"])
         if state_dict["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state_dict["cuda"])
         numpy = state_dict["numpy"]
-        np.random.set_state(  # noqa: NPY002  # the global one is what libraries draw from
+        np.random.set_state(  # noqa: NPY002  # libraries draw from the global one
             (
                 numpy["kind"],
                 numpy["keys"].numpy().astype(np.uint32),
@@ -99,7 +99,7 @@ class Checkpoint(RunsLast):
 
 
 def _validation_follows(trainer: Trainer) -> bool:
-    """Tell whether Lightning validates after this micro-batch; its rule for a whole interval."""
+    """Return whether Lightning validates after this micro-batch (its rule for integers)."""
     interval = trainer.val_check_batch
     assert interval is not None, "set when training began"
     return (trainer.fit_loop.total_batch_idx + 1) % interval == 0

@@ -1,4 +1,4 @@
-"""Digests of the micro-batches and of the adapter's first values, to compare two runs by."""
+"""Digests of the micro-batches and of the initial adapter, for comparing two runs."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 _BATCHES = "batches_sha256"
 _INIT, _INIT_LAYERS = "lora_init_sha256", "lora_init_layers_sha256"
-_START = sha256_bytes(b"")  # of a stream of which nothing has been trained on
+_START = sha256_bytes(b"")  # chain before the first micro-batch
 
 
 class Digests(Callback):
-    """Chains a SHA-256 over every micro-batch trained on, and takes one of the first adapter.
+    """Chains a SHA-256 over all trained micro-batches, and hashes the initial adapter.
 
-    Several processes chain their micro-batches in the stream's order, which is that of one process.
-    Every step's event has ``batches_sha256``: the chain up to its last micro-batch. The manifest
-    has the last of them in `results`, and in `facts` ``lora_init_sha256`` over all matrices that
-    training started from and ``lora_init_layers_sha256`` layer by layer.
+    Several processes chain their micro-batches in the order of the stream, so the result equals
+    that of a single process. The event of each step has ``batches_sha256``, the chain up to its
+    last micro-batch. The manifest has the final chain in `results`; its `facts` have
+    ``lora_init_sha256`` over all initial matrices and ``lora_init_layers_sha256`` per layer.
     """
 
     def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``."""
+        """Attach to ``run``."""
         self.run = run
         self._chain: str | None = None
         self._layers: dict[str, str] = {}
-        self._waiting: dict[int, Batch] = {}  # of the step under way, by place in the stream
+        self._waiting: dict[int, Batch] = {}  # of the current step, by stream index
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Take the digests of the adapter as it was built, before a checkpoint is put into it."""
+        """Hash the adapter as it was built, before a checkpoint is loaded."""
         del trainer
         if stage == "fit":
             self._chain = None
             self._layers = layer_digests(pl_module.backend.trainable())
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Write down what training starts from, and start the chain of a run's first step."""
+        """Record the initial digests, and start the chain if this is the run's first step."""
         del pl_module
         if trainer.global_step == 0:
             self._chain = _START
@@ -65,7 +65,7 @@ class Digests(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Add a micro-batch to the chain; several processes do so at the end of the step."""
+        """Add a micro-batch to the chain; several processes do this at the end of the step."""
         del batch_idx
         if self._chain is None:
             return
@@ -78,7 +78,7 @@ class Digests(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer
     ) -> None:
-        """Chain what all processes have taken in this step, each adding its own in its turn."""
+        """Chain the step's micro-batches of all processes; each adds its own in turn."""
         del optimizer
         if self._chain is None or trainer.world_size == 1:
             return
@@ -87,13 +87,13 @@ class Digests(Callback):
             batch = self._waiting.get(index)
             if batch is not None and not batch.is_filler:
                 self._chain = _chained(self._chain, batch)
-            # Every link is handed on; a filler's process hands on what it was given.
+            # Every link is passed on; a process with a filler batch passes on what it received.
             self._chain = trainer.strategy.broadcast(self._chain, src=index % many)
         self._waiting.clear()
         pl_module.step_digests[_BATCHES] = self._chain
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Write the chain of the whole run."""
+        """Record the chain of the whole run."""
         del trainer, pl_module
         self.run.manifest.results[_BATCHES] = self._chain
         if self._chain is None:
@@ -101,17 +101,17 @@ class Digests(Callback):
             self.run.manifest.unknown[f"results.{_BATCHES}"] = reason
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the chain and the first adapter's digests."""
+        """Return the chain and the initial adapter's digests."""
         return {"chain": self._chain, "layers": dict(self._layers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the chain, and with the adapter that the run began with."""
+        """Restore the chain and the digests of the run's initial adapter."""
         self._chain = state_dict["chain"]
         self._layers = dict(state_dict["layers"])
 
 
 def _chained(chain: str, batch: Batch) -> str:
-    """Add everything of a micro-batch that a graph sees: ids, positions, bounds, labels."""
+    """Extend the chain by all model inputs of a micro-batch: ids, positions, bounds, labels."""
     sha256 = hashlib.sha256(chain.encode())
     sha256.update(repr(batch.documents).encode())
     for part in (
@@ -127,7 +127,7 @@ def _chained(chain: str, batch: Batch) -> str:
 
 
 def layer_digests(trainable: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of A and B, f32, by logical layer; what else learns is left out."""
+    """Return a digest of A and B (f32) per logical layer; other trained tensors are omitted."""
     found: dict[str, str] = {}
     for name in trainable:
         layer, _, which = name.rpartition(".")
@@ -141,7 +141,7 @@ def layer_digests(trainable: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _pieces(tensor: torch.Tensor | None) -> Iterator[Any]:
-    """Yield the shape and the bytes of a tensor; its shape keeps two of one length apart."""
+    """Yield shape and bytes of a tensor; the shape distinguishes tensors of equal size."""
     if tensor is None:
         yield b"none"
         return

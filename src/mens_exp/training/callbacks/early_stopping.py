@@ -1,4 +1,4 @@
-"""The end of a run that no longer improves."""
+"""Early stopping of a run that no longer improves."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Ends a run after so many validations without a lower loss, and says so in the record.
+    """Stops a run after ``patience`` validations without a lower loss, and records it.
 
-    Lightning's own rule. What is ours: a run that is resumed from the very step it ended at ends
-    there again; Lightning's keeps its count in the checkpoint, and trains on all the same.
+    The rule is Lightning's. One behaviour differs: a run that is resumed from the step at which it
+    stopped stops there again. Lightning's callback restores its count and continues training.
     """
 
     def __init__(self, run: RunRecord, patience: int = 3, min_delta: float = 0.0) -> None:
-        """Listen for ``run``.
+        """Attach to ``run``.
 
         Args:
             run: the record.
             patience: validations without improvement before the run ends.
-            min_delta: nats a token by which the loss must fall to count as lower.
+            min_delta: minimum decrease of the loss, in nats per token, that counts as an
+                improvement.
         """
         super().__init__(
             "val/loss", min_delta=min_delta, patience=patience, check_on_train_epoch_end=False
@@ -37,12 +38,12 @@ class EarlyStopping(LightningEarlyStopping):
         self.run = run
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """End at once where the checkpoint was saved by a run that had ended."""
+        """Stop immediately if the checkpoint comes from a run that had stopped early."""
         del pl_module
         trainer.should_stop = trainer.should_stop or self._is_over
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Count a validation of training; others leave the count alone."""
+        """Count a validation during training; other validations do not count."""
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn is TrainerFn.FITTING and self._is_over:
             self.run.telemetry.emit(
@@ -51,7 +52,7 @@ class EarlyStopping(LightningEarlyStopping):
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Say in the manifest why training ended."""
+        """Record in the manifest why training ended."""
         del trainer, pl_module
         self.run.manifest.results["stopped_early"] = self._is_over
 

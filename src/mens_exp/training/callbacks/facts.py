@@ -1,4 +1,4 @@
-"""Facts about the built model and the first batch, as the run really used them."""
+"""Facts about the built model and the first batch, as the run actually used them."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class ManifestFacts(Callback):
-    """Writes into the manifest what the first batch and the built model are, once."""
+    """Records facts about the first batch and the built model in the manifest, once."""
 
     def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``."""
+        """Attach to ``run``."""
         self.run = run
         self._done = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Read the facts back before the first step of this process."""
+        """Collect the facts before the first step of this process."""
         del batch_idx
         if self._done:
             return
         self._done = True
         facts = {
-            **(_batch_facts(batch) if batch.index == 0 else {}),  # a resumed run has its first
+            **(_batch_facts(batch) if batch.index == 0 else {}),  # a resumed run has them already
             **pl_module.backend.facts(),
             "artifact": _artifact(pl_module.backend),
             "accumulate_grad_batches": trainer.accumulate_grad_batches * trainer.world_size,
@@ -68,7 +68,7 @@ def _batch_facts(batch: Batch) -> dict[str, Any]:
 
 
 def _artifact(backend: Backend) -> str:
-    """Say what the run will leave: the card and whoever loads it go by this."""
+    """Return the kind of artifact that the run will write; the model card and loaders use it."""
     if not backend.has_adapter:
         return "weights"
     return "adapter and PEFT view" if backend.has_peft_view else "adapter"

@@ -1,4 +1,4 @@
-"""A number that is not finite stops the run before it reaches the adapter."""
+"""Guard against non-finite losses and gradients."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FiniteGuard(Callback):
-    """Stops the run at a loss or gradient that is not finite; the step is not taken."""
+    """Stops the run at a non-finite loss or gradient, before the step is taken."""
 
     def __init__(self, run: RunRecord, check_every_n_steps: int = 1) -> None:
         """Check every ``check_every_n_steps`` optimizer steps."""
@@ -30,7 +30,7 @@ class FiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer
     ) -> None:
-        """Look at the step's loss sum and every gradient.
+        """Check the step's loss sum and every gradient.
 
         Raises:
             TrainingError: one of them is not finite.
@@ -55,7 +55,7 @@ def _check_base(pl_module: TrainingModule) -> None:
         TrainingError: one of them is not finite.
     """
     for name, parameter in pl_module.named_parameters():
-        is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # not packed, nor float8
+        is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # not packed or float8
         if is_wide and not parameter.requires_grad and not parameter.isfinite().all():
             raise TrainingError(
                 "the base model's weights are not finite",

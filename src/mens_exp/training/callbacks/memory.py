@@ -1,4 +1,4 @@
-"""Memory that training takes."""
+"""Memory use of training."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -20,13 +20,13 @@ _PEAKS = {"mem/peak_rss_bytes": "peak_rss_bytes", "mem/peak_cuda_bytes": "peak_c
 
 
 class MemoryWatch(Callback):
-    """Records memory and peaks at each step, and gives freed pages back now and then.
+    """Records current and peak memory at each step, and returns freed pages periodically.
 
-    The run's peak is the highest of all processes that worked on it, up to their last checkpoint.
+    The run's peak is the maximum over all processes that worked on it, up to their last checkpoint.
     """
 
     def __init__(self, run: RunRecord, trim_every_n_steps: int = 2) -> None:
-        """Listen for ``run``; trim the host's heap every so many optimizer steps."""
+        """Attach to ``run``; trim the host's heap every ``trim_every_n_steps`` optimizer steps."""
         self.run = run
         self.trim_every_n_steps = trim_every_n_steps
         self._peaks: dict[str, int | None] = dict.fromkeys(_PEAKS)
@@ -48,7 +48,7 @@ class MemoryWatch(Callback):
                 pl_module.record(name, value)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Put the peaks into the manifest."""
+        """Record the peaks in the manifest."""
         del trainer, pl_module
         for name, value in self._peaks.items():
             self.run.manifest.results[name.removeprefix("mem/")] = value
@@ -58,5 +58,5 @@ class MemoryWatch(Callback):
         return dict(self._peaks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the peaks of another process."""
+        """Restore the peaks of an earlier process."""
         self._peaks = dict(state_dict)

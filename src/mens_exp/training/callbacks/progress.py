@@ -1,4 +1,4 @@
-"""Progress of training in the terminal."""
+"""Training progress in the terminal."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Progress(Callback):
-    """Shows loss, learning rate, supervised tokens a second and time left."""
+    """Shows loss, learning rate, supervised tokens per second and time left."""
 
     def __init__(self, run: RunRecord, plain_every_n_steps: int = 10) -> None:
-        """Draw a bar on a terminal, and a line every so many steps elsewhere."""
+        """Draw a bar on a terminal; elsewhere, print a line every ``plain_every_n_steps`` steps."""
         self.run = run
         self.plain_every_n_steps = plain_every_n_steps
         self.console = Console(stderr=True)
@@ -68,7 +68,7 @@ class Progress(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException
     ) -> None:
-        """Stop the bar, so that the message that follows is readable."""
+        """Stop the bar, so that the error message is readable."""
         del trainer, pl_module, exception
         self._stop()
 

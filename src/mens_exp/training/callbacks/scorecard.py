@@ -1,4 +1,4 @@
-"""Scores of the model on its tasks while it is still being trained."""
+"""Scorecards during training."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -29,22 +29,22 @@ _STEP = re.compile(r"step_(\d+)\.jsonl")
 
 
 class Scorecard(Callback):
-    """Scores a few items of the suite after so many optimizer steps, and leaves no other trace.
+    """Scores a few suite items every ``every_n_steps`` optimizer steps, without side effects.
 
-    The last step is always scored. What was answered lies in a file of its own for each step,
-    apart from the events of the final scorecard.
+    The last step is always scored. Answers are written to a separate file per step, apart from the
+    events of the final scorecard.
     """
 
     def __init__(
         self, run: RunRecord, score: Callable[[int], Measured], every_n_steps: int, items: int = 8
     ) -> None:
-        """Listen for ``run``.
+        """Attach to ``run``.
 
         Args:
             run: the record.
-            score: asks the suite's first so many items and judges the answers.
-            every_n_steps: optimizer steps from one scorecard to the next.
-            items: of each.
+            score: answers and grades the given number of items from the start of the suite.
+            every_n_steps: optimizer steps between scorecards.
+            items: items per scorecard.
         """
         self.run = run
         self.score = score
@@ -52,7 +52,7 @@ class Scorecard(Callback):
         self.items = items
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Forget what a stopped attempt scored after the step that this one goes on from."""
+        """Drop scores that a stopped attempt made after the step from which this one resumes."""
         del pl_module
         for path in self.run.dir.scorecards.glob("step_*.jsonl"):
             match = _STEP.fullmatch(path.name)
@@ -62,7 +62,7 @@ class Scorecard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Score a step of the right number, and the last."""
+        """Score if the step is due or is the last one."""
         del outputs, batch, batch_idx
         step = trainer.global_step
         due = step == trainer.max_steps or step % self.every_n_steps == 0
@@ -88,7 +88,7 @@ class Scorecard(Callback):
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Leave the global generators as they were, whatever is drawn inside the block."""
+    """Preserve the state of the global generators across the block."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the global one
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

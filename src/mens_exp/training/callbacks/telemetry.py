@@ -1,4 +1,4 @@
-"""One line an event."""
+"""Telemetry: one line per event."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class TelemetryWriter(Callback):
-    """Writes metrics and digests of every step, and validations, into telemetry.jsonl."""
+    """Writes validations, and the metrics and digests of every step, to telemetry.jsonl."""
 
     def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``."""
+        """Attach to ``run``."""
         self.run = run
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Say that training begins."""
+        """Record that training begins."""
         self.run.telemetry.emit(
             "train_start",
             {
@@ -50,7 +50,7 @@ class TelemetryWriter(Callback):
         )
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Say that training is over, also where a resumed run had no step left to take."""
+        """Record the end of training, also for a resumed run that had no steps left."""
         self.run.telemetry.emit(
             "train_complete",
             {

@@ -1,4 +1,4 @@
-"""Throughput of training."""
+"""Training throughput."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -19,14 +19,14 @@ _TOKENS = ("tokens", "supervised_tokens")
 
 
 class Throughput(Callback):
-    """Records step time, non-padding tokens and supervised tokens a second, and time left.
+    """Records step time, non-padding and supervised tokens per second, and time left.
 
-    Time spent validating or saving does not count. The run's own figures leave out the first
-    step of each process that worked on it, which pays for warm-up.
+    Time spent on validation or saving does not count. The run's totals exclude the first step of
+    each process that worked on it, because it includes warm-up.
     """
 
     def __init__(self, run: RunRecord) -> None:
-        """Listen for ``run``."""
+        """Attach to ``run``."""
         self.run = run
         self._mark = 0.0
         self._last = (0, 0)
@@ -72,7 +72,7 @@ class Throughput(Callback):
         pl_module.record("perf/eta_s", mean * (trainer.max_steps - trainer.global_step))
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Put the run's figures into the manifest."""
+        """Record the run's figures in the manifest."""
         del trainer, pl_module
         manifest, seconds = self.run.manifest, self._total["s"]
         manifest.results["train_s"] = seconds
@@ -82,9 +82,9 @@ class Throughput(Callback):
                 manifest.unknown[f"results.{name}_per_s"] = "one step is all warm-up"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the run's figures are made of."""
+        """Return the totals behind the run's figures."""
         return dict(self._total)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting where another process stopped."""
+        """Restore the totals of an earlier process."""
         self._total = dict(state_dict)

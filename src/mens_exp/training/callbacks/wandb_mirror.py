@@ -1,10 +1,10 @@
-"""Weights & Biases, rendered from the JSON record of a run while it runs.
+"""Weights & Biases mirror, rendered from the JSON record of a run while it runs.
 
-The mirror itself talks to no service: it lies in the run directory, to be looked at with
-``wandb leet <run>/wandb``. With ``logger.mode=online`` a process of its own sends the record as it
-grows, so that no service delays or fails a training; what it did not send, ``task=sync`` sends.
-wandb is imported by `WandbMirror.start` and nowhere earlier, so that ``logger=none`` never pays
-for it.
+The mirror itself contacts no service. It is stored in the run directory and can be viewed with
+``wandb leet <run>/wandb``. With ``logger.mode=online`` a separate process sends the record as it
+grows, so that the service can neither delay nor fail training; ``task=sync`` sends what is left
+over. `WandbMirror.start` imports wandb, and nothing does so earlier, so that ``logger=none`` does
+not pay for the import.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from mens_exp.training.module import RunRecord
 
 _SENDER = "mens_exp.training.wandb_sending"
-_PATIENCE_S = 600.0  # unverified guess; of a sender, after the end of the run
+_PATIENCE_S = 600.0  # for a sender, after the end of the run; unverified guess
 
 
 class WandbMirror(Callback):
-    """Shows in W&B what the run's JSON record says, and nothing else."""
+    """Mirrors the run's JSON record in W&B, and nothing else."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class WandbMirror(Callback):
         run: RunRecord,
         uses: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Remember what to mirror; nothing is imported or started yet.
+        """Store what to mirror; nothing is imported or started yet.
 
         Args:
             logger: the configured sink.
             run: the open run.
-            uses: what the run was made from, kind of artifact and path of the run that made it;
-                an upload ties the two runs together.
+            uses: the run's inputs, as pairs of artifact kind and path of the run that made it; an
+                upload links the two runs.
         """
         self._logger = logger
         self._uses = list(uses)
         self._run = run
-        self._told_id: str | None = None  # by a checkpoint
+        self._told_id: str | None = None  # from a checkpoint
         self._sink: wandb.Run | None = None
         self._feed: EventFeed | None = None
         self._sender: Sender | None = None
@@ -85,7 +85,7 @@ class WandbMirror(Callback):
 
     @property
     def _id(self) -> str:
-        """The W&B run's, so that a resumed attempt continues the same one."""
+        """The id of the W&B run, so that a resumed attempt continues the same one."""
         return self._told_id or id_of(self._run.dir, self._run.manifest)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -94,7 +94,7 @@ class WandbMirror(Callback):
             self.start()
 
     def start(self) -> None:
-        """Start wandb, replay what has happened and follow what will; once is enough.
+        """Start wandb, replay past events and follow new ones; later calls do nothing.
 
         Raises:
             SetupError: wandb did not start.
@@ -122,7 +122,7 @@ class WandbMirror(Callback):
         return {"wandb_run_id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the id of the W&B run, unless one is already being written."""
+        """Adopt the id of the W&B run, unless one is already open."""
         if not self._started:
             self._told_id = str(state_dict["wandb_run_id"])
 
