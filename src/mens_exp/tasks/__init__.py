@@ -1,1 +1,1 @@
-"""One short recipe a task, and the run that each opens."""
+"""Tasks: one module per task, and the run that each task opens."""

@@ -1,7 +1,7 @@
-"""Measure the layers of an adapter or a checkpoint: their places, deltas, and DoRA magnitudes.
+"""Measure the layers of an adapter or a checkpoint: positions, deltas, and DoRA magnitudes.
 
-A checkpoint is read without running anything in it; its description says whether a run can resume
-from it.
+A checkpoint is read without executing anything in it; its description states whether a run can
+resume from it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Anatomy:
     """The parts of an adapter.
 
     Attributes:
-        layers: by logical name.
-        parameters: of all its tensors.
-        variant: None where nobody tells.
-        base: as the adapter names it; None where it does not.
-        magnitudes: lengths of the rows in DoRA, ``[out]`` by logical name.
-        unknown: field of the inspection -> why it is not told.
+        layers: layers by logical name.
+        parameters: number of parameters of all tensors.
+        variant: the LoRA variant; None if unknown.
+        base: the base as named by the adapter; None if it names none.
+        magnitudes: DoRA magnitudes, ``[out]`` by logical name.
+        unknown: field of the inspection -> reason why it is unknown.
     """
 
     layers: dict[str, LayerRecord]
@@ -72,7 +72,7 @@ def of_adapter(place: AdapterPlace) -> Anatomy:
     """Read an adapter of any form and measure its deltas.
 
     Raises:
-        DataError: a file is missing or damaged, or a value of it is not finite.
+        DataError: a file is missing or damaged, or contains a non-finite value.
         ModelFileError: a PEFT directory's file of tensors is damaged.
         Problems: several of these.
     """
@@ -116,7 +116,7 @@ def _of_peft(place: AdapterPlace) -> Anatomy:
 
 
 def _read_any_family(directory: Path) -> PeftAdapter:
-    """Read a PEFT directory under the first family whose modules it names."""
+    """Read a PEFT directory with the first family whose modules match its names."""
     errors = []
     for family in FAMILIES.values():
         try:
@@ -137,11 +137,11 @@ def of_state(
     """Measure the deltas of a training state.
 
     Args:
-        tensors: f32, by logical name; what is no LoRA matrix is left out.
-        config: of the run that it belongs to; None where that is not at hand.
-        keys: of the base by logical name, where the run's adapter tells them.
-        bare: why there is no configuration.
-        where: the file, for the messages.
+        tensors: f32 tensors by logical name; tensors other than LoRA matrices are omitted.
+        config: configuration of the run; None if not available.
+        keys: base keys by logical name, if the run's adapter records them.
+        bare: the reason why there is no configuration.
+        where: the file, for messages.
     """
     layers = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     if config is None:
@@ -179,7 +179,7 @@ def _measured(
     scales: Mapping[str, float | None],
     where: str,
 ) -> Anatomy:
-    """Measure every layer that has a scale, in the order of these."""
+    """Measure every layer that has a scale, in the order of the scales."""
     layers: dict[str, LayerRecord] = {}
     magnitudes = {}
     for layer, scale in scales.items():
@@ -209,13 +209,13 @@ _NEEDED = ("adapter", "optimizer_states", "global_step", "counters", "callbacks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """The part of a checkpoint that learns.
+    """The trained part of a checkpoint.
 
     Attributes:
         step: optimizer steps taken.
         adapter: every trained tensor by name.
-        optimizer: state of each of them, by its number in that order, then by name.
-        lacks: what a run needs to go on and is not there.
+        optimizer: optimizer state by index of the tensor in that order, then by name.
+        lacks: entries needed to resume that are missing.
     """
 
     step: int
@@ -224,7 +224,7 @@ class State:
     lacks: tuple[str, ...]
 
 
-# What torch's reader and its unpickler fail with on files that torch did not write.
+# Errors that torch's reader and unpickler raise for files that torch did not write.
 _UNREADABLE = (
     *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError),
     *(AssertionError, ArithmeticError, pickle.UnpicklingError),
@@ -232,11 +232,11 @@ _UNREADABLE = (
 
 
 def read_state(path: Path) -> State:
-    """Read a training state; nothing in it is run.
+    """Read a training state without executing anything in it.
 
     Raises:
-        DataError: it is not what was written, no training state of ours, or holds more than plain
-            values.
+        DataError: the file has changed since it was written, is not a training state of ours, or
+            contains more than plain values.
     """
     import torch
 
@@ -274,7 +274,7 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
 
     Args:
         path: the file.
-        run: that it lies in; None where its run is not at hand.
+        run: the run that contains it; None if not available.
 
     Raises:
         DataError: as :func:`read_state`, or a value is not finite.
@@ -306,14 +306,14 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
 
 
 def _keys(run: RunDir) -> dict[str, str]:
-    """Return the base's keys as the run's adapter has them, or none before it is written."""
+    """Return the base's keys as in the run's adapter; empty before the adapter is written."""
     if not (run.adapter / MANIFEST_NAME).is_file():
         return {}
     return read_adapter(run.adapter)[0].base_key_map
 
 
 def _why_not(state: State, path: Path, run: RunDir | None) -> str | None:
-    """Say why no run goes on from this state."""
+    """Return the reason why no run can resume from this state, if there is one."""
     if state.lacks:
         return f"it lacks {', '.join(state.lacks)}"
     if run is None:
@@ -331,12 +331,12 @@ _FIELD = "layers.magnitude_change"
 
 
 def tell_magnitudes(anatomy: Anatomy, place: AdapterPlace, config: RunConfig) -> None:
-    """Set ``magnitude_change`` of every layer of a DoRA, or say why it is not told.
+    """Set ``magnitude_change`` of every DoRA layer, or record why it is unknown.
 
     Args:
-        anatomy: of the adapter; changed in place.
-        place: where the adapter lies.
-        config: of the command.
+        anatomy: anatomy of the adapter; changed in place.
+        place: location of the adapter.
+        config: the command's configuration.
     """
     if not anatomy.magnitudes:
         return
@@ -361,7 +361,7 @@ def tell_magnitudes(anatomy: Anatomy, place: AdapterPlace, config: RunConfig) ->
 
 
 def _before(place: AdapterPlace, config: RunConfig) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the lengths of the rows of the weights as the adapter met them, by layer."""
+    """Return the row norms of the initial weights by layer."""
     from mens_exp.export.merge_choices import decide, deltas_of
     from mens_exp.export.parity import row_lengths
     from mens_exp.export.subject import gather

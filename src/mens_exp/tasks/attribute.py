@@ -1,4 +1,4 @@
-"""Measure the cost of quantizing the base, module by module, and suggest overrides."""
+"""task=attribute: measure the cost of quantizing each module of the base, and suggest overrides."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
 
 _PLAIN_EVERY = 30  # modules, where the output is no terminal
-_CHUNK_TOKENS = 64  # where the objective is the user's own and has no such setting
+_CHUNK_TOKENS = 64  # if a custom objective has no such setting
 
 
 def attribute(config: RunConfig, run: Run) -> None:
-    """Measure every module alone and all at once, and write attribution.json."""
+    """Measure every module separately and all together, and write attribution.json."""
     from mens_exp.artifacts import host
     from mens_exp.backends.frozen_base import load_base
     from mens_exp.evals.attribution import attribute_modules, attribute_whole, parity_with
@@ -96,7 +96,7 @@ def attribute(config: RunConfig, run: Run) -> None:
 
 
 def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseModel, Subject]:
-    """Load the unquantized model and the calibration batch, and record what they are."""
+    """Load the unquantized model and the calibration batch, and record both."""
     import torch
 
     from mens_exp.backends.frozen_base import load_base
@@ -159,15 +159,15 @@ def suggested(
     extra_bits: float,
     targets_share: float,
 ) -> Suggestion:
-    """Choose by measured KL; both choices are greedy.
+    """Suggest modules to skip and modules to adapt by measured KL; both choices are greedy.
 
     Args:
-        records: every quantized module.
-        variant: the configured one.
-        already: patterns that `quant.skip` has.
-        kept_bits: of a weight that is left unquantized.
-        extra_bits: bits per parameter of all `records` that may be spent on leaving some out.
-        targets_share: of the summed KL that adapted kinds of modules must cover.
+        records: records of every quantized module.
+        variant: the configured quantization variant.
+        already: existing patterns of `quant.skip`.
+        kept_bits: bits per weight that is left unquantized.
+        extra_bits: budget for unquantized modules, in bits per parameter of all `records`.
+        targets_share: share of the summed KL that the adapted kinds of modules must cover.
     """
     weights = sum(one["parameters"] for one in records)
     stored = sum(_stored_bits(one, variant) for one in records)
@@ -212,7 +212,7 @@ def _left_out(
 
 
 def _kinds(records: Sequence[ModuleRecord], share: float) -> tuple[set[str], float]:
-    """Return the kinds to adapt, and the share of the summed KL that they have."""
+    """Return the kinds to adapt, and their share of the summed KL."""
     by_kind: dict[str, list[ModuleRecord]] = {}
     for one in records:
         by_kind.setdefault(one["kind"], []).append(one)
@@ -244,5 +244,5 @@ def _extra_bits(one: ModuleRecord, variant: str, kept_bits: int) -> float:
 
 
 def _last_names(path: str) -> str:
-    """Return the path without its layer's: ``mlp.up_proj``; two kinds may share a last name."""
+    """Return the path within the layer (``mlp.up_proj``); two kinds may share the last name."""
     return ".".join(path.split(".")[-2:])

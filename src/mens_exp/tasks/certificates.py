@@ -1,7 +1,7 @@
-"""Certify merges and exports: compare what was written with what was trained.
+"""Certify merges and exports: compare the written output with the trained model.
 
-Graphs are compared wherever a model can run, tensors where none can; of an exported adapter the
-deltas, and its graph where its run is at hand.
+Model outputs are compared wherever a model can run, and tensors otherwise. For an exported adapter,
+the deltas are compared, and also the model's outputs if its run is available.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from mens_exp.lora.low_rank import Delta
 
 _WRITTEN = "written"
-_ROOM_FRAC = 0.8  # of free memory that a dense copy may take (unverified guess)
+_ROOM_FRAC = 0.8  # fraction of free memory for a dense copy (unverified guess)
 
 
 @dataclass(slots=True)
 class _Opened:
-    """The graphs to compare, by name, and why others are not among them."""
+    """The models to compare, by name, and the reasons for leaving others out."""
 
     graphs: dict[str, tuple[str, Opening]] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class _Opened:
 def certify_model(
     trained: Trained, directory: Path, settings: ParityConfig, *, what: str
 ) -> Certificate:
-    """Hold a complete model directory against the model that was trained.
+    """Compare a complete model directory with the trained model.
 
     Args:
-        trained: the latter.
-        directory: the former.
+        trained: the trained model.
+        directory: the model directory.
         settings: the `parity` node.
-        what: the directory in words.
+        what: description of the directory.
     """
     opened = _causal(trained, directory, what)
     return _certificate(trained, opened, settings, directory)
@@ -86,15 +86,15 @@ def certify_stack(
     what: str,
     tied: bool = False,
 ) -> Certificate:
-    """Hold merged projections of the proxy stack against the stack that was trained.
+    """Compare merged projections of the proxy stack with the trained stack.
 
     Args:
-        trained: the latter.
-        weights_OI: merged weights by logical name, read back from what was written.
-        directory: where they were written.
+        trained: the trained stack.
+        weights_OI: merged weights by logical name, read back from the output.
+        directory: the output directory.
         settings: the `parity` node.
-        what: what was written, in words.
-        tied: whether the head's merged weight is the input embedding too.
+        what: description of the output.
+        tied: whether the head's merged weight is also the input embedding.
     """
     stack: Any = trained.backend
     opened = _Opened({_WRITTEN: (what, lambda: parity.merged_stack(stack, weights_OI, tied=tied))})
@@ -102,11 +102,11 @@ def certify_stack(
 
 
 def certify_peft(trained: Trained, directory: Path, settings: ParityConfig) -> Certificate:
-    """Hold a PEFT directory, loaded on the plainly quantized base, against what was trained.
+    """Compare a PEFT directory, loaded on the plainly quantized base, with the trained model.
 
     Args:
-        trained: the latter.
-        directory: the former.
+        trained: the trained model.
+        directory: the PEFT directory.
         settings: the `parity` node.
     """
     config, base = trained.config, trained.base
@@ -118,25 +118,25 @@ def certify_peft(trained: Trained, directory: Path, settings: ParityConfig) -> C
 def certify_gguf(
     trained: Trained, directory: Path, settings: ParityConfig, *, what: str
 ) -> Certificate:
-    """Hold a GGUF file, read by transformers, against the model that was trained.
+    """Compare a GGUF file, read by transformers, with the trained model.
 
     Args:
-        trained: the latter.
-        directory: of the former.
+        trained: the trained model.
+        directory: directory of the GGUF file.
         settings: the `parity` node.
-        what: the file in words.
+        what: description of the file.
     """
     opened = _Opened({_WRITTEN: (what, lambda: parity.from_gguf(directory))})
     return _certificate(trained, opened, settings, directory)
 
 
 def certify_gguf_of(config: RunConfig, source: Path, directory: Path) -> Certificate:
-    """Hold a GGUF file, read by transformers, against the model directory it was made from.
+    """Compare a GGUF file, read by transformers, with the model directory it was made from.
 
     Args:
-        config: of the command; its data is the text.
+        config: the command's configuration; its data provides the text.
         source: the model directory.
-        directory: of the file.
+        directory: directory of the GGUF file.
     """
     tokenizer = load_tokenizer(config.tokenizer, source)
     longest = shape_of(HfModel(id=str(source))).max_position_embeddings
@@ -164,14 +164,14 @@ def certify_tensors(
     what: str,
     tied: bool = False,
 ) -> Certificate:
-    """Hold the published base with merged tensors in it against the model that was trained.
+    """Compare the published base, with merged tensors in place, with the trained model.
 
     Args:
-        trained: the latter.
+        trained: the trained model.
         written: the file of merged tensors.
-        names: of each layer's tensor in it, by logical name.
+        names: name of each layer's tensor in the file, by logical name.
         settings: the `parity` node.
-        what: what was written, in words.
+        what: description of the output.
         tied: whether a merged head stays the input embedding.
     """
     config, base = trained.config, trained.base
@@ -186,12 +186,12 @@ def certify_tensors(
 def with_tensors(
     certificate: Certificate, tensors: dict[str, TensorError], *, accept: bool
 ) -> Certificate:
-    """Return a certificate that judges by tensors too.
+    """Return a certificate with tensor errors included in its verdict.
 
     Args:
-        certificate: without any.
-        tensors: their errors.
-        accept: whether it is to be kept in spite of what it says.
+        certificate: certificate without tensor errors.
+        tensors: the tensor errors.
+        accept: whether to accept the output despite a failed verdict.
     """
     found = dataclasses.replace(certificate, tensors=tensors)
     passed = not found.exceeded()
@@ -199,7 +199,7 @@ def with_tensors(
 
 
 def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
-    """List the graphs that a merged causal model is one of."""
+    """List the models to compare for a merged causal model."""
     config, base = trained.config, trained.base
     backend: Any = trained.backend
     dense_bytes = 4 * int(backend.causal_lm.num_parameters())
@@ -262,7 +262,7 @@ def _compared(
     settings: ParityConfig,
     directory: Path,
 ) -> Certificate:
-    """Run the reference, then every other graph, one at a time."""
+    """Run the reference, then every other model, one at a time."""
     comparisons: dict[str, Comparison] = {}
     with atomic.scratch(directory.parent) as folder:
         recorded = parity.record_reference(forward, text, folder)
@@ -302,14 +302,14 @@ def certify_merge(
     deltas: Mapping[str, Delta],
     written: Path,
 ) -> Certificate:
-    """Hold what a merge wrote against the model that was trained.
+    """Compare the output of a merge with the trained model.
 
     Args:
-        config: of the command.
+        config: the command's configuration.
         inputs: adapter and base.
-        choices: what the merge was.
-        deltas: what it added, by logical name.
-        written: the complete directory, or the file of merged tensors, not in its place yet.
+        choices: the choices of the merge.
+        deltas: the added deltas by logical name.
+        written: the complete directory, or the file of merged tensors, before the move into place.
     """
     expected, expected_deltas = _expected(config, inputs, choices, deltas)
     tensors = tensor_errors(
@@ -328,7 +328,7 @@ def certify_merge(
 def _expected(
     config: RunConfig, inputs: MergeInputs, choices: Choices, deltas: Mapping[str, Delta]
 ) -> tuple[Choices, Mapping[str, Delta]]:
-    """Return what should have been merged: of a run, its own adapter into its own base."""
+    """Return the expected merge: for a run, its own adapter merged into its own base."""
     if inputs.run is None:
         return choices, deltas
     plain = dataclasses.replace(config, path=str(inputs.run.path), base=None)
@@ -364,7 +364,7 @@ def _of_graph(
 
 
 def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
-    """Say why no model can run, or nothing where one can."""
+    """Return the reason why no model can run, or None if one can."""
     if inputs.base is None or inputs.shape is None:
         return "bare shards are no model that runs"
     if inputs.run is not None:
@@ -380,7 +380,7 @@ def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
 
 
 def trained_for(config: RunConfig, inputs: MergeInputs, choices: Choices) -> Trained:
-    """Build the model that a merge should equal: a run's own, or the adapter on its base."""
+    """Build the model that the merge should equal: the run's own, or the adapter on its base."""
     if inputs.run is not None:
         theirs = config_of(inputs.run)
         theirs.trainer.accelerator = config.trainer.accelerator
@@ -406,7 +406,7 @@ def _stack_weights(choices: Choices, written: Path) -> dict[str, Any]:
 def _of_weights(
     settings: ParityConfig, inputs: MergeInputs, choices: Choices, written: Path, reason: str
 ) -> Certificate:
-    """Return the certificate of tensors alone, still without them."""
+    """Return a tensors-only certificate, before the tensor errors are added."""
     return Certificate(
         evidence=Evidence.WEIGHTS,
         reference=f"W + scale · B A in f64, W as the adapter met it{choices.caveat}",
@@ -429,15 +429,15 @@ def _of_weights(
 
 
 def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Certificate:
-    """Hold an adapter in its new form against the one that it was made from.
+    """Compare a converted adapter with its source.
 
-    Both are read from disk. A PEFT directory of a run is loaded on the run's quantized base too,
-    as anybody would, and its graph compared with the trained one.
+    Both are read from disk. The PEFT directory of a run is also loaded on the run's quantized base,
+    as a user would do, and the resulting model is compared with the trained one.
 
     Args:
-        config: of the command.
-        asked: what was converted.
-        written: the directory, not in its place yet.
+        config: the command's configuration.
+        asked: the conversion.
+        written: the output directory, before the move into place.
     """
     before = read(asked.place, asked.base, asked.quant)
     place = find(written)

@@ -1,6 +1,6 @@
-"""task=chat: base and tuned model answer side by side, a token each in turn.
+"""task=chat: base and tuned model answer side by side, alternating token by token.
 
-Each model sees the user's turns and its own answers.
+Each model sees the user's turns and its own answers only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HELP = "/reset begins anew · /system <text> sets the system turn · Ctrl-D lea
 
 
 def chat(config: RunConfig, run: Run) -> None:
-    """Load the run's model and adapter, and answer ``prompt`` or what is typed."""
+    """Load the run's model and adapter, and answer ``prompt`` or typed questions."""
     backend, tokenizer, is_tuned = _loaded(config, run)
     conditions: dict[str, Any] = {"base": backend.base_only}
     if is_tuned:
@@ -67,7 +67,7 @@ def chat(config: RunConfig, run: Run) -> None:
 
 
 def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:
-    """Return the graph with the run's adapter, or with none for ``path=base``."""
+    """Return the model with the run's adapter, or without one for ``path=base``."""
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
 
@@ -97,7 +97,7 @@ def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:
 
 
 def _typed(console: Console) -> str | None:
-    """Read a line, or None where there is no other."""
+    """Read a line; None at the end of the input."""
     try:
         return console.input("[bold]> [/]") if sys.stdin.isatty() else input()
     except EOFError:
@@ -105,7 +105,7 @@ def _typed(console: Console) -> str | None:
 
 
 def _turn(talk: Conversation, line: str, titles: dict[str, str], console: Console) -> None:
-    """Do what a typed line says."""
+    """Process a typed line: a command or a question."""
     command, _, rest = line.partition(" ")
     if not line:
         return
@@ -121,12 +121,12 @@ def _turn(talk: Conversation, line: str, titles: dict[str, str], console: Consol
     else:
         try:
             _ask(talk, line, titles, console)
-        except (DataError, RequestError) as error:  # of this turn alone
+        except (DataError, RequestError) as error:  # concerns this turn only
             console.print(str(error), style="red", markup=False)
 
 
 def _ask(talk: Conversation, question: str, titles: dict[str, str], console: Console) -> None:
-    """Show answers as they are made, or whole where the output is no terminal."""
+    """Stream the answers; if the output is not a terminal, print them when complete."""
 
     def shown(answers: dict[str, Answer]) -> dict[str, tuple[str, bool]]:
         return {name: (one.text, one.is_done) for name, one in answers.items()}
@@ -135,14 +135,14 @@ def _ask(talk: Conversation, question: str, titles: dict[str, str], console: Con
         answers = talk.ask(question, lambda _answers: None)
         print(answer_sections(shown(answers), titles), flush=True)  # noqa: T201  # plain, unwrapped
         return
-    # While it streams, what is taller than the screen is cut; the whole stays when it is done.
+    # While streaming, output taller than the screen is cut; the complete text remains at the end.
     with Live(console=console, refresh_per_second=12, transient=True) as live:
         answers = talk.ask(question, lambda now: live.update(answer_columns(shown(now), titles)))
     console.print(answer_columns(shown(answers), titles))
 
 
 def _write(run: Run, talk: Conversation) -> None:
-    """Write what was said so far; a chat that is cut off keeps its turns."""
+    """Write the turns so far, so that an interrupted chat keeps them."""
     record = {
         "format": "mens_exp_transcript",
         "version": 1,
@@ -168,13 +168,13 @@ class Conversation:
     """The turns so far, by condition.
 
     Attributes:
-        backend: the graph.
-        tokenizer: with the chat template in force.
-        settings: of the answers.
-        seed: of drawn tokens; the same for every condition, so that they differ by the model.
-        conditions: name -> what is entered around each of its steps.
-        system: the system turn, or None for the template's own.
-        turns: the record, one entry a question.
+        backend: the model.
+        tokenizer: the tokenizer, with the active chat template.
+        settings: generation settings.
+        seed: sampling seed; shared by all conditions, so that answers differ only by the model.
+        conditions: name -> context manager entered around each step.
+        system: the system turn; None uses the template's default.
+        turns: the record, one entry per question.
     """
 
     backend: Backend
@@ -191,16 +191,16 @@ class Conversation:
         self._since = len(self.turns)
 
     def say_system(self, text: str | None) -> None:
-        """Set the system turn and begin anew."""
+        """Set the system turn and start a new conversation."""
         self.system = text or None
         self.reset()
 
     def ask(self, question: str, show: Callable[[dict[str, Answer]], None]) -> dict[str, Answer]:
-        """Let every model answer, a token each in turn, and show what there is after each.
+        """Let the models answer, alternating token by token, and update the display after each.
 
         Raises:
             RequestError: the conversation is longer than the model's positions.
-            DataError: the chat template refuses it.
+            DataError: the chat template rejects the conversation.
         """
         streams = {name: self._stream(name, question) for name in self.conditions}
         answers = {name: self._answer(stream) for name, stream in streams.items()}
@@ -237,7 +237,7 @@ class Conversation:
             end_ids=self.tokenizer.end_ids,
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
-            seed=self.seed + len(self.turns),  # a question asked again is answered afresh
+            seed=self.seed + len(self.turns),  # so a repeated question is sampled anew
             condition=self.conditions[name],
         )
 
@@ -253,7 +253,7 @@ class Conversation:
     def _answer(self, stream: Stream) -> Answer:
         text = self.tokenizer.decode(stream.ids)
         if not stream.is_done:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose bytes are to come
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
         return Answer(
             text=text, tokens=len(stream.ids), is_done=stream.is_done, ended=stream.is_ended
         )

@@ -1,7 +1,7 @@
-"""Compare recorded values with what is found: one comparison, the inputs, and the certificates.
+"""Compare recorded values with the current ones: single values, inputs, and certificates.
 
-Inputs are hashed and encoded again, and certificates measured again, where the files are on this
-machine. Only the same value is equal.
+Inputs are hashed and encoded again, and certificates are measured again, if the files are on this
+machine. Equality is exact.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _LISTED = 4
 
 
 def compared(name: str, recorded: Any, found: Any, *, step: int | None = None) -> Check:
-    """Hold a value against its record; only the same value is equal."""
+    """Compare a value with its record; equality is exact."""
     outcome = Outcome.EQUAL if recorded == found else Outcome.DIFFERS
     return _check(name, step, outcome, recorded, found, None)
 
 
 def not_here(name: str, recorded: Any, why: str, *, step: int | None = None) -> Check:
-    """Say that there is nothing to hold a record against, which is no error."""
+    """Report that there is nothing to compare a record with, which is not an error."""
     return _check(name, step, Outcome.NOT_HERE, recorded, None, why)
 
 
 def linked(link: Link, of: str, checks: Iterable[Check]) -> Iterator[Check]:
-    """Name the link of the chain of evidence, and the record, that checks are of."""
+    """Label checks with their link of the evidence chain and their record."""
     for check in checks:
         yield {**check, "link": check["link"] or link, "of": check["of"] or of}
 
@@ -82,22 +82,22 @@ def _check(
 
 
 def differing(checks: Sequence[Check]) -> list[Check]:
-    """Return the comparisons that came out different, in order."""
+    """Return the checks that differ, in order."""
     return [check for check in checks if check["outcome"] == Outcome.DIFFERS]
 
 
 def described(check: Check) -> str:
-    """Say in a line what is compared, and both values."""
+    """Describe a check in one line, with both values."""
     step = "" if check["step"] is None else f"step {check['step']}: "
     note = f" ({check['note']})" if check["note"] else ""
     return f"{step}{check['name']}: recorded {check['recorded']}, found {check['found']}{note}"
 
 
 def refuse_differences(what: str, where: str, checks: Sequence[Check], remedy: str) -> None:
-    """Raise what differs, the first few by name and value.
+    """Raise an error that lists the first few differing checks by name and value.
 
     Raises:
-        GateError: something does.
+        GateError: a check differs.
     """
     odd = differing(checks)
     if not odd:
@@ -113,24 +113,24 @@ def refuse_differences(what: str, where: str, checks: Sequence[Check], remedy: s
 
 
 T = TypeVar("T")
-_ENCODED = {  # of rows that are streamed, the first window's
+_ENCODED = {  # for streamed rows, those of the first window
     Side.TRAIN: ("data.train_sha256", "data.first_window.train_sha256"),
     Side.VAL: ("data.val_sha256",),
 }
 
 
 class InputChecks:
-    """The inputs of runs, hashed again; what several runs have read is hashed once."""
+    """Hashes of the inputs of runs, recomputed; inputs shared by several runs are hashed once."""
 
     def __init__(self) -> None:
-        """Begin with nothing hashed."""
+        """Start with an empty cache of hashes."""
         self._cache = writable_cache()
         self._found: dict[str, Any] = {}
 
     def of(self, run: RunDir, manifest: Manifest) -> Iterator[Check]:
-        """Hash the base, its tokenizer and the rows again, where they are on this machine.
+        """Hash the base, its tokenizer and the rows again, if they are on this machine.
 
-        Rows that are as they were are encoded again, past the cache.
+        Unchanged rows are encoded again, bypassing the cache.
         """
         recorded = dict(hashes_in(manifest.inputs))
         config, of = config_of(run), str(run.path)
@@ -158,7 +158,7 @@ class InputChecks:
         place, why = base_place(config, self._cache)
         checked = set()
         if place is not None:
-            weights = self.base_weights(place)  # first: a damaged cache is made again when opened
+            weights = self.base_weights(place)  # first, because opening a damaged cache rebuilds it
             tokenizer = self._tokenizer(run, config)
             found = {
                 "base_weights_sha256": weights,
@@ -178,7 +178,7 @@ class InputChecks:
         return tokenizer_of(config.tokenizer, resolve(config.model, self._cache), run)
 
     def _rows(self, config: RunConfig, recorded: dict[str, str]) -> Iterator[Check]:
-        names = ("data.rows_sha256", "data.first_rows_sha256")  # the second of streamed rows
+        names = ("data.rows_sha256", "data.first_rows_sha256")  # the second for streamed rows
         name = next((name for name in names if name in recorded), None)
         if name is None:
             return
@@ -188,7 +188,7 @@ class InputChecks:
             return
         try:
             found = self._loaded(config).sha256
-        except MensError as error:  # what was read then can no longer be read as it was
+        except MensError as error:  # the original input is no longer readable
             found = str(error)
         yield compared(f"inputs.{name}", recorded[name], found)
 
@@ -198,13 +198,13 @@ class InputChecks:
     def _encoded(
         self, run: RunDir, config: RunConfig, recorded: dict[str, str], why: str
     ) -> Iterator[Check]:
-        """Encode both sides of the rows again in a folder that has no cache.
+        """Encode both sides of the rows again, in a folder without a cache.
 
         Args:
-            run: that was trained on them.
-            config: of the run.
+            run: the run that was trained on them.
+            config: the run's configuration.
             recorded: the hashes of its inputs.
-            why: they cannot be encoded; empty where they can.
+            why: the reason why they cannot be encoded; empty if they can.
         """
         for side, names in _ENCODED.items():
             name = next((name for name in names if name in recorded), None)
@@ -235,7 +235,7 @@ class InputChecks:
 
 
 def base_place(config: RunConfig, cache: Path) -> tuple[Path | None, str]:
-    """Return where the base lies, if it does, and what to say if it does not."""
+    """Return the location of the base, or None with the reason why it is missing."""
     try:
         place = ready_directory(config.model, cache)
     except MensError as error:
@@ -261,7 +261,7 @@ def _missing_files(config: RunConfig) -> str | None:
 
 
 def _start(start: dict[str, Any], run: RunDir) -> Check:
-    """Hash the adapter that a run began with, where that still lies."""
+    """Hash the adapter that a run started from, if it still exists."""
     name, recorded = "inputs.init_from.adapter_sha256", start["adapter_sha256"]
     try:
         place = find(Path(str(start["path"])))
@@ -273,7 +273,7 @@ def _start(start: dict[str, Any], run: RunDir) -> Check:
     return compared(name, recorded, sha256_file(place.tensors))
 
 
-# What of the provenance decides which bits a sum ends in.
+# Provenance fields that affect the last bits of a sum.
 MACHINE = ("packages", "python", "cpu", "environment")
 _RELATIVE, _ABSOLUTE = 0.01, 1e-5  # between machines (unverified guess)
 
@@ -286,14 +286,14 @@ def certificate_checks(
     *,
     files_hold: bool,
 ) -> Iterator[Check]:
-    """Yield each figure of a certificate beside the same, measured again.
+    """Yield each figure of a certificate together with its new measurement.
 
     Args:
-        config: of the command.
-        found: what was written.
-        certificate: beside it.
-        writer: the run that wrote it; None where it is not at hand.
-        files_hold: whether the files are those that the certificate is of.
+        config: the command's configuration.
+        found: the inspected output.
+        certificate: the certificate next to it.
+        writer: the run that wrote it; None if not available.
+        files_hold: whether the files match the certificate.
     """
     if not files_hold:
         yield not_here("certificate", None, "the files are not those that it is of")
@@ -320,7 +320,7 @@ def _copy_of(writer: RunDir) -> Certificate | None:
 def _asked(
     config: RunConfig, found: Inspected, certificate: Certificate, writer: RunDir | None
 ) -> tuple[RunConfig | None, str]:
-    """Return the command that would write the same again, or why there is none."""
+    """Return the command that would reproduce the output, or the reason why there is none."""
     adapter = _adapter(certificate, found)
     if writer is not None:
         asked = config_of(writer)
@@ -336,7 +336,7 @@ def _asked(
 
 
 def _adapter(certificate: Certificate, found: Inspected) -> Path | None:
-    """Return the directory of the adapter that it was made of, where its run is at hand."""
+    """Return the directory of the source adapter, if its run is available."""
     sha256 = certificate.sources.get("adapter_sha256")
     run = trained_by(sha256, found.path)
     if run is None:
@@ -348,7 +348,7 @@ def _adapter(certificate: Certificate, found: Inspected) -> Path | None:
 def _like(
     config: RunConfig, found: Inspected, certificate: Certificate, adapter: Path
 ) -> tuple[RunConfig | None, str]:
-    """Return a command that would have written it, as far as the certificate tells."""
+    """Return a command that would have written it, as far as the certificate shows."""
     probe, accept = certificate.probe, certificate.accepted
     if probe is not None and probe["source"].startswith("text:"):
         return None, f"its {probe['source']} is not named by a path"
@@ -372,7 +372,7 @@ def _like(
 
 
 def _measured(asked: RunConfig, found: Inspected) -> Certificate:
-    """Measure again what a command wrote; nothing is written but scratch files beside it."""
+    """Measure a command's output again; only scratch files next to it are written."""
     if asked.task.name == "export" and asked.format is ExportFormat.gguf:
         return _of_gguf(asked, found.path)
     if asked.task.name == "export" and _is_an_adapter(asked):
@@ -403,7 +403,7 @@ def _of_gguf(asked: RunConfig, directory: Path) -> Certificate:
 
 
 def _tolerance(writer: RunDir | None) -> str | None:
-    """Say why figures may differ a little; None where they may not."""
+    """Return the reason why figures may differ slightly; None if they must not."""
     if writer is None:
         return "written on a machine that nothing names"
     others = other_conditions(Manifest.read(writer.manifest))
@@ -411,7 +411,7 @@ def _tolerance(writer: RunDir | None) -> str | None:
 
 
 def other_conditions(manifest: Manifest) -> list[str]:
-    """Name what of a run's machine and libraries is not as it is here."""
+    """List the differences between a run's machine and libraries and the current ones."""
     here = provenance.collect(Path.cwd())
     return [name for name in MACHINE if manifest.provenance.get(name) != here[name]]
 
@@ -442,7 +442,7 @@ def _figure(name: str, recorded: Any, found: Any, tolerance: str | None) -> Chec
 
 
 def _figures(certificate: Certificate) -> Iterator[tuple[str, Any]]:
-    """Yield every value and limit by its dotted name; what is told in words is left out."""
+    """Yield every value and limit by its dotted name; text fields are omitted."""
     yield "evidence", str(certificate.evidence)
     for name, limit in certificate.budget.items():
         yield f"budget.{name}", limit

@@ -1,4 +1,4 @@
-"""task=compare: which arm is better, paired by seed and by item, and whether that is evidence."""
+"""task=compare: paired comparison of arms by seed and item, with a verdict on the evidence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def compare(config: RunConfig, run: Run) -> None:
-    """Read the runs, hold their arms against each other, and write record, page and table."""
+    """Read the runs, compare their arms, and write record, page and table."""
     assert config.path is not None, "validation has asked for it"
     if isinstance(config.logger, WandbLogger):
         from mens_exp.training.callbacks.wandb_mirror import WandbMirror
@@ -59,9 +59,9 @@ def compare(config: RunConfig, run: Run) -> None:
 
 
 def _note_cycle(record: Comparison, ledger: Path) -> None:
-    """Say which cycle of a ledger the study is of, or why it is an exploratory one.
+    """Record the ledger cycle of the study, or the reason why it is exploratory.
 
-    The digests of a cycle's runs are frozen before anybody has seen what they come to.
+    The digests of a cycle's runs are frozen before anyone has seen the results.
     """
     if not ledger.is_file():
         raise RequestError(
@@ -80,7 +80,7 @@ def _note_cycle(record: Comparison, ledger: Path) -> None:
 
 
 def _note_looks(record: Comparison, config: RunConfig, own: RunDir) -> None:
-    """Count the other looks at the same arms, in every record of a comparison that is at hand."""
+    """Count other looks at the same arms, in every available record of a comparison."""
     others, unread = [], 0
     for file in dict.fromkeys(path.absolute() for path in _records(record, config, own)):
         try:
@@ -96,8 +96,8 @@ def _note_looks(record: Comparison, config: RunConfig, own: RunDir) -> None:
 def _records(record: Comparison, config: RunConfig, own: RunDir) -> Iterator[Path]:
     """Yield the files of other comparisons.
 
-    They are searched for under ``outputs``; next to this comparison, where it is written to and
-    the runs it read; and in the evidence of the ledger.
+    They are searched for under ``outputs``, next to this comparison, its output and the runs that
+    it read, and in the evidence of the ledger.
     """
     yield from (run.comparison for run in runs(Path("outputs")) if run.comparison.is_file())
     written = [own.path] if config.out is None else [own.path, Path(config.out).expanduser()]
@@ -116,7 +116,7 @@ def _records(record: Comparison, config: RunConfig, own: RunDir) -> Iterator[Pat
 
 
 def _write(record: Comparison, place: RunDir) -> None:
-    """Write the record, and what is rendered from it."""
+    """Write the record and the files rendered from it."""
     table, html = markdown(record), comparison_page(record)
     record.write(place.comparison)
     write_text(place.comparison_table, table)

@@ -1,4 +1,4 @@
-"""The coordinator of a distributed run, which keeps the only record, and its workers.
+"""Coordinator of a distributed run, which keeps the only record, and its workers.
 
 Each worker is ``python -m mens_exp.tasks.coordinator``.
 """
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from mens_exp.errors import TrainingError
     from mens_exp.tasks.run import Run
 
-_NOTICED_S = 5.0  # from a broken connection to the end of the process at its other side
+_NOTICED_S = 5.0  # from a broken connection to the end of the peer process
 
 
 @contextmanager
 def distributed_run(config: RunConfig, run: Run, checkpoint: Path | None) -> Iterator[Rank]:
-    """Have all processes of the run train along inside the block; nothing is started for one.
+    """Run all processes of the run inside the block; a single-process run starts none.
 
-    They are those that torchrun has started, or are started here.
+    The processes are those that torchrun has started, or they are started here.
 
     Args:
         config: the whole configuration.
-        run: the open run; the others get its configuration and what it knows already.
-        checkpoint: training state to go on from.
+        run: the open run; the workers receive its configuration and its current state.
+        checkpoint: training state to resume from.
 
     Raises:
-        TrainingError: one of the others has ended, or cannot be reached.
+        TrainingError: a worker has ended or cannot be reached.
     """
     if config.trainer.world_size == 1:
         yield ALONE
@@ -93,7 +93,7 @@ def distributed_run(config: RunConfig, run: Run, checkpoint: Path | None) -> Ite
                     yield rank
                 except (MensError, Cancelled, KeyboardInterrupt):
                     if others is not None:
-                        others.end()  # leaving the group may wait for what they wait for
+                        others.end()  # or leaving the group could deadlock with them
                     raise
         except MensError:
             raise
@@ -106,7 +106,7 @@ def distributed_run(config: RunConfig, run: Run, checkpoint: Path | None) -> Ite
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """Put back how many threads compute: Lightning shares them out among processes for good."""
+    """Restore the number of compute threads, which Lightning permanently splits among processes."""
     import torch
 
     name = "OMP_NUM_THREADS"
@@ -120,7 +120,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _give_up(run: Run, error: TrainingError, place: str) -> None:
-    """Close the record and end: this process waits for another that has ended, and always will."""
+    """Close the record and exit: this process would wait forever for one that has ended."""
     from mens_exp.tasks.run import complain
 
     if not run.is_closing:
@@ -131,36 +131,36 @@ def _give_up(run: Run, error: TrainingError, place: str) -> None:
         os._exit(error.exit_code)
 
 
-PLACE = "mens_exp_process_"  # begins the name of a directory for what is thrown away
-_LOOK_S = 0.2  # between two looks whether the first process is still there
+PLACE = "mens_exp_process_"  # name prefix of a scratch directory
+_LOOK_S = 0.2  # polling interval for the first process
 
 
 def command(port: int, number: int, many: int, place: str) -> tuple[str, ...]:
-    """Return the arguments of ``python`` that start one beside this process.
+    """Return the ``python`` arguments that start a worker of this process.
 
     Args:
-        port: where the processes meet.
-        number: of the process, from 1.
-        many: processes in all.
-        place: a directory for what is thrown away; each takes its own below it.
+        port: the rendezvous port.
+        number: number of the worker, from 1.
+        many: total number of processes.
+        place: scratch directory; each worker uses its own subdirectory.
     """
     numbers = map(str, (port, number, many, os.getpid()))
     return ("-m", "mens_exp.tasks.coordinator", *numbers, place)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train along with the process that has started this one.
+    """Train as a worker of the process that started this one.
 
     Args:
-        arguments: the port where the processes meet, which of them this is, how many there are,
-            the system's number of the first, and a directory for what they throw away.
+        arguments: the rendezvous port, the number of this process, the total number of processes,
+            the pid of the first process, and a scratch directory.
 
     Returns:
         The exit code.
     """
     *numbers, place = arguments
     port, number, many, first = map(int, numbers)
-    # Before torch is loaded, which takes seconds: the first process may have been killed meanwhile.
+    # Before torch is imported, which takes seconds: the first process may be killed meanwhile.
     watch = threading.Thread(target=_end_with, args=(first, Path(place)), daemon=True)
     watch.start()
     from mens_exp.training.distributed import store_at
@@ -170,12 +170,12 @@ def main(arguments: Sequence[str]) -> int:
     mine.mkdir()
     code = _ended(rank, lambda: store_at(port, many), mine)
     if code:
-        watch.join(5 * _LOOK_S)  # where the first was killed, nobody else clears up
+        watch.join(5 * _LOOK_S)  # if the first was killed, nothing else cleans up
     return code
 
 
 def follow_from_elsewhere(rank: Rank) -> int:
-    """Train along as one of the processes that torchrun has started; return the exit code."""
+    """Train as one of the processes that torchrun has started; return the exit code."""
     from mens_exp.training.distributed import store_of_torchrun
 
     with tempfile.TemporaryDirectory(prefix=PLACE) as place:
@@ -183,18 +183,18 @@ def follow_from_elsewhere(rank: Rank) -> int:
 
 
 def _end_with(first: int, place: Path) -> None:
-    """End when the first process has: a GPU's collective would wait for it for ever."""
+    """Exit when the first process has ended: a GPU collective would wait for it forever."""
     while os.getppid() == first:
         time.sleep(_LOOK_S)
     for _ in range(100):
         shutil.rmtree(place, ignore_errors=True)
-        if not place.exists():  # what trains may have written there meanwhile
+        if not place.exists():  # training may have written there meanwhile
             break
     os._exit(1)
 
 
 def _ended(rank: Rank, meet: Callable[[], Store], place: Path) -> int:
-    """Train along, and show what goes wrong; return the exit code."""
+    """Train as a worker, print any error, and return the exit code."""
     import traceback
 
     from mens_exp.errors import MensError
@@ -206,7 +206,7 @@ def _ended(rank: Rank, meet: Callable[[], Store], place: Path) -> int:
     except MensError as error:
         complain(getattr(error, "problems", [error]))
         return error.exit_code
-    except Exception as error:  # noqa: BLE001  # the outermost place: shown whole, for the log
+    except Exception as error:  # noqa: BLE001  # outermost handler: full traceback for the log
         lost = as_peer_failure(error)
         if lost is None:
             traceback.print_exc()
@@ -217,7 +217,7 @@ def _ended(rank: Rank, meet: Callable[[], Store], place: Path) -> int:
 
 
 def _follow(rank: Rank, store: Store, place: Path) -> None:
-    """Do what the first process does, on a record in `place` that is thrown away."""
+    """Do the work of the first process, with a throwaway record in `place`."""
     from mens_exp.artifacts import atomic
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir

@@ -1,4 +1,4 @@
-"""task=corpus: rows from source files or other rows, in steps that are each done once."""
+"""task=corpus: build rows from source files or other rows, in steps that each run once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def corpus(config: RunConfig, run: Run) -> None:
-    """Do the steps that are not done yet, show each, and record what came of them."""
+    """Run the steps that are not done yet, show each, and record the results."""
     from mens_exp.corpus.steps.pipeline import CORPUS_PAGE, hashes, input_files, run_steps
 
     if "report" in config.corpus.steps:
@@ -39,7 +39,7 @@ def corpus(config: RunConfig, run: Run) -> None:
 
     assert config.corpus.output is not None, "the rules ask for it"
     output = Path(config.corpus.output)
-    (output / CORPUS_PAGE).unlink(missing_ok=True)  # true again when all is done
+    (output / CORPUS_PAGE).unlink(missing_ok=True)  # valid again when all steps are done
     made = run_steps(config, files, inputs, told)
     run.manifest.results.update(_results(made, output))
     for name, file in made.files.items():
@@ -50,10 +50,10 @@ def corpus(config: RunConfig, run: Run) -> None:
 
 
 def _prepare_tokenizer(config: RunConfig) -> None:
-    """Fetch or make the base model whose tokenizer the report counts with, before any step.
+    """Fetch or build the base model for the report's tokenizer before any step.
 
     Raises:
-        MensError: it cannot be had.
+        MensError: it is not available.
     """
     from mens_exp.layout.model_cache import ready_directory
     from mens_exp.rows.cache import cache_root
@@ -65,7 +65,7 @@ def _prepare_tokenizer(config: RunConfig) -> None:
 
 
 def _page(made: CorpusRecord, output: Path) -> str:
-    """Render the report beside the steps, and say where."""
+    """Render the report next to the steps, and return its location."""
     from mens_exp.artifacts.atomic import write_text
     from mens_exp.artifacts.corpus_record import CorpusReport
     from mens_exp.corpus.steps.pipeline import CORPUS_PAGE
@@ -78,9 +78,9 @@ def _page(made: CorpusRecord, output: Path) -> str:
 
 
 def settled_places(config: CorpusConfig) -> CorpusConfig:
-    """Return the settings with whole paths, and of one checkout the commit that a name means now.
+    """Return the settings with absolute paths, and with a checkout's revision as a commit.
 
-    What cannot be settled stays as it is; the checks of the places say why.
+    Settings that cannot be resolved stay unchanged; the checks of the paths report why.
     """
     from mens_exp.corpus.steps.extract import resolved_commit
 
@@ -123,7 +123,7 @@ def _fact(done: Done) -> dict[str, Any]:
 
 
 def _line(done: Done) -> str:
-    """Say what a step did, in one line."""
+    """Describe the result of a step in one line."""
     record = done.record
     state = "already done" if done.why is None else f"{record.seconds:.1f} s ({done.why})"
     dropped = ", ".join(f"{reason} {count}" for reason, count in record.dropped.items())

@@ -1,4 +1,4 @@
-"""task=doctor: look at this machine and say what would stop a run, each with its remedy."""
+"""task=doctor: check this machine for problems that would stop a run, each with a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.run import Run
 
-_LEAST_DISK_BYTES = 2_000_000_000  # a base model made in the cache, checkpoints and reports
+_LEAST_DISK_BYTES = 2_000_000_000  # for a base model in the cache, checkpoints and reports
 _LEAST_MEMORY_BYTES = 3_000_000_000  # measured: the main job peaks at 2.8 GB
 _OLDEST_PYTHON = (3, 11)
 
@@ -35,9 +35,9 @@ def doctor(config: RunConfig, run: Run) -> None:
     """Show every finding and record it.
 
     Raises:
-        SetupError: a finding is bad; all are shown first.
+        SetupError: a check failed; all findings are shown first.
     """
-    del config  # it asks about the machine, not about a run
+    del config  # concerns the machine, not a run
     findings = list(examine())
     run.manifest.facts["findings"] = [finding.to_json() for finding in findings]
     Console().print(findings_table(findings))
@@ -52,7 +52,7 @@ def doctor(config: RunConfig, run: Run) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything a run needs."""
+    """Check everything that a run needs."""
     yield _python()
     yield from _packages()
     yield _torch()
@@ -76,7 +76,7 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Hold every installed dependency against the range that this package declares."""
+    """Compare every installed dependency with the range that this package declares."""
     try:
         declared = metadata.requires("mens-exp") or []
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""task=evaluate: score a run, a merged model, an adapter or the base, in a run of its own.
+"""task=evaluate: score a run, a merged model, an adapter or the base in a separate run.
 
-The engine is the graph at hand, vLLM (base and tuned from one engine, no graph of ours), or one
-model for each condition of a scorecard specification.
+The engine is our own model, vLLM (base and tuned from one engine, without our model), or one model
+for each condition of a scorecard specification.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(config: RunConfig, run: Run) -> None:
-    """Load what `path` names and score it: both conditions, or the one that it has."""
+    """Load the subject that `path` names and score its conditions (both, or the only one)."""
     if config.suite.name == "scorecard_spec":
         assert isinstance(config.suite, ScorecardSpecSuite), "its name says so"
         run.manifest.inputs["specification"] = str(config.suite.path)
@@ -94,7 +94,7 @@ def evaluate(config: RunConfig, run: Run) -> None:
 
 
 def _evaluated_run(subject: Subject) -> dict[str, Any]:
-    """Return the ids of the run that made the subject, ours and W&B's; empty where none did."""
+    """Return our id and the W&B id of the run that made the subject; empty if no run did."""
     maker = _maker(subject)
     if maker is None or not maker.manifest.is_file():
         return {}
@@ -103,7 +103,7 @@ def _evaluated_run(subject: Subject) -> dict[str, Any]:
 
 
 def _maker(subject: Subject) -> RunDir | None:
-    """Return the run that made the subject, also where the path names the adapter inside it."""
+    """Return the run that made the subject, also if the path names the adapter inside it."""
     if subject.is_base or subject.run is not None:
         return subject.run if subject.merged is None else RunDir(Path(subject.path))
     path = Path(subject.path).absolute()
@@ -112,7 +112,7 @@ def _maker(subject: Subject) -> RunDir | None:
 
 
 def _mirror(config: RunConfig, run: Run, subject: Subject | None = None) -> None:
-    """Start the W&B mirror, where one is asked for; it ends with the run."""
+    """Start the W&B mirror if it is configured; it ends with the run."""
     if not isinstance(config.logger, WandbLogger):
         return
     from mens_exp.training.callbacks.wandb_mirror import WandbMirror
@@ -143,7 +143,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     inputs = describe(base, tokenizer, rows)
     if subject.run is not None:
         recorded = Manifest.read(subject.run.manifest).inputs
-        if subject.merged is not None:  # its weights are held against the merge's own record
+        if subject.merged is not None:  # compare its weights with the merge's record
             recorded = recorded | {"base_weights_sha256": None}
         refuse_changed(recorded, inputs)
         run.manifest.inputs["adapter_sha256"] = _adapter_of(subject, subject.run)
@@ -166,7 +166,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
 
 
 def _label_known_items(config: RunConfig, run: Run, rows: Rows) -> None:
-    """Record which of the suite's items the run was trained on, and say so where it was."""
+    """Record the suite items that the run was trained on, and print a warning if there are any."""
     part = suite_part(config.suite, rows, calls_functions=True)
     if part is None:
         return
@@ -180,21 +180,21 @@ def _label_known_items(config: RunConfig, run: Run, rows: Rows) -> None:
 
 
 def _adapter_of(subject: Subject, trained: RunDir) -> str:
-    """Return the digest of the adapter that answers, be it by weights that it was merged into."""
+    """Return the digest of the evaluated adapter, whether loaded or merged into weights."""
     if subject.merged is not None:
         return str(Manifest.read(RunDir(Path(subject.path)).manifest).inputs["adapter_sha256"])
     return sha256_file(trained.adapter / TENSORS_NAME)
 
 
 def _conditions(subject: Subject) -> tuple[Condition, ...]:
-    """Return what can answer: merged weights have their base no more."""
+    """Return the available conditions: merged weights no longer contain their base."""
     if subject.is_base:
         return (Condition.BASE,)
     return (Condition.BASE, Condition.TUNED) if subject.merged is None else (Condition.TUNED,)
 
 
 def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
-    """Return what to build, the tensors to load into it, and a bare adapter's description."""
+    """Return the configuration to build, the tensors to load, and a bare adapter's description."""
     if subject.is_base:
         return config, None, None
     if subject.merged is not None and subject.run is not None:
@@ -212,8 +212,8 @@ class Subject:
 
     Attributes:
         path: the run, the adapter's directory, or ``base``.
-        run: the run that trained, where one did.
-        merged: the model that a run of task=merge wrote, where `path` names one.
+        run: the training run, if there is one.
+        merged: the model written by a task=merge run, if `path` names one.
     """
 
     path: str
@@ -222,19 +222,19 @@ class Subject:
 
     @property
     def is_base(self) -> bool:
-        """Whether the base answers alone."""
+        """Whether the subject is only the base."""
         return self.path == "base"
 
 
 def subject_named(path: str) -> Subject:
-    """Return what `path` means now.
+    """Resolve `path` to the subject that it currently names.
 
     Args:
         path: ``base``, ``latest``, a run that trained or merged, an adapter's directory, or a
             file in one.
 
     Raises:
-        RequestError: there is no such thing, or it has no adapter.
+        RequestError: it does not exist, or has no adapter.
     """
     if path == "base":
         return Subject(path=path)
@@ -260,7 +260,7 @@ def subject_named(path: str) -> Subject:
 
 
 def evaluation_problems(config: RunConfig, subject: Subject) -> list[MensError]:
-    """List what keeps a subject from being loaded, as far as files tell."""
+    """List problems that prevent loading a subject, as far as files show them."""
     if config.eval.engine is EngineKind.openai:
         return []  # the server has the model
     if config.eval.engine is EngineKind.vllm:
@@ -278,7 +278,7 @@ def evaluation_problems(config: RunConfig, subject: Subject) -> list[MensError]:
 
 
 def _vllm_problems(subject: Subject) -> list[MensError]:
-    """List what keeps vLLM from answering here, or with this adapter as it was trained."""
+    """List problems that prevent vLLM from running here, or from serving this adapter exactly."""
     from mens_exp.evals.engines import vllm_problems_here as of_machine
     from mens_exp.export.handoff import vllm_problems
 
@@ -300,7 +300,7 @@ def _vllm_problems(subject: Subject) -> list[MensError]:
 
 
 def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, StartingAdapter]:
-    """Return the command's configuration with the layers and ranks of an adapter, and that.
+    """Return the command's configuration with an adapter's layers and ranks, and the adapter.
 
     Raises:
         MensError: the adapter cannot be read.
@@ -333,7 +333,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
 
 
 def base_of_another(adapter: StartingAdapter, base: BaseModel) -> None:
-    """Refuse an adapter that was trained on other weights than these.
+    """Refuse an adapter that was trained on different base weights.
 
     Raises:
         ConfigError: it was.
@@ -347,7 +347,7 @@ _UNQUANTIZED = (
 
 
 def peft_directory(subject: Subject) -> Path | None:
-    """Return the PEFT directory of what is scored; None where that is the base.
+    """Return the PEFT directory of the subject; None for the base.
 
     Raises:
         RequestError: it has none.
@@ -375,16 +375,16 @@ def score_by_vllm(
     tokenizer: Tokenizer,
     heldout: Sequence[TrainingPair],
 ) -> None:
-    """Ask the suite of vLLM, and write the same records as any engine.
+    """Run the suite on vLLM, and write the same records as any engine.
 
     Args:
-        config: the command's own.
-        theirs: of the model: its run's, or the command's.
+        config: the command's configuration.
+        theirs: the model's configuration: its run's, or the command's.
         run: the open run.
         base: the resolved base model.
-        subject: what is scored.
-        tokenizer: with the chat template of training.
-        heldout: rows that were held out, for a suite made of them.
+        subject: the subject to score.
+        tokenizer: the tokenizer, with the chat template of training.
+        heldout: held-out rows, for a suite built from them.
 
     Raises:
         SetupError: vLLM cannot load the model.
@@ -415,11 +415,11 @@ def score_by_vllm(
 
 
 def score_spec(config: RunConfig, run: Run) -> None:
-    """Answer every task under every condition, and write one scorecard of all.
+    """Run every task under every condition, and write one scorecard.
 
     Raises:
-        DataError: the specification or a fixture is not as it should be.
-        SetupError: a server gives no answer.
+        DataError: the specification or a fixture is invalid.
+        SetupError: a server does not answer.
     """
     assert isinstance(config.suite, ScorecardSpecSuite), "the caller has asked"
     assert config.suite.path is not None, "validation has asked for it"

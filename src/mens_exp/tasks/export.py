@@ -1,7 +1,7 @@
 """task=export, task=push and task=serve: hand a run to a colleague, the hub, or clients.
 
-export packs a bundle or writes another program's format, push uploads the adapter with its card
-and records, and serve puts a merged model behind an OpenAI-compatible server until Ctrl-C.
+export packs a bundle or writes the format of another program. push uploads the adapter with its
+card and records. serve runs an OpenAI-compatible server for a merged model until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def export(config: RunConfig, run: Run) -> None:
-    """Write what ``format`` names and record its hash."""
+    """Write the output in ``format`` and record its hash."""
     if config.format is ExportFormat.bundle:
         _bundle(config, run)
     elif config.format in {ExportFormat.peft, ExportFormat.v2, ExportFormat.v3}:
@@ -60,7 +60,7 @@ def _bundle(config: RunConfig, run: Run) -> None:
 
 
 def push(config: RunConfig, run: Run) -> None:
-    """Upload in one commit and record which."""
+    """Upload in one commit and record the commit."""
     assert config.path is not None, "validation has asked for it"
     assert config.repo is not None, "validation has asked for it"
     subject = subject_of(config.path)
@@ -72,11 +72,11 @@ def push(config: RunConfig, run: Run) -> None:
 
 
 def serve(config: RunConfig, run: Run) -> None:
-    """Start the server, say how to ask it, and wait; Ctrl-C and SIGTERM are its usual end.
+    """Start the server, print how to query it, and wait for Ctrl-C or SIGTERM.
 
     Raises:
         SetupError: the server ended by itself.
-        Problems: a file of the model is not what its run wrote.
+        Problems: a file of the model differs from what its run wrote.
     """
     assert config.path is not None, "validation has asked for it"
     model = Path(config.path)

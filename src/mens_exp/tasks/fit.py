@@ -1,7 +1,7 @@
-"""Read the inputs, build the model, certify the data, and fit: the work of every training process.
+"""Read inputs, build the model, certify the data, and fit: the work of every training process.
 
-The data-contract certificate is measured, recorded and judged before step 1. Starts of adapters
-other than plain LoRA, and the exactness of PEFT views, are recorded.
+The data-contract certificate is measured, recorded and judged before step 1. Initialisations other
+than plain LoRA, and the exactness of PEFT views, are recorded.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """The results of training; ``early`` has the scores from in between, if there were any."""
+    """The results of training; ``early`` has the scores made during training, if any."""
 
     trainer: Trainer
     module: TrainingModule
@@ -89,7 +89,7 @@ class Fitted:
 
 
 def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
-    """Make base model, tokenizer and encoded rows, and record what they are."""
+    """Prepare base model, tokenizer and encoded rows, and record them."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.sources import resolve
 
@@ -102,7 +102,7 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     late = late_scorecard_problems(config, data.max_steps, bound)
     Problems.raise_if([*warmup_problems(config, data.max_steps, bound), *late])
     inputs = describe(base, tokenizer, rows, data)
-    refuse_changed(run.manifest.inputs, inputs)  # empty, unless this goes on with a run
+    refuse_changed(run.manifest.inputs, inputs)  # empty, unless a run is resumed
     run.manifest.inputs.update(inputs)
     if rows.streamed:
         run.unknown("inputs.data.rows_sha256", "streamed rows; results.streamed is of those read")
@@ -129,17 +129,17 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
 def fit(
     config: RunConfig, run: Run, inputs: Inputs, rank: Rank, *, checkpoint: Path | None = None
 ) -> Fitted:
-    """Validate the base, train, and validate what training ends with.
+    """Validate the base, train, and validate the result.
 
-    All processes of a run go through this side by side; the first one also tries the first batches
-    beforehand and scores in between, while the others wait for it.
+    All processes of a run execute this together. The first one also probes the first batches
+    beforehand and scores during training, while the others wait.
 
     Args:
         config: the whole configuration.
         run: the open run.
-        inputs: what was read.
-        rank: which of the run's processes this is; they have joined already.
-        checkpoint: training state to go on from.
+        inputs: the inputs of the run.
+        rank: the rank of this process; the process group is already initialised.
+        checkpoint: training state to resume from.
     """
     start = _starting_adapter(config, run, inputs.base)
     from mens_exp.training.build import (
@@ -176,7 +176,7 @@ def fit(
             early = prepared_early(config, run, backend, inputs.rows.heldout, inputs.tokenizer)
             scoring = None if early is None else first_items(early, run.manifest)
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
-        if rank.is_first or is_sharded(config, rank):  # no part of a base computes alone
+        if rank.is_first or is_sharded(config, rank):  # a sharded base needs all processes
             certify_steps(config, run, inputs.base, module, data, compared)
         _validate_before(run, trainer, module, data, rank)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
@@ -196,7 +196,7 @@ def fit(
 
 
 def _note_processes(run: Run, rank: Rank) -> None:
-    """Record the peak memory of each of several processes, in their order."""
+    """Record the peak memory of each process, in rank order."""
     if rank.is_alone:
         return
     from mens_exp.artifacts import host
@@ -209,7 +209,7 @@ def _note_processes(run: Run, rank: Rank) -> None:
 
 
 def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingAdapter | None:
-    """Read the adapter that training starts from, and record what it is."""
+    """Read the adapter that training starts from, and record it."""
     if config.lora.init_from is None:
         return None
     start = read(find(config.lora.init_from), family_for(config.model))
@@ -231,14 +231,14 @@ def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingA
 def _validate_before(
     run: Run, trainer: Trainer, module: TrainingModule, data: RowsDataModule, rank: Rank
 ) -> None:
-    """Validate the base, and the adapter that training starts from where it is not a new one."""
+    """Validate the base, and the initial adapter unless it is new."""
     results = run.manifest.results
     if "base_val_loss" not in results:
         with module.as_base():
             loss = _validate(trainer, module, data)
         if rank.is_first:
             _note_documents(run, "base", data, module.validated)
-        results["base_val_loss"] = loss  # after the documents: who has it does not validate again
+        results["base_val_loss"] = loss  # last: its presence prevents a second validation
         run.save()
     if "init_from" in run.manifest.inputs and "initial_val_loss" not in results:
         results["initial_val_loss"] = _validate(trainer, module, data)
@@ -248,10 +248,10 @@ def _validate_before(
 def _note_documents(
     run: Run, condition: str, data: RowsDataModule, losses: torch.Tensor | None
 ) -> None:
-    """Write the loss of each document, [documents, 2] as the module has them, to validation.jsonl.
+    """Write the loss of each document ([documents, 2], as in the module) to validation.jsonl.
 
-    A resumed run keeps what its earlier attempt wrote of the base. Without losses, what an earlier
-    attempt wrote under the same condition goes: it is of another validation.
+    A resumed run keeps its earlier entries for the base. If there are no losses, entries of an
+    earlier attempt under the same condition are removed, because they belong to another validation.
     """
     path = run.dir.validation
     earlier = read_document_losses(path) if path.is_file() else []
@@ -274,11 +274,11 @@ def _validate(trainer: Trainer, module: TrainingModule, data: RowsDataModule) ->
 def certify_rows(
     config: RunConfig, run: Run, rows: Rows, data: RowsDataModule, tokenizer: Tokenizer, cache: Path
 ) -> None:
-    """Record what the rows became, and refuse what is over a limit; a run that passed does so once.
+    """Record the encoded rows' figures and refuse those over a limit; a passed run skips this.
 
     Raises:
-        GateError: a limit is passed.
-        Refusals: several are.
+        GateError: a limit is exceeded.
+        Refusals: several limits are exceeded.
     """
     known = run.manifest.data_contract
     if known is not None and not known["violations"]:
@@ -316,19 +316,19 @@ def certify_steps(
     data: RowsDataModule,
     compared: Reference | None = None,
 ) -> None:
-    """Try the first batches on the model, once a run, and refuse what is out of tolerance.
+    """Probe the model with the first batches, once per run, and refuse errors over tolerance.
 
     Args:
         config: the whole configuration.
         run: the open run.
         base: its base model.
-        module: what will train.
+        module: the module to be trained.
         data: the rows.
-        compared: what `compared_whole` returned, for a base that is in parts now.
+        compared: the result of `compared_whole`, for a base that is sharded now.
 
     Raises:
-        GateError: a trial failed.
-        Refusals: several did.
+        GateError: a probe failed.
+        Refusals: several probes failed.
     """
     node = run.manifest.data_contract
     assert node is not None, "the rows come first"
@@ -355,17 +355,17 @@ def certify_steps(
 def compared_whole(
     config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
 ) -> Reference | None:
-    """Compare a graph with transformers before its base is taken apart.
+    """Compare a model with transformers before its base is sharded.
 
     Args:
         config: the whole configuration.
         run: the open run.
         base: its base model.
-        module: what will train, with its base whole.
+        module: the module to be trained, with its complete base.
         data: the rows.
 
     Returns:
-        None where it is known already, or nothing is to be tried.
+        None if the result is already known, or nothing is to be probed.
     """
     node = run.manifest.data_contract
     assert node is not None, "the rows come first"
@@ -378,12 +378,12 @@ def compared_whole(
 
 
 def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: TrainingModule) -> Path:
-    """Return where the comparison with transformers is kept for runs of the same graph and code.
+    """Return the cache path of the transformers comparison for runs of the same model and code.
 
-    Weights are not a graph: config.json, and code beside it, say what is made of them.
+    Weights do not define the model: config.json, and code next to it, determine its architecture.
     """
     graph = sorted([*base.directory.glob("*.py"), base.directory / "config.json"])
-    # A base that will be in parts is whole in the host's memory alone.
+    # A base to be sharded is complete only in host memory.
     device = "cpu" if is_in_parts(config) else next(module.parameters()).device.type
     key = {
         "base": run.manifest.inputs["base_weights_sha256"],
@@ -400,7 +400,7 @@ def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: Traini
     return writable_cache() / "reference" / f"{digest(key)}.json"
 
 
-_code = functools.cache(code_digest)  # of what this process has loaded
+_code = functools.cache(code_digest)  # of the code that this process has loaded
 
 
 def _known_reference(path: Path) -> StoredReference | None:
@@ -413,12 +413,12 @@ def _known_reference(path: Path) -> StoredReference | None:
 def suite_part(
     suite: SuiteConfig, rows: Rows, *, calls_functions: bool = False
 ) -> OverlapPart | None:
-    """Compare rows to train on with the items of a suite.
+    """Compare training rows with the items of a suite.
 
     Args:
-        suite: the suite; None comes back where it has no items of its own.
-        rows: of the run.
-        calls_functions: whether Python that task files name may be run in this process.
+        suite: the suite; the result is None if it has no items itself.
+        rows: rows of the run.
+        calls_functions: whether Python functions named in task files may run in this process.
     """
     if not isinstance(suite, AnsweredSuite):
         return None
@@ -435,7 +435,7 @@ def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> Non
 
 
 def report_start(run: Run, backend: Backend, console: Console) -> None:
-    """Print and record the quantization error before and after the start, layer by layer."""
+    """Print and record the quantization error before and after initialisation, per layer."""
     errors = backend.quantization_errors()
     if not errors:
         return
@@ -450,7 +450,7 @@ def report_start(run: Run, backend: Backend, console: Console) -> None:
 
 
 def note_peft_view(run: Run) -> None:
-    """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
+    """Record in the manifest how exact the PEFT directory is on the plainly quantized base."""
     results, quant = run.manifest.results, run.manifest.facts.get("quant")
     why = (
         "evaluated elsewhere, 8-bit layers quantize their inputs, which on CPU they do not here"
@@ -469,7 +469,7 @@ def note_peft_view(run: Run) -> None:
 def note_view_differences(
     config: RunConfig, run: Run, module: TrainingModule, data: RowsDataModule
 ) -> None:
-    """Record how far the PEFT directory is from the trained model, and how far rounding goes."""
+    """Record the difference of the PEFT directory from the trained model, and of rounding alone."""
     if not module.backend.has_peft_view:
         return
     if not config.data.contract.probe:

@@ -1,6 +1,6 @@
-"""Record the inputs of a run by content hash, and build its trained model again from the record.
+"""Record the inputs of a run by content hash, and rebuild its trained model from the record.
 
-Inputs whose hashes have changed are refused, so that nothing else is taken for them.
+Inputs whose hashes have changed are refused, so that other content is never mistaken for them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
     """Return the tokenizer of a run.
 
-    Where its chat template was read from a file, the run's own copy is read once there is one:
-    whatever becomes of the file, the copy says what rows and prompts were written in.
+    If the chat template was read from a file, the run's own copy is used as soon as it exists. Even
+    if the file changes, the copy records the format of rows and prompts.
 
     Args:
-        config: the run's `tokenizer` group.
+        config: the run's `tokenizer` config group.
         base: its base model.
         run: its directory.
     """
@@ -57,7 +57,7 @@ def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Token
 def describe(
     base: BaseModel, tokenizer: Tokenizer, rows: Rows | None, data: RowsDataModule | None = None
 ) -> dict[str, Any]:
-    """Return the manifest's ``inputs``; without ``data``, nothing of the encoded documents."""
+    """Return the manifest's ``inputs``; without ``data``, they omit the encoded documents."""
     dated = {"chat_template_date": tokenizer.date} if tokenizer.is_dated else {}
     return {
         "base_model": base.name,
@@ -86,13 +86,13 @@ def _rows_of(rows: Rows) -> dict[str, Any]:
 
 
 def keep_bad_rows(run: RunDir, rows: Rows) -> None:
-    """Write the rows that were put aside into the run's directory, where there are any."""
+    """Write the quarantined rows, if any, into the run's directory."""
     if rows.bad:
         readers.write_quarantine(run.quarantine, rows.bad)
 
 
 def _from_hub(base: BaseModel) -> dict[str, Any]:
-    """Say which commit of the hub was meant, and that its code was run where that was asked for."""
+    """Record the hub commit and, if it was requested, that its code was run."""
     pinned = {} if base.revision is None else {"base_id": base.name, "base_revision": base.revision}
     return pinned | ({"trust_remote_code": True} if base.trust_remote_code else {})
 
@@ -117,7 +117,7 @@ def _encoded(data: RowsDataModule) -> dict[str, Any]:
 
 
 def note_origin(config: RunConfig, manifest: Manifest) -> None:
-    """Read the contract's provenance again: a model card that was just fetched states a licence."""
+    """Refresh the contract's provenance: a newly fetched model card states a licence."""
     part = origin_of(config)
     assert manifest.contract is not None, "it trains"
     manifest.contract["provenance"] = dataclasses.asdict(part)
@@ -128,15 +128,15 @@ def note_origin(config: RunConfig, manifest: Manifest) -> None:
 
 
 def refuse_changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Hold what is read now against what a run recorded when it first read it.
+    """Compare current inputs with those that a run recorded at its first reading.
 
     Args:
-        recorded: ``inputs`` of that run's manifest; what it does not have is not compared.
-        now: what `describe` says.
+        recorded: ``inputs`` of that run's manifest; missing entries are not compared.
+        now: the result of `describe`.
 
     Raises:
-        RequestError: a content hash is another one.
-        Problems: several are.
+        RequestError: a content hash differs.
+        Problems: several hashes differ.
     """
     before, after = dict(hashes_in(recorded)), dict(hashes_in(now))
     Problems.raise_if(
@@ -165,12 +165,12 @@ def hashes_in(inputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A model as it was trained, and the text to compare others with it on.
+    """A trained model, and the text on which others are compared with it.
 
     Attributes:
-        config: under which its graph was built.
-        base: that its adapter sits on.
-        backend: the graph, its adapter loaded.
+        config: the configuration under which the model was built.
+        base: the base of the adapter.
+        backend: the model, with its adapter loaded.
         probe: the text.
         sources: content hashes and names for the certificate.
     """
@@ -183,7 +183,7 @@ class Trained:
 
 
 def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cache: Path) -> Trained:
-    """Build the graph of a run with its adapter, and choose the text.
+    """Build the model of a run with its adapter, and choose the text.
 
     Args:
         subject: the run.
@@ -220,12 +220,12 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
 def trained_adapter(
     config: RunConfig, inputs: MergeInputs, quantizer: Quantizer | None, cache: Path
 ) -> Trained:
-    """Build the graph of an adapter whose run is not at hand.
+    """Build the model of an adapter whose run is not available.
 
     Args:
-        config: of the command; its data is the text.
+        config: the command's configuration; its data provides the text.
         inputs: adapter and base.
-        quantizer: what made 4-bit values of the base; None where nothing did.
+        quantizer: the quantizer of the base; None if it is unquantized.
         cache: folder of rows.
     """
     from mens_exp.training.build import build_backend, lightning_quiet
@@ -256,7 +256,7 @@ def trained_adapter(
 def probe_of(
     theirs: RunConfig, tokenizer: Tokenizer, settings: ParityConfig, cache: Path, *, longest: int
 ) -> Probe:
-    """Choose what is compared on: a file where one is named, else rows, held-out ones first."""
+    """Choose the text to compare on: a named file, otherwise rows, held-out ones first."""
     length = min(theirs.data.seq_len, longest)
     if settings.text is not None:
         path = Path(settings.text).expanduser()

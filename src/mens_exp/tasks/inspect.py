@@ -1,6 +1,6 @@
 """task=inspect: describe an output and its lineage, and check both against the records.
 
-With replay=true the first steps of a run are taken again, up to the first value that differs.
+With replay=true the first steps of a run are repeated, up to the first value that differs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def inspect(config: RunConfig, run: Run) -> None:
-    """Describe what `path` names, and write what was found before anything is judged."""
+    """Describe the object that `path` names, and write the findings before judging them."""
     assert config.path is not None, "validation has asked for it"
     found = inspected(config.path)
     record = Inspection(kind=found.kind, path=str(found.path), what=found.what)
@@ -102,10 +102,10 @@ def inspect(config: RunConfig, run: Run) -> None:
 
 
 def _judge(record: Inspection, run: Run) -> None:
-    """Let what differs decide how the task ends, once everything is on record.
+    """Fail the task if a check differs, after everything has been recorded.
 
     Raises:
-        GateError: something does.
+        GateError: a check differs.
     """
     checks: list[Check] = []
     if record.verification is not None:
@@ -119,10 +119,10 @@ def _judge(record: Inspection, run: Run) -> None:
 
 
 def _tried(config: RunConfig, damage: list[Check], name: str, read: Callable[[], T]) -> T | None:
-    """Read something; under verify=true, what cannot be read is one more thing that differs.
+    """Run a reader; with verify=true, a read failure counts as one more difference.
 
     Raises:
-        MensError: it cannot be read, and nothing is to be verified.
+        MensError: reading failed and verify is false.
     """
     try:
         return read()
@@ -139,7 +139,7 @@ def _certificate(found: Inspected) -> Certificate | None:
 
 
 def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
-    """Fill in the layers, of a training state or of an adapter."""
+    """Add the layers of a training state or an adapter to the inspection."""
     if found.kind is ArtifactKind.CHECKPOINT:
         record.checkpoint, anatomy = adapter_anatomy.anatomy_of(found.path, found.run)
     elif found.adapter is not None:
@@ -162,7 +162,7 @@ def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
 
 
 _DIGESTS = "mens_exp.training.callbacks.digests.Digests"
-# In the order in which a difference comes about: what is read, how far it moves, what it gives.
+# In causal order: inputs, size of the step, result.
 _FIGURES = (
     "batches_sha256",
     "data/supervised_tokens",
@@ -174,16 +174,16 @@ _FIGURES = (
 
 @dataclass(kw_only=True, slots=True)
 class _Again:
-    """A run on its way a second time.
+    """A run that is being replayed.
 
     Attributes:
         subject: the run.
-        config: its own, its sinks and validations left out.
-        manifest: as it was recorded.
-        recorded: figures of its steps.
-        steps: how many are taken again.
-        checks: what was compared so far.
-        identical: the last step of which everything was equal.
+        config: its configuration without sinks and validations.
+        manifest: its recorded manifest.
+        recorded: recorded figures of its steps.
+        steps: number of steps to repeat.
+        checks: comparisons so far.
+        identical: the last step at which everything was equal.
     """
 
     subject: RunDir
@@ -196,15 +196,15 @@ class _Again:
 
 
 def replay(subject: RunDir, steps: int) -> Replay:
-    """Take the first steps of a run again, in a scratch directory, until something differs.
+    """Repeat the first steps of a run in a scratch directory until something differs.
 
     Args:
         subject: a training run; nothing in it is changed.
-        steps: at most so many; a shorter run is taken again whole.
+        steps: maximum number of steps; a shorter run is repeated completely.
 
     Raises:
-        RequestError: it recorded no step, or an adapter that it began with is gone.
-        MensError: its base or its rows cannot be read any more.
+        RequestError: it recorded no step, or the adapter that it started from is gone.
+        MensError: its base or its rows can no longer be read.
     """
     theirs = config_of(subject)
     recorded = recorded_steps(subject)
@@ -234,7 +234,7 @@ def replay(subject: RunDir, steps: int) -> Replay:
 
 
 def recorded_steps(subject: RunDir) -> dict[int, dict[str, Any]]:
-    """Return what telemetry says of each optimizer step, by its number."""
+    """Return the telemetry of each optimizer step, by step number."""
     if not subject.telemetry.is_file():
         return {}
     events = read_events(subject.telemetry)
@@ -243,7 +243,7 @@ def recorded_steps(subject: RunDir) -> dict[int, dict[str, Any]]:
 
 
 def _bare(theirs: RunConfig) -> RunConfig:
-    """Leave out what only records and validates; what may change what is learned stays."""
+    """Remove recording and validation; keep everything that may affect training."""
     config = copy.deepcopy(theirs)
     config.logger = NoLogger()
     config.adapter.select = Selection.last
@@ -258,7 +258,7 @@ def _bare(theirs: RunConfig) -> RunConfig:
 
 
 def _run(again: _Again) -> str:
-    """Compare start and steps; return the device."""
+    """Compare the initial state and the steps; return the device."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend, device_of, lightning_quiet
@@ -296,7 +296,7 @@ def _start(config: RunConfig) -> StartingAdapter | None:
 
 
 def _start_checks(again: _Again, backend: Backend) -> list[Check]:
-    """Hold what training starts from against what the run started from, layer by layer."""
+    """Compare the initial adapter with the run's recorded one, layer by layer."""
     from mens_exp.training.callbacks.digests import layer_digests
 
     recorded = again.manifest.facts.get("lora_init_layers_sha256") or {}
@@ -315,7 +315,7 @@ def _start_checks(again: _Again, backend: Backend) -> list[Check]:
 
 
 def _steps(again: _Again, backend: Backend, data: RowsDataModule) -> None:
-    """Train until a step differs, or enough of them were the same."""
+    """Train until a step differs or enough steps were equal."""
     from mens_exp.training.build import build_module, build_trainer, fit_first_steps
 
     def look(step: int, figures: dict[str, Any], state: dict[int, dict[str, Any]]) -> bool:
@@ -355,7 +355,7 @@ def _figure_checks(again: _Again, step: int, figures: dict[str, Any]) -> list[Ch
 
 
 def _conditions(again: _Again, device: str) -> list[str]:
-    """Say what was otherwise than when the run was trained, or may come out otherwise."""
+    """List conditions that differ from the original run, or that may change results."""
     found = other_conditions(again.manifest)
     if config_digest(from_yaml(again.subject.config)) != again.manifest.config_digest:
         found.append("config.yaml is not the one that the manifest is of")
@@ -376,13 +376,13 @@ def _conditions(again: _Again, device: str) -> list[str]:
 def state_checks(
     run: RunDir, step: int, trainable: Mapping[str, Any], optimizer: Mapping[int, dict[str, Any]]
 ) -> list[Check]:
-    """Compare adapter and optimizer with the run's training state of a step, if it kept one.
+    """Compare adapter and optimizer with the run's checkpoint of a step, if it kept one.
 
     Args:
-        run: it.
-        step: that was just taken.
+        run: the run.
+        step: the step that was just taken.
         trainable: parameters by name, in the optimizer's order.
-        optimizer: its state, by number of the parameter and name.
+        optimizer: the optimizer state, by parameter index and name.
     """
     path = run.checkpoint(step)
     if not path.is_file():
@@ -397,7 +397,7 @@ def state_checks(
 
 
 def saved_adapter_check(run: RunDir, step: int, backend: Backend, config: RunConfig) -> list[Check]:
-    """Compare the adapter with the one that the run wrote, if it has; it is of this step."""
+    """Compare the adapter with the run's saved one, if there is one for this step."""
     if not (run.adapter / TENSORS_NAME).is_file():
         return []
     _, saved = read_adapter(run.adapter)
@@ -416,7 +416,7 @@ def _named(state: Mapping[int, dict[str, Any]], names: list[str]) -> dict[str, A
 def _first_difference(
     file: str, part: str, saved: Mapping[str, Any], now: Mapping[str, Any], step: int
 ) -> Check:
-    """Name the first tensor that differs, or all of them together where none does."""
+    """Return the check of the first differing tensor, or one check for all if none differs."""
     before = {name: _hash(value) for name, value in saved.items()}
     after = {name: _hash(value) for name, value in now.items()}
     names = [*before, *(name for name in after if name not in before)]
@@ -429,7 +429,7 @@ def _first_difference(
 
 
 def _hash(value: Any) -> str:
-    """Hash the format, the shape and the bytes of a tensor or an array; say any other value."""
+    """Hash the dtype, shape and bytes of a tensor or an array; format any other value."""
     import numpy as np
     import torch
 

@@ -1,6 +1,7 @@
-"""Trace an output to its ancestors, oldest first, as far as the records at hand reach.
+"""Trace an output to its ancestors, oldest first, as far as the available records reach.
 
-Also: the run behind merged weights that are scored, and a summary of an output's provenance.
+The module also finds the run behind merged weights that are scored, and summarises the provenance
+of an output.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ _WITHOUT_CERTIFICATE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspected:
-    """Something on disk.
+    """An inspected object on disk.
 
     Attributes:
-        kind: of it.
-        path: a directory, or a file of a checkpoint, of merged tensors or of decisions.
-        run: the training run that it is, or lies in; of a scorecard, the run that was scored.
-        adapter: that it is, or that the run has.
-        what: it is, in words.
+        kind: kind of the object.
+        path: a directory, or a file with a checkpoint, merged tensors or decisions.
+        run: the training run that it is or belongs to; for a scorecard, the scored run.
+        adapter: the adapter that it is, or that the run has.
+        what: description of the object.
     """
 
     kind: ArtifactKind
@@ -70,7 +71,7 @@ class Inspected:
 
     @property
     def certificate(self) -> Path | None:
-        """The place for the certificate of an output; None for a run's own files."""
+        """Path of the certificate of an output; None for a run's own files."""
         if self.run is not None or self.kind in _WITHOUT_CERTIFICATE:
             return None
         return certificate_place(self.path)
@@ -79,12 +80,12 @@ class Inspected:
 def lineage(
     found: Inspected, base: BaseRecord | None, certificate: Certificate | None
 ) -> list[Ancestor]:
-    """List the ancestors of what was found, itself last.
+    """List the ancestors of an inspected object, with the object itself last.
 
     Args:
-        found: it.
-        base: its base model, as its own records name that.
-        certificate: of something written.
+        found: the object.
+        base: its base model, as named in its records.
+        certificate: the certificate of an output.
     """
     if found.kind in _RECORDS:
         return _of_record(found)
@@ -100,7 +101,7 @@ def lineage(
 
 
 def _of_record(found: Inspected) -> list[Ancestor]:
-    """List what a scorecard, a comparison or a ledger was made of, itself last."""
+    """List the sources of a scorecard, a comparison or a ledger, with itself last."""
     if found.kind is ArtifactKind.SCORECARD:
         line = [] if found.run is None else _of_run(found.run, frozenset())
         file = RunDir(found.path).scorecard
@@ -112,7 +113,7 @@ def _of_record(found: Inspected) -> list[Ancestor]:
         ]
     else:
         file = found.path
-        if file.is_dir():  # of a run that added a decision
+        if file.is_dir():  # a run that added a decision
             file = Path(str(config_of(RunDir(file)).ledger)).expanduser()
         decisions = [entry["decision"] for entry in read_ledger(file)]
         evidence = [one for made in decisions if made is not None for one in made["evidence"]]
@@ -128,7 +129,7 @@ def _recorded(role: Role, place: Path, sha256: str | None) -> Ancestor:
 
 
 def _unnamed(found: Inspected) -> Ancestor:
-    """Describe something that names nothing but its base."""
+    """Describe an object that names nothing but its base."""
     if found.adapter is None:
         missing = "there is no certificate beside it that names what it was made of"
         return _ancestor(Role.WRITTEN, found.path.resolve().name, found.path, {}, missing)
@@ -167,7 +168,7 @@ def _ancestor(
 
 
 def base_of_run(manifest: Manifest) -> BaseRecord:
-    """Return a run's base model, as its manifest has it."""
+    """Return a run's base model from its manifest."""
     inputs, facts = manifest.inputs, manifest.facts
     quant = facts.get("quant")
     return BaseRecord(
@@ -184,8 +185,8 @@ def trained_by(adapter_sha256: str | None, near: Path) -> RunDir | None:
     """Return the training run that wrote a file of tensors.
 
     Args:
-        adapter_sha256: of the file; None finds nothing.
-        near: what was inspected; runs beside it are looked at, and all below ``outputs``.
+        adapter_sha256: hash of the file; None finds nothing.
+        near: the inspected path; runs next to it and all runs below ``outputs`` are searched.
     """
     for run, manifest in _at_hand(near):
         if manifest.task == "train" and adapter_sha256 in manifest.outputs.values():
@@ -194,11 +195,11 @@ def trained_by(adapter_sha256: str | None, near: Path) -> RunDir | None:
 
 
 def written_by(certificate: Certificate, near: Path) -> RunDir | None:
-    """Return the run of task=merge or task=export that wrote what a certificate is of.
+    """Return the task=merge or task=export run that wrote the output of a certificate.
 
     Args:
-        certificate: of it; its files are matched with what the run recorded.
-        near: where it lies.
+        certificate: the certificate; its files are matched with the run's records.
+        near: location of the output.
     """
     hashes = set(certificate.files.values())
     found = []
@@ -210,7 +211,7 @@ def written_by(certificate: Certificate, near: Path) -> RunDir | None:
             out = str(results.get("out") or results.get("adapter"))
             places = {(run.path / out).resolve(), Path(out).expanduser().resolve()}
             found.append((near.resolve() not in places, run))
-    # The same may have been written twice, and certified on other texts.
+    # The same output may have been written twice, and certified on different texts.
     return min(found, key=lambda one: one[0])[1] if found else None
 
 
@@ -218,7 +219,7 @@ def _at_hand(near: Path) -> Iterator[tuple[RunDir, Manifest]]:
     beside = near.absolute().parent
     try:
         places = [beside, beside.parent, *sorted(beside.iterdir())]
-    except OSError:  # somebody else's folder, which may not be listed
+    except OSError:  # a folder without read permission
         places = []
     seen = set()
     for run in (*map(RunDir, places), *runs(_OUTPUTS)):
@@ -227,12 +228,12 @@ def _at_hand(near: Path) -> Iterator[tuple[RunDir, Manifest]]:
         seen.add(run.path.resolve())
         try:
             yield run, Manifest.read(run.manifest)
-        except RequestError:  # damaged, or of a newer version: it hides no other run
+        except RequestError:  # skip damaged or newer records
             continue
 
 
 def _of_run(run: RunDir, seen: frozenset[Path]) -> list[Ancestor]:
-    """List a run's ancestors and the run; ``seen`` are the runs that came from it."""
+    """List a run's ancestors and the run; ``seen`` are the runs descended from it."""
     manifest = Manifest.read(run.manifest)
     start = manifest.inputs.get("init_from")
     line = [_base(base_of_run(manifest))] if start is None else _of_start(start, run, seen)
@@ -244,7 +245,7 @@ def _of_run(run: RunDir, seen: frozenset[Path]) -> list[Ancestor]:
 
 
 def _of_start(start: Mapping[str, Any], run: RunDir, seen: frozenset[Path]) -> list[Ancestor]:
-    """List the adapter that a run began with, and what that came from."""
+    """List the adapter that a run started from, and its ancestors."""
     sha256, recorded = str(start["adapter_sha256"]), Path(str(start["path"]))
     owner = trained_by(sha256, run.path)
     missing = None
@@ -289,7 +290,7 @@ _CAUSAL = frozenset({"qlora", "lora"})
 
 
 def merge_at(place: Path) -> RunDir | None:
-    """Return the run of task=merge that a path names, itself or the model in it."""
+    """Return the task=merge run that a path names, directly or through its model."""
     for directory in (place, place.parent):
         run = RunDir(directory)
         if run.manifest.is_file():
@@ -301,10 +302,10 @@ def merged_model(merge: RunDir) -> Path:
     """Return the model that a merge wrote.
 
     Raises:
-        RequestError: it has not ended well, wrote no whole model, or that is no longer there.
+        RequestError: it did not succeed, wrote no complete model, or the model is gone.
     """
     manifest = Manifest.read(merge.manifest)
-    out = Path(str(manifest.results.get("out"))).expanduser()  # in the run, or where it was asked
+    out = Path(str(manifest.results.get("out"))).expanduser()  # in the run, or elsewhere
     places = (merge.path / out, out)
     model = next((one for one in places if (one / "config.json").is_file()), None)
     if manifest.status is not Status.SUCCEEDED or model is None:
@@ -319,10 +320,10 @@ def merged_model(merge: RunDir) -> Path:
 
 
 def trained_for(merge: RunDir) -> RunDir:
-    """Return the run that trained what was merged.
+    """Return the training run of a merged adapter.
 
     Raises:
-        RequestError: it is not at hand, or its graph is no causal model.
+        RequestError: it is not available, or its model is not a causal model.
     """
     inputs = Manifest.read(merge.manifest).inputs
     adapter = Path(str(inputs.get("adapter")))
@@ -349,9 +350,9 @@ def trained_for(merge: RunDir) -> RunDir:
 
 
 def config_of_merged(trained: RunDir, model: Path) -> RunConfig:
-    """Return a run's own configuration, but for its graph: the merged weights as they are stored.
+    """Return a run's configuration with the merged weights, as stored, as its base.
 
-    The adapter that the graph has is a fresh one, which adds nothing.
+    The model gets a fresh adapter, which adds nothing.
     """
     config = config_of(trained)
     config.model = HfModel(id=str(model))
@@ -363,10 +364,10 @@ def config_of_merged(trained: RunDir, model: Path) -> RunConfig:
 
 
 def other_weights(merge: RunDir, base: BaseModel) -> None:
-    """Refuse weights that are not those that the merge wrote.
+    """Refuse weights that differ from those that the merge wrote.
 
     Raises:
-        RequestError: they are others.
+        RequestError: they differ.
     """
     files: dict[str, str] = Manifest.read(merge.manifest).results.get("out_sha256") or {}
     shards = {Path(name).name: one for name, one in files.items() if name.endswith(".safetensors")}
@@ -383,12 +384,12 @@ def other_weights(merge: RunDir, base: BaseModel) -> None:
 def named_base(
     found: Inspected, own: BaseRecord | None, certificate: Certificate | None
 ) -> BaseRecord | None:
-    """Name the base of something, or nothing where no record does.
+    """Return the base of an object, or None if no record names it.
 
     Args:
-        found: it.
-        own: what the adapter itself says, which goes before the others.
-        certificate: beside it.
+        found: the object.
+        own: the adapter's own record, which takes precedence.
+        certificate: the certificate next to it.
     """
     others: BaseRecord | None = None
     if found.run is not None:
@@ -415,7 +416,7 @@ def _of_sources(sources: dict[str, Any]) -> BaseRecord | None:
 
 
 def shortened(certificate: Certificate) -> CertificateRecord:
-    """Return a certificate without its files, and of its tensors the worst."""
+    """Return a certificate without its files, and with only its worst tensors."""
     worst = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])[:1]
     return CertificateRecord(
         verdict=verdict(certificate),

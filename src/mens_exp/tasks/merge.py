@@ -1,8 +1,8 @@
-"""task=merge, and the formats of task=export that need an adapter: one decided merge for all.
+"""task=merge, and the formats of task=export that need an adapter.
 
-format=peft|v2|v3 writes an adapter in another form; format=hf|gguf|ollama|vllm writes what other
-programs serve, merged on the way where they need it. Every directory has the hand-off record and
-the certificate of its contents.
+format=peft|v2|v3 converts an adapter to another format. format=hf|gguf|ollama|vllm writes a model
+for other programs, merged first if they need it; all formats share one merge decision. Every
+directory contains the hand-off record and the certificate of its contents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def merge(config: RunConfig, run: Run) -> None:
-    """Write the merged weights, whole or not at all, and record what they were made of."""
+    """Write the merged weights atomically, and record their sources."""
     from mens_exp.export.merge import refuse_full_disk, write_tensors
 
     merging = decided_merge(config)
@@ -83,12 +83,12 @@ def merge(config: RunConfig, run: Run) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merging:
-    """An adapter, its base, and what becomes of them.
+    """An adapter, its base, and the decided merge.
 
     Attributes:
         inputs: adapter and base, read.
-        choices: how much is written, in which format, onto which weights.
-        deltas: what is added to each weight, by logical name.
+        choices: extent, format and base weights of the output.
+        deltas: the delta added to each weight, by logical name.
     """
 
     inputs: MergeInputs
@@ -111,13 +111,13 @@ class Merging:
         write_directory(directory, self.choices.places, self.what, model)
 
     def certificate(self, config: RunConfig, written: Path) -> Certificate:
-        """Hold what was written against the model that was trained."""
+        """Compare the output with the trained model."""
         from mens_exp.tasks.certificates import certify_merge
 
         return certify_merge(config, self.inputs, self.choices, self.deltas, written)
 
     def note(self, run: Run) -> None:
-        """Record what is merged into what."""
+        """Record the adapter and the base of the merge."""
         run.manifest.inputs.update(_read(self.inputs))
         run.manifest.results.update(_decided(self.choices))
         if self.choices.moves_embedding:
@@ -125,10 +125,10 @@ class Merging:
 
 
 def decided_merge(config: RunConfig) -> Merging:
-    """Read adapter and base and settle what the command leaves open.
+    """Read adapter and base, and decide the settings that the command leaves open.
 
     Raises:
-        MensError: they do not belong together, or cannot be merged as asked.
+        MensError: they do not belong together, or cannot be merged as requested.
     """
     inputs = gather(config, writable_cache())
     choices = decide(inputs, config.merge)
@@ -138,10 +138,10 @@ def decided_merge(config: RunConfig) -> Merging:
 def settle_certified(
     run: Run, written: Path, out: Path, certificate: Certificate, console: Console
 ) -> None:
-    """Record and show a certificate, and keep what it is of, or set it aside.
+    """Record and show a certificate, and keep or set aside its output.
 
     Raises:
-        GateError: it is over the budget and nobody accepted that.
+        GateError: it is over the budget, and the command does not accept that.
     """
     from mens_exp.export.certificate import keep_or_set_aside
 
@@ -264,7 +264,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
 
 
 def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:
-    """Put the chat template beside a PEFT adapter: whoever loads it needs its prompts' form."""
+    """Copy the chat template next to a PEFT adapter, because users need it to format prompts."""
     if config.format is not ExportFormat.peft or subject is None:
         return
     template = subject.chat_template
@@ -273,7 +273,7 @@ def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:
 
 
 def export_model(config: RunConfig, run: Run) -> None:
-    """Write the directory, whole or not at all, and record its hashes."""
+    """Write the directory atomically, and record its hashes."""
     write_form = {
         ExportFormat.hf: _hf,
         ExportFormat.gguf: _gguf,
@@ -334,7 +334,7 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, st
         run.manifest.inputs.update(subject=str(source))
         export_gguf(source, directory, config.gguf.dtype, base=source.resolve().name)
         return certify_gguf_of(config, source, directory), command
-    if config.merge.dtype is None:  # rounded once, by what writes GGUF
+    if config.merge.dtype is None:  # rounded once, by the GGUF writer
         config = dataclasses.replace(
             config, merge=dataclasses.replace(config.merge, dtype=MergeDtype.f32)
         )

@@ -1,6 +1,6 @@
 """task=plan: predict what a run would do and cost, without running it.
 
-Plan versus actual: the predictions of a run are kept next to its measurements in the ledger.
+The ledger keeps the predictions of a run next to its measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def plan(config: RunConfig, run: Run) -> None:
-    """Write plan.json and show it, and the first training rows where `data.show` asks for them."""
+    """Write and show plan.json, and the first training rows if `data.show` is set."""
     cache = writable_cache()
     made = planned(config, run.manifest, cache)
     atomic.write_json(run.dir.plan, made)
@@ -57,7 +57,7 @@ def _rows(config: RunConfig, cache: Path) -> Iterator[Text]:
 
 
 def _tokenizer(config: RunConfig, cache: Path) -> Tokenizer:
-    """Read the tokenizer; where the model has to be made first, make it."""
+    """Read the tokenizer; build the model first if necessary."""
     from mens_exp.layout.model_cache import ready_directory
     from mens_exp.tokenizer.load import load_tokenizer
 
@@ -78,7 +78,7 @@ def _documents(
     from mens_exp.rows.encode import encode
 
     labelling = labelling_of(config)
-    # Encoded again without a limit, only to say how much the limit takes.
+    # Encoded again without a limit, only to report how much the limit removes.
     endless = dataclasses.replace(labelling, seq_len=2**31)
     whole = encode([pair], tokenizer, endless).lengths.sum()
     made = encode([pair], tokenizer, labelling)
@@ -101,9 +101,9 @@ def _documents(
 
 
 def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:
-    """Add a run to the ledger; one that cannot be kept is a note, never a failed run.
+    """Add a run to the ledger; a failure becomes a note and never fails the run.
 
-    A run of several processes says nothing of what one takes, and is left out.
+    Runs of several processes are omitted, because they do not show the cost of a single process.
     """
     if (plan.get("processes") or {}).get("processes", 1) > 1:
         return
@@ -133,8 +133,8 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
 
 
 def planned(config: RunConfig, manifest: Manifest, cache: Path) -> dict[str, Any]:
-    """Make the plan of a run; it and the manifest say where the run differs from our defaults."""
-    # A resumed run's overrides are not all that made its configuration.
+    """Make the plan of a run; plan and manifest list differences from our defaults."""
+    # A resumed run's overrides do not determine its whole configuration.
     overrides = manifest.overrides if len(manifest.attempts) == 1 else None
     changed = {"differs_from_default": non_default_settings(config, overrides)}
     plan = make_plan(config, cache)
@@ -143,12 +143,12 @@ def planned(config: RunConfig, manifest: Manifest, cache: Path) -> dict[str, Any
 
 
 def note_plan(manifest: Manifest, plan: dict[str, Any]) -> None:
-    """Keep the plan's notes (what is left to the operator, what may go wrong), each once."""
+    """Add the plan's notes (operator's decisions, possible problems), each once."""
     said = [*plan["notes"], *plan["warnings"]]
     manifest.notes += [note for note in said if note not in manifest.notes]
 
 
 def step_s(results: dict[str, Any]) -> float | None:
-    """Return the mean seconds of an optimizer step after the first, None where none was timed."""
+    """Return the mean time of an optimizer step after the first, in seconds; None if not timed."""
     rate, tokens, steps = (results.get(key) for key in ("tokens_per_s", "tokens", "steps"))
     return tokens / steps / rate if rate and tokens and steps else None

@@ -1,4 +1,4 @@
-"""task=promote: decide by a policy, on a ledger that only grows; open a cycle; decide again."""
+"""task=promote: open a cycle, decide by policy on an append-only ledger, or replay decisions."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _MADE = ("decision", "recommendation", "evidence", "parity")
 
 
 def promote(config: RunConfig, run: Run) -> None:
-    """Do the one of the three that was asked for.
+    """Run the requested one of the three actions.
 
     Raises:
-        GateError: the answer is not promote, or a past decision comes out otherwise.
+        GateError: the decision is not to promote, or a past decision is not reproduced.
     """
     assert config.ledger is not None, "validation has asked for it"
     ledger = Path(config.ledger).expanduser()
@@ -63,7 +63,7 @@ def promote(config: RunConfig, run: Run) -> None:
 
 
 def _open(config: RunConfig, ledger: Path, run: Run) -> None:
-    """Register a cycle before any run of it: its suite, seeds, arms, hypothesis and rules."""
+    """Register a cycle (suite, seeds, arms, hypothesis and rules) before any of its runs."""
     told, policy = config.promote, config.policy or BurnProductionPolicy()
     assert isinstance(policy, BurnProductionPolicy), "validation refuses others"
     cycle: CycleEntry = {
@@ -153,9 +153,9 @@ def decided(
 
     Args:
         policy: the rules and their thresholds.
-        files: of compare.json.
-        parity: place of a certificate; None where none was given.
-        entries: of the ledger, up to the decision.
+        files: paths of compare.json.
+        parity: path of a certificate; None if none was given.
+        entries: ledger entries up to the decision.
         freezes: see `gathered`.
     """
     evidence = gathered(files, entries, freezes=freezes)
@@ -186,7 +186,7 @@ def decided(
 
 
 def _replay(ledger: Path, run: Run) -> None:
-    """Make every past decision again from its evidence, and refuse what comes out otherwise."""
+    """Replay every past decision from its evidence, and refuse decisions that differ."""
     entries = read_ledger(ledger)
     checks, unverifiable, unfrozen = [], [], []
     for number, entry in enumerate(entries):
@@ -215,15 +215,15 @@ def _replay(ledger: Path, run: Run) -> None:
 
 
 def decision_checks(entries: list[LedgerEntry], number: int) -> tuple[list[Check], str]:
-    """Make one past decision again from its evidence and the ledger before it.
+    """Replay one past decision from its evidence and the ledger before it.
 
     Args:
-        entries: of the ledger.
-        number: of the decision among them, from 0.
+        entries: the ledger entries.
+        number: index of the decision among them, from 0.
 
     Returns:
-        The decision and its rules beside the same, made again; and why it cannot be made again by
-        today's rules, in which case there are none.
+        The checks of the decision and its rules against the replay; and the reason why it cannot be
+        replayed under the current rules, in which case there are no checks.
 
     Raises:
         GateError: its evidence is gone.
@@ -240,7 +240,7 @@ def decision_checks(entries: list[LedgerEntry], number: int) -> tuple[list[Check
 
 
 def _not_of_today(version: int, made: DecisionEntry) -> str:
-    """Say why a decision cannot be made again by today's rules; empty where it can."""
+    """Return the reason why the current rules cannot replay a decision; empty if they can."""
     if version == 1:
         return "version 1 of the ledger froze no rules, and its own were others"
     policy: Any = SCHEMAS["policy"].get(made["policy"]["name"])
@@ -253,7 +253,7 @@ def _not_of_today(version: int, made: DecisionEntry) -> str:
 
 
 def _differences(what: str, made: DecisionEntry, again: DecisionEntry) -> list[Check]:
-    """Hold a decision against itself, made again: first what it is, then rule by rule."""
+    """Compare a decision with its replay: first the outcome, then rule by rule."""
     was, now = dict(made), dict(again)
     checks = [compared(f"{what}: {name}", was[name], now[name]) for name in _MADE]
     counts = [len(one["rules"]) for one in (made, again)]

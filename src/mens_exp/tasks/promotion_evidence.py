@@ -1,9 +1,9 @@
-"""Evidence of task=promote: comparisons, computed again, and their registered cycles.
+"""Evidence of task=promote: recomputed comparisons and their registered cycles.
 
-Digests of a cycle's runs are frozen in the ledger the first time that they are seen. Whoever edits
-a run can hash it again, so hashes in the run's own manifest find no forger. An entry of the ledger
-cannot be taken back: a later comparison or decision over the same runs, or over others of the same
-cycle, arm and seed, must read the same bytes.
+Digests of a cycle's runs are frozen in the ledger the first time that they are seen. Hashes in a
+run's own manifest do not protect against forgery, because anyone who edits a run can update them. A
+ledger entry is permanent: a later comparison or decision over the same runs, or over others of the
+same cycle, arm and seed, must read the same bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Frozen:
     """The frozen records, by cycle, arm and seed, and by file."""
 
     def __init__(self, entries: Sequence[LedgerEntry]) -> None:
-        """Take over what the ledger froze."""
+        """Load the records that the ledger froze."""
         self._runs: dict[tuple[str, str, int], tuple[str, FrozenRun]] = {}
         self._files: dict[Path, tuple[str, str]] = {}
         for number, run in frozen_runs(entries):
@@ -61,14 +61,15 @@ class Frozen:
             self._add(run, _OF_DECISION)
 
     def has(self, run: FrozenRun) -> bool:
-        """Tell whether a run of this cycle, arm and seed is frozen."""
+        """Return whether a run of this cycle, arm and seed is frozen."""
         return _key(run) in self._runs
 
     def differences(self, runs: Sequence[FrozenRun]) -> Iterator[DataError]:
-        """Yield the files that differ from the frozen ones, and seeds that are there twice.
+        """Yield the files that differ from the frozen ones, and duplicate seeds.
 
         Args:
-            runs: of one comparison; those of no cycle are looked up by their files alone.
+            runs: the runs of one comparison; runs outside a cycle are looked up only by their
+                files.
         """
         seen: dict[tuple[str, str, int], FrozenRun] = {}
         for run in runs:
@@ -101,7 +102,7 @@ class Frozen:
 
 
 def runs_of(record: Comparison, cycle: str) -> list[FrozenRun]:
-    """Return what a ledger has of a comparison's runs; `cycle` is empty for an exploratory one."""
+    """Return the ledger form of a comparison's runs; `cycle` is empty if it is exploratory."""
     return [
         {
             "cycle": cycle,
@@ -119,18 +120,18 @@ def runs_of(record: Comparison, cycle: str) -> list[FrozenRun]:
 
 
 def freeze(ledger: Path, runs: Sequence[FrozenRun]) -> FrozenBy | None:
-    """Refuse runs that differ from frozen ones, and freeze those of a cycle that are new.
+    """Refuse runs that differ from frozen ones, and freeze new runs of a cycle.
 
     Args:
-        ledger: that is there.
-        runs: of one comparison.
+        ledger: an existing ledger.
+        runs: the runs of one comparison.
 
     Returns:
-        The last entry that froze one of them; None for runs of no cycle.
+        The last entry that froze one of them; None for runs outside a cycle.
 
     Raises:
-        DataError: a file is another one than was frozen, or a seed is there twice.
-        Problems: several are.
+        DataError: a file differs from the frozen one, or a seed occurs twice.
+        Problems: there are several such errors.
     """
 
     def made(entries: list[LedgerEntry]) -> list[FrozenRun]:
@@ -190,10 +191,10 @@ _SAME = (
 
 
 def comparison_files(text: str) -> list[Path]:
-    """Return the compare.json files that ``path`` names, commas apart; a directory has its own.
+    """Return the compare.json files in the comma-separated ``path``; a directory means its own.
 
     Raises:
-        RequestError: one is not there.
+        RequestError: one does not exist.
     """
     found = []
     for part in (one.strip() for one in text.split(",")):
@@ -215,12 +216,12 @@ def comparison_files(text: str) -> list[Path]:
 def gathered(
     files: Sequence[Path], entries: Sequence[LedgerEntry], *, freezes: bool = True
 ) -> list[Evidence]:
-    """Read comparisons, compute each again from its runs, and find the cycles they are of.
+    """Read comparisons, recompute each from its runs, and find their cycles.
 
     Args:
-        files: of compare.json.
-        entries: of the ledger, up to the decision.
-        freezes: whether runs must be those that the ledger froze; versions before 3 froze none.
+        files: paths of compare.json.
+        entries: ledger entries up to the decision.
+        freezes: whether runs must match the frozen ones; versions before 3 froze none.
 
     Raises:
         DataError: a comparison cannot be read at all.
@@ -237,7 +238,7 @@ def gathered(
             problems += [str(one) for one in frozen.differences(runs)]
             problems += _cut(record, entries)
         if cycle is None or problems or not freezes:
-            runs = []  # what is refused must not stand in the way of what is not
+            runs = []  # refused runs must not affect the others
         late = sum(not frozen.has(run) for run in runs)
         frozen.add(runs)
         earlier = [one for _, one in cycles.values()]
@@ -261,7 +262,7 @@ def gathered(
 
 
 def _cut(record: Comparison, entries: Sequence[LedgerEntry]) -> list[str]:
-    """Say that the entry is gone that froze a comparison's runs: a ledger that was cut is whole."""
+    """Report a missing entry that froze a comparison's runs; a truncated ledger is still valid."""
     frozen = record.frozen
     if frozen is None or any(one["sha256"] == frozen["sha256"] for one in entries):
         return []
@@ -278,11 +279,11 @@ def _late(count: int, cycle: CycleEntry | None) -> list[str]:
 
 
 def is_of_older_version(file: Path, sha256: str) -> bool:
-    """Tell whether a comparison that was decided on is still there, and of an older version.
+    """Return whether a decided comparison still exists and has an older version.
 
     Args:
         file: the comparison.
-        sha256: of what was decided on; any other file is no evidence of its version.
+        sha256: hash of the decided comparison; any other file says nothing about its version.
     """
     if _hash(file) != sha256:
         return False
@@ -291,12 +292,12 @@ def is_of_older_version(file: Path, sha256: str) -> bool:
 
 
 def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str) -> Parity | None:
-    """Hold a certificate against the adapters of the challenger's runs.
+    """Compare a certificate with the adapters of the challenger's runs.
 
     Args:
-        path: of a parity.json; None where none was given.
-        evidence: whose runs count.
-        backend: the challenger's.
+        path: path of a parity.json; None if none was given.
+        evidence: evidence with the runs to consider.
+        backend: the challenger's backend.
     """
     if path is None:
         return None
@@ -328,11 +329,11 @@ def _adapters(evidence: Sequence[Evidence], backend: str) -> Iterator[str]:
 def cycle_of(
     record: Comparison, cycles: Mapping[str, tuple[str, CycleEntry]]
 ) -> tuple[CycleEntry | None, str]:
-    """Return the cycle that registered a comparison, or why none did: the nearest one's reason.
+    """Return the cycle that registered a comparison, or the closest cycle's reason for no match.
 
     Args:
         record: the comparison.
-        cycles: of the ledger, as `cycles_of` has them.
+        cycles: cycles of the ledger, as returned by `cycles_of`.
     """
     if not cycles:
         return None, "the ledger has no cycle"
@@ -387,19 +388,19 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
 
 
 def comparison_problems(record: Comparison) -> tuple[list[str], list[str]]:
-    """Hash a comparison's files and compare its runs again.
+    """Hash a comparison's files and recompute its comparison.
 
     Returns:
-        Reasons to reject it, such as files that were changed and figures that differ; and what
-        cannot be verified.
+        Reasons to reject it, such as changed files or differing figures; and the parts that cannot
+        be verified.
     """
     found = [problem for run in record.runs for problem in _of_run(run)]
-    # Else what is computed of them says nothing.
+    # Otherwise, results computed from them mean nothing.
     return (found, []) if found else _computed_again(record)
 
 
 def _of_run(run: RunRecord) -> Iterator[str]:
-    """Hash again what was read of a run, and hold it against the run's own manifest."""
+    """Hash the files read from a run again, and compare them with the run's manifest."""
     place = RunDir(Path(run["path"]))
     scorer = place if run["scored_by"] is None else RunDir(Path(run["scored_by"]))
     expected = {
@@ -423,7 +424,7 @@ def _of_run(run: RunRecord) -> Iterator[str]:
 
 
 def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
-    """Compare the same runs again; return the fields that come out otherwise, and labels."""
+    """Compare the same runs again; return the fields that differ, and labels."""
     settings = {k: v for k, v in record.settings.items() if k != "factors"}
     settings["test"] = CompareTest(settings["test"])
     settings["target"] = CompareTarget(settings.get("target", "these_items"))
@@ -442,7 +443,7 @@ def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same; numbers may round otherwise on another machine."""
+    """Return whether two values are equal, up to rounding differences between machines."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):

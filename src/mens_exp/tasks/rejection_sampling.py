@@ -1,8 +1,8 @@
-"""Rejection sampling (eval.keep_passing): write the answers that pass as training rows.
+"""Rejection sampling (eval.keep_passing): write passing answers as training rows.
 
-Rows drawn from the tasks that a model is scored by would train on the test, so registered suites
-and tasks of known benchmarks are refused first. The rows are a function of the events and the
-suite: the same seed gives the same file.
+Rows from the tasks that score a model would contaminate training with test data, so registered
+suites and tasks of known benchmarks are refused first. The rows are a pure function of the events
+and the suite: the same seed gives the same file.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class SamplingCounts(TypedDict):
     """Counts of the answers by outcome.
 
     Attributes:
-        prompts: items that were asked.
-        sampled: answers to them.
-        passed: answers that do the task.
-        kept: of these, rows that were written.
-        repeated: of these, answers that an earlier one of the same prompt equals but for layout.
-        over_limit: of these, answers over the limit of a prompt.
-        unfinished: of these, answers that were cut at their longest length.
-        unusable: of these, answers that make no row, such as blank ones.
-        prompts_without_pass: items that no answer passed.
+        prompts: prompted items.
+        sampled: sampled answers.
+        passed: passing answers.
+        kept: passing answers written as rows.
+        repeated: passing answers that equal an earlier one of the same prompt up to layout.
+        over_limit: passing answers beyond the limit per prompt.
+        unfinished: passing answers cut at the maximum length.
+        unusable: passing answers that make no row, such as blank ones.
+        prompts_without_pass: items without a passing answer.
     """
 
     prompts: int
@@ -73,7 +73,7 @@ class SamplingCounts(TypedDict):
 
 @dataclass(kw_only=True, slots=True)
 class _Kept:
-    """The rows, in the order of the items and their samples, and what became of the rest."""
+    """The kept rows in the order of items and samples, and counts of the rest."""
 
     rows: list[TrainingPair] = field(default_factory=list)
     passed: int = 0
@@ -82,7 +82,7 @@ class _Kept:
 
 
 def sampled_condition(events: Sequence[ItemEvent]) -> str:
-    """Return whose answers are kept: the tuned model's, where it was asked."""
+    """Return the condition whose answers are kept: tuned, if it was evaluated."""
     conditions = {event["condition"] for event in events}
     return str(Condition.TUNED if Condition.TUNED in conditions else Condition.BASE)
 
@@ -95,15 +95,15 @@ def keep_rows(
     provenance: Mapping[str, Any],
     codes: Callable[[Sequence[ItemEvent]], Sequence[str]] | None = None,
 ) -> tuple[list[TrainingPair], SamplingCounts]:
-    """Return the answers that pass as rows, and the counts of all of them.
+    """Return passing answers as rows, and the counts of all answers.
 
     Args:
-        suite: what was asked.
+        suite: the evaluated suite.
         events: the answers; those of `sampled_condition` count.
-        most: rows of one prompt, at most.
-        provenance: of every row; the item and the number of the sample are added.
-        codes: returns the code of answers, in the form in which it is compared; None takes the
-            code as it stands, which in Python is compared by its syntax tree.
+        most: maximum rows per prompt.
+        provenance: provenance of every row; the item and the sample number are added.
+        codes: returns the code of answers in canonical form, for comparison; None uses the code
+            unchanged, and Python code is then compared by its syntax tree.
     """
     condition = sampled_condition(events)
     mine: dict[str, list[ItemEvent]] = {item.id: [] for item in suite.items}
@@ -146,7 +146,7 @@ def _keep_of(
     rows = 0
     for event in passed:
         row = _row(item, event, suite, {**provenance, "item": item.id, "sample": event["sample"]})
-        if not event["finished"]:  # trained on, it would teach not to end
+        if not event["finished"]:  # it would teach the model not to stop
             kept.dropped["unfinished"] += 1
         elif row is None:
             kept.dropped["unusable"] += 1
@@ -171,7 +171,7 @@ def _code(event: ItemEvent) -> str:
 def _row(
     item: Item, event: ItemEvent, suite: str, provenance: Mapping[str, Any]
 ) -> TrainingPair | None:
-    """Return an answer under the conversation that it answers; None where that makes no row."""
+    """Return an answer with its conversation as a row; None if it makes no row."""
     turns = [*item.messages, {"role": "assistant", "content": event["completion"]}]
     try:
         pair = parse_row({"messages": turns}, item.id)
@@ -189,11 +189,11 @@ _MOST_TOLD = 5
 
 
 def refuse_evaluations(config: RunConfig) -> None:
-    """Refuse to make training rows of tasks that models are scored by.
+    """Refuse to make training rows from tasks that score models.
 
     Raises:
-        RequestError: the file is there already.
-        GateError: a cycle of the ledger is scored by the suite, or its tasks are a benchmark's.
+        RequestError: the file already exists.
+        GateError: a cycle of the ledger uses the suite, or its tasks belong to a benchmark.
         SetupError: answers are in Rust, and rustfmt is not installed.
         MensError: the suite or the ledger cannot be read.
     """
@@ -209,7 +209,7 @@ def refuse_evaluations(config: RunConfig) -> None:
         )
     suite = frozen_suite(config.suite, calls_functions=True)
     if isinstance(suite, RustProgramSuite):
-        find_rustfmt(suite.toolchain)  # equal answers are told by it
+        find_rustfmt(suite.toolchain)  # it detects equal answers
     if config.ledger is not None:
         _refuse_registered(graded_digest(suite), Path(config.ledger).expanduser())
     found = sorted(_of_benchmarks(suite))
@@ -236,7 +236,7 @@ def _refuse_registered(digest: str, ledger: Path) -> None:
 
 
 def _of_benchmarks(suite: Suite) -> Iterator[str]:
-    """Yield the items that are, by half or more, in a benchmark known here."""
+    """Yield the items of which at least half is contained in a known benchmark."""
     index = _benchmark_index()
     for item in suite.items:
         overlaps = index.overlaps([item.prompt, item.reference])
@@ -264,15 +264,15 @@ def keep_passing(
     """Write the rows, and their counts into the manifest and the event log.
 
     Args:
-        suite: what was asked.
+        suite: the evaluated suite.
         events: the answers.
-        scorecard: what they sum up to.
-        config: the command's own.
+        scorecard: their scorecard.
+        config: the command's configuration.
         run: the open run.
-        runner: what executed answers.
+        runner: the sandbox that executed answers.
 
     Raises:
-        SetupError: answers are to be executed, and none was.
+        SetupError: answers need execution, but none was executed.
     """
     settings = config.eval
     assert settings.keep_passing is not None, "the caller has asked"
@@ -305,7 +305,7 @@ def keep_passing(
 def _rust_codes(
     suite: RustProgramSuite, runner: Runner | None
 ) -> Callable[[Sequence[ItemEvent]], list[str]]:
-    """Return what brings Rust answers into canonical form: programs laid out by rustfmt."""
+    """Return a function that brings Rust answers into canonical form with rustfmt."""
     assert runner is not None, "without one nothing passes"
     formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
 
@@ -316,7 +316,7 @@ def _rust_codes(
             assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
             for task, text in zip(tasks, texts, strict=True)
         ]
-        # A continuation has the prompt's documentation, which a whole function may leave out.
+        # A continuation includes the prompt's documentation, which a complete function may omit.
         bare = list(map(without_comments, programs))
         return [one.text for one in formatter.formatted(bare)]
 
@@ -326,7 +326,7 @@ def _rust_codes(
 def _provenance(
     events: Sequence[ItemEvent], scorecard: Scorecard, config: RunConfig, run: Run
 ) -> dict[str, Any]:
-    """Return what a row says of the model and of the drawing; nothing that another run changes."""
+    """Return a row's provenance (model and sampling); nothing that varies between runs."""
     inputs, made, settings = run.manifest.inputs, scorecard.generation, config.eval
     served = inputs.get("served") or {}
     assert isinstance(config.suite, AnsweredSuite), "validation has asked for tasks of one's own"

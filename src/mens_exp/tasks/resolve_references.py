@@ -1,7 +1,7 @@
-"""Resolve what a command names, before its run begins.
+"""Resolve the references of a command before its run begins.
 
-``latest`` becomes the run it means now, a branch of the hub the commit, a relative path the
-absolute one. For task=inspect, find out what kind of output a path names.
+``latest`` becomes a specific run, a hub branch a commit, and a relative path an absolute one. For
+task=inspect, the module determines the kind of output that a path names.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
 
 
 def pin_inputs(cell: Cell) -> list[MensError]:
-    """Settle what a cell names, and list what keeps its task from being done."""
+    """Resolve a cell's references, and list problems that prevent its task."""
     return [*_pinned(cell), *_suite_problems(cell.config)]
 
 
 def _suite_problems(config: RunConfig) -> list[MensError]:
-    """List what is wrong with a suite's own file, where the task reads one."""
+    """List problems of the suite's file, if the task reads one."""
     if "suite" not in TASK_READS[config.task.name] or config.suite.name not in _WITH_FILES:
         return []
     from mens_exp.evals.catalogue import file_problems
@@ -51,12 +51,12 @@ def _suite_problems(config: RunConfig) -> list[MensError]:
 
 
 def _pinned(cell: Cell) -> list[MensError]:
-    """Settle model, rows and paths."""
+    """Resolve model, rows and paths."""
     config = cell.config
     if "path" not in TASK_READS[config.task.name]:
         return _pin_without_path(cell)
     if config.path is None and config.task.name != "merge":
-        return []  # told by the rules
+        return []  # reported by the rules
     try:
         return _pin_path(cell)
     except Problems as several:
@@ -105,9 +105,9 @@ def _put_path(cell: Cell, path: str) -> None:
 
 
 def _pin_model(cell: Cell) -> None:
-    """Replace a branch of the hub by the commit it means now, and a relative path by a whole one.
+    """Replace a hub branch by its current commit, and a relative path by an absolute one.
 
-    What cannot be settled stays as it is; preflight says why.
+    References that cannot be resolved stay unchanged; preflight reports why.
     """
     model = cell.config.model
     if not isinstance(model, HfModel):
@@ -122,11 +122,11 @@ def _pin_model(cell: Cell) -> None:
 
 
 def pin_rows(cell: Cell) -> None:
-    """Replace a branch of a dataset by the commit it means now; what cannot be stays as it is."""
+    """Replace a dataset branch by its current commit; leave it unchanged if that fails."""
     data = cell.config.data
     if not isinstance(data, HubData | MixData):
         return
-    from mens_exp.corpus import hub_rows  # 30 ms, which other plans do without
+    from mens_exp.corpus import hub_rows  # costs 30 ms, unneeded by other plans
 
     try:
         if isinstance(data, HubData):
@@ -142,13 +142,13 @@ def pin_rows(cell: Cell) -> None:
 
 
 def _pin_corpus(cell: Cell) -> list[MensError]:
-    """Replace paths by whole ones and a branch by the commit it means now, and check the places."""
+    """Make paths absolute, replace a branch by its current commit, and check the paths."""
     from mens_exp.corpus.steps.pipeline import place_problems
     from mens_exp.tasks.corpus import settled_places
 
     config = cell.config
     if problems_of(config):
-        return []  # told by the rules
+        return []  # reported by the rules
     settled = settled_places(config.corpus)
     cell.config.corpus = settled
     stored = cell.composed.values.corpus
@@ -158,7 +158,7 @@ def _pin_corpus(cell: Cell) -> list[MensError]:
 
 
 def _pin_subject(cell: Cell) -> list[MensError]:
-    """Replace ``latest`` by the run it means now, before a run of our own becomes the latest."""
+    """Resolve ``latest`` to a run, before our own run becomes the latest."""
     from mens_exp.export.subject import base_problems, config_of, sending_problems, subject_of
 
     config = cell.config
@@ -170,13 +170,13 @@ def _pin_subject(cell: Cell) -> list[MensError]:
         return _pin_evaluated(cell)
     subject = subject_of(config.path)
     if config.task.name == "chat":
-        config_of(subject)  # they build what it names
+        config_of(subject)  # they build the classes that it names
     _put_path(cell, str(subject.path))
     return sending_problems(config, subject)
 
 
 def _pin_evaluated(cell: Cell) -> list[MensError]:
-    """Replace what `path` names by what it means now, and refuse what cannot be scored."""
+    """Resolve `path`, and refuse subjects that cannot be scored."""
     from mens_exp.tasks.evaluate import evaluation_problems, subject_named
 
     config = cell.config
@@ -186,12 +186,12 @@ def _pin_evaluated(cell: Cell) -> list[MensError]:
     if subject.run is None:
         _pin_model(cell)
         pin_rows(cell)
-    # The check puts the adapter's layers into a configuration: into one of its own.
+    # The check adds the adapter's layers to a configuration, so it gets a copy.
     return evaluation_problems(copy.deepcopy(config), subject)
 
 
 def _merges(config: RunConfig) -> bool:
-    """Tell whether the task merges an adapter: to keep the model, or on the way to an export."""
+    """Return whether the task merges an adapter, either as output or for an export."""
     if config.task.name != "export":
         return config.task.name == "merge"
     for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
@@ -199,7 +199,7 @@ def _merges(config: RunConfig) -> bool:
 
 
 def _pin_study(cell: Cell) -> list[MensError]:
-    """Replace what `path` names by the runs and sweeps that it means now."""
+    """Resolve `path` to runs and sweeps."""
     from mens_exp.tasks.study_runs import named_paths
 
     assert cell.config.path is not None, "the caller has asked"
@@ -208,7 +208,7 @@ def _pin_study(cell: Cell) -> list[MensError]:
 
 
 def _pin_evidence(cell: Cell) -> list[MensError]:
-    """Replace what `path` names by the files of the comparisons."""
+    """Resolve `path` to the files of the comparisons."""
     from mens_exp.tasks.promotion_evidence import comparison_files
 
     assert cell.config.path is not None, "the caller has asked"
@@ -217,7 +217,7 @@ def _pin_evidence(cell: Cell) -> list[MensError]:
 
 
 def _pin_inspected(cell: Cell) -> list[MensError]:
-    """Replace what `path` names by what it means now, and refuse what cannot be done with that."""
+    """Resolve `path`, and refuse unsupported requests for the object."""
     assert cell.config.path is not None, "the caller has asked"
     found = inspected(cell.config.path)
     _put_path(cell, str(found.path))
@@ -225,7 +225,7 @@ def _pin_inspected(cell: Cell) -> list[MensError]:
 
 
 def _pin_merge(cell: Cell) -> list[MensError]:
-    """Replace what `path` names by the adapter directory that it means now."""
+    """Resolve `path` to an adapter directory."""
     from mens_exp.export.subject import adapter_place, merge_problems
 
     problems = merge_problems(cell.config)
@@ -238,7 +238,7 @@ def _pin_merge(cell: Cell) -> list[MensError]:
 
 
 def _told_by_the_run(cell: Cell) -> list[MensError]:
-    """Refuse what a certificate takes from the run whose adapter it is, not from the command."""
+    """Refuse settings that the certificate takes from the adapter's run, not from the command."""
     keys = {text.lstrip("+~").partition("=")[0] for text in cell.composed.overrides}
     return [
         NoEffectError(
@@ -253,7 +253,7 @@ def _told_by_the_run(cell: Cell) -> list[MensError]:
 
 
 def _pin_adapter(cell: Cell) -> list[MensError]:
-    """Replace what ``path`` names by the adapter's directory, and check its conversion."""
+    """Resolve ``path`` to the adapter's directory, and check its conversion."""
     from mens_exp.export.subject import conversion_problems, place_of
 
     config = cell.config
@@ -266,13 +266,13 @@ def _pin_adapter(cell: Cell) -> list[MensError]:
 
 
 def _pin_start(cell: Cell) -> list[MensError]:
-    """Replace what ``lora.init_from`` names by the adapter directory that it means now."""
+    """Resolve ``lora.init_from`` to an adapter directory."""
     if cell.config.lora.init_from is None:
         return []
     try:
         cell.config.lora.init_from = str(starting_adapter.find(cell.config.lora.init_from))
     except MensError:
-        return []  # preflight says so, beside everything else
+        return []  # preflight reports it with everything else
     cell.composed.values.lora.init_from = cell.config.lora.init_from
     return []
 
@@ -281,16 +281,16 @@ _WRITERS = ("merge", "export")
 
 
 def inspected(text: str) -> Inspected:
-    """Tell what ``path`` names.
+    """Identify the object that ``path`` names.
 
     Args:
-        text: ``latest``, a run, an adapter directory of any form, a checkpoint, what a merge or
-            an export wrote, the run that wrote it, an evaluation, a comparison, a decision, or
-            a ledger of decisions.
+        text: ``latest``, a run, an adapter directory of any form, a checkpoint, the output of a
+            merge or an export, the run that wrote it, an evaluation, a comparison, a decision, or a
+            ledger of decisions.
 
     Raises:
-        RequestError: nothing is there, or nothing that can be inspected.
-        DataError: a record there is damaged.
+        RequestError: the path does not exist or cannot be inspected.
+        DataError: a record is damaged.
     """
     path = resolve(text, task="train").path if text == "latest" else Path(text).expanduser()
     if path.is_file():
@@ -321,7 +321,7 @@ def inspected(text: str) -> Inspected:
 
 
 def inspection_problems(config: RunConfig, found: Inspected) -> list[MensError]:
-    """List what of the command has nothing to work on."""
+    """List requested actions that do not apply to the object."""
     listed: list[MensError] = []
     if config.replay and found.kind is not ArtifactKind.RUN:
         listed.append(
@@ -334,7 +334,7 @@ def inspection_problems(config: RunConfig, found: Inspected) -> list[MensError]:
             )
         )
     if config.replay and found.run is not None:
-        config_of(found.run)  # what it names is built
+        config_of(found.run)  # its classes are built
     return listed
 
 
@@ -393,7 +393,7 @@ def _run(run: RunDir) -> Inspected:
 
 
 def _kind_of_record(manifest: Manifest) -> ArtifactKind | None:
-    """Return what a run left that trained and wrote no weights, None where it left nothing."""
+    """Return the artifact kind of a run that did not write weights; None if it left nothing."""
     if manifest.task == "evaluate":
         return ArtifactKind.SCORECARD
     if manifest.task == "compare":
@@ -402,14 +402,14 @@ def _kind_of_record(manifest: Manifest) -> ArtifactKind | None:
 
 
 def scored_run(manifest: Manifest) -> RunDir | None:
-    """Return the training run that an evaluation scored, None where that is not at hand."""
+    """Return the training run that an evaluation scored; None if not available."""
     place = manifest.inputs.get(MERGED) or manifest.inputs.get("subject")
     run = None if place in {None, "base"} else RunDir(Path(str(place)))
     return run if run is not None and run.manifest.is_file() else None
 
 
 def _written(run: RunDir, manifest: Manifest) -> Path:
-    """Return what a merge or an export wrote."""
+    """Return the output of a merge or an export."""
     out = manifest.results.get("out") or manifest.results.get("adapter")
     places = [run.path / str(out), Path(str(out)).expanduser()] if out is not None else []
     found = next((place for place in places if place.exists()), None)

@@ -1,7 +1,7 @@
 """Run one task: open its record, do the work, and close the record with the outcome.
 
-The manifest's life runs from `started` to its close. The first Ctrl-C or SIGTERM cancels a run in
-order; a second one ends the process at once.
+The manifest is updated from `started` to its close. The first Ctrl-C or SIGTERM cancels a run
+gracefully; a second one ends the process immediately.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Cancelled(BaseException):
-    """The user or the system asked the run to stop; not an error, so nothing may catch it."""
+    """A stop request by the user or the system; not an Exception, so no handler catches it."""
 
 
 @contextmanager
@@ -51,11 +51,11 @@ def cancellable(is_closing: Callable[[], bool]) -> Iterator[None]:
     """Turn the first signal inside the block into :class:`Cancelled`.
 
     Args:
-        is_closing: whether the run has its status already; the first signal then changes
-            nothing, so that a closing record is never torn.
+        is_closing: whether the run already has its final status; the first signal is then ignored,
+            so that a closing record is never left incomplete.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread alone
+        yield  # Python handles signals only in the main thread
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -73,16 +73,16 @@ def cancellable(is_closing: Callable[[], bool]) -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """Let the next signal end the process."""
+    """Make the next signal end the process."""
     if threading.current_thread() is threading.main_thread():
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL)
 
 
-# Tasks that mean a fine-tune; the others read one that has been.
+# Tasks that describe a fine-tune; the others read a finished one.
 TRAINING = frozenset({"train", "plan"})
 _VALIDATED_FIRST = ("base_val_loss", "initial_val_loss")  # before the first step
-# The part of provenance that may change a result.
+# Provenance fields that may affect results.
 _CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
 
@@ -97,7 +97,7 @@ class Run:
         self.is_closing = False
         self._after_close: list[Callable[[Manifest], None]] = []
         self._began = time.monotonic()
-        self._earlier_s = manifest.results.get("wall_s") or 0.0  # of attempts that were closed
+        self._earlier_s = manifest.results.get("wall_s") or 0.0  # of earlier, closed attempts
 
     def save(self) -> None:
         """Write the manifest."""
@@ -108,7 +108,7 @@ class Run:
         self._after_close.append(fn)
 
     def unknown(self, field: str, reason: str) -> None:
-        """Say why a dotted field of the manifest is null."""
+        """Record why a dotted field of the manifest is null."""
         self.manifest.unknown[field] = reason
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
@@ -134,7 +134,7 @@ class Run:
             self._isolated("sink", lambda fn=fn: fn(manifest))  # type: ignore[misc]
 
     def _without_infinities(self) -> None:
-        """Make results that are not finite null with a reason; JSON has no other way."""
+        """Replace non-finite results by null with a reason, because JSON cannot represent them."""
         for name, value in self.manifest.results.items():
             if isinstance(value, float) and not math.isfinite(value):
                 self.manifest.results[name] = None
@@ -146,10 +146,10 @@ class Run:
         write_report(self.dir)
 
     def _isolated(self, what: str, action: Callable[[], None]) -> None:
-        """Do what must not undo a closed run; a failure becomes a note."""
+        """Run an action that must not affect a closed run; a failure becomes a note."""
         try:
             action()
-        except Exception as error:  # noqa: BLE001  # the run is over, its record must stand
+        except Exception as error:  # noqa: BLE001  # the run is over; keep its record
             self.manifest.notes.append(f"{what} failed: {type(error).__name__}: {error}")
             self.save()
 
@@ -165,9 +165,9 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
-    """Hash every finished file of the run; checkpoints and sinks' own files are not outputs.
+    """Hash every finished file of the run, except checkpoints and the sinks' files.
 
-    Nor are rows that were put aside: they stay where they are when the run goes elsewhere.
+    Quarantined rows are not outputs either: they stay behind when the run is moved.
     """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [
@@ -181,24 +181,24 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}
-    # A dot begins the name of what a dead writer left half-written.
+    # A leading dot marks an incomplete file of a writer that died.
     whole = {name for name in paths if not any(part.startswith(".") for part in name.parts)}
     return {name.as_posix(): sha256_file(paths[name]) for name in sorted(whole)}
 
 
 @contextmanager
 def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
-    """Open a new run in a directory, and close it whatever happens inside the block.
+    """Open a new run in a directory, and always close it at the end of the block.
 
     Raises:
-        RequestError: a run is there already.
+        RequestError: the directory already holds a run.
     """
     run_dir = RunDir(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir.lock):
         if run_dir.manifest.exists():
             raise run_is_there(directory)
-        atomic.remove_stale(directory)  # of a run that was killed before it had a manifest
+        atomic.remove_stale(directory)  # from a run killed before it had a manifest
         atomic.write_text(run_dir.config, to_yaml(cell.composed.values))
         run = Run(run_dir, _manifest(directory.name, cell))
         run.save()
@@ -208,7 +208,7 @@ def open_run(directory: Path, cell: Cell) -> Iterator[Run]:
 
 
 def complete(directory: RunDir) -> bool:
-    """Write the pages that a run lacks although it succeeded; tell whether it lacked any.
+    """Write missing pages of a successful run; return whether any were missing.
 
     Raises:
         RequestError: a process is still working on it.
@@ -227,11 +227,11 @@ def complete(directory: RunDir) -> bool:
 
 
 def run_is_there(directory: Path) -> RequestError:
-    """Say that a directory holds a run already."""
+    """Return the error for a directory that already holds a run."""
     other = "choose another hydra.run.dir"
     try:
         is_training = Manifest.read(RunDir(directory).manifest).task == "train"
-    except RequestError:  # damaged: only another directory is sure to do
+    except RequestError:  # damaged: only another directory is safe
         is_training = False
     remedy = f"continue it with resume={directory}, or {other}" if is_training else other
     return RequestError("a run is there already", where=str(directory), remedy=remedy)
@@ -239,9 +239,9 @@ def run_is_there(directory: Path) -> RequestError:
 
 @contextmanager
 def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) -> Iterator[Run]:
-    """Put a stopped run's record back to an optimizer step and open it again from there.
+    """Reset a stopped run's record to an optimizer step and reopen it from there.
 
-    A run that had succeeded, and whose going on is refused before a step is taken, stays as it was.
+    A successful run stays unchanged if its continuation is refused before a step is taken.
 
     Raises:
         RequestError: a process is still working on it.
@@ -261,7 +261,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         notes = [*notes, *_condition_notes(manifest, here)]
         manifest.provenance = here
         manifest.config_digest = config_digest(cell.composed.values)
-        # What is null at the end of this attempt says so again.
+        # Fields that are null after this attempt are recorded again.
         manifest.contract, manifest.unknown = _contract(cell.config)
         manifest.notes += notes
         atomic.write_text(directory.config, to_yaml(cell.composed.values))
@@ -273,7 +273,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
                 yield run
         finally:
             if ended is None or not ended.is_back:
-                directory.bundle.unlink(missing_ok=True)  # the run is not what was packed
+                directory.bundle.unlink(missing_ok=True)  # the packed bundle is outdated
 
 
 def _manifest(run_id: str, cell: Cell) -> Manifest:
@@ -297,7 +297,7 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
 
 
 def _contract(config: RunConfig) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Return what a run means, where it trains or plans to, and why parts of that are null."""
+    """Return the contract of a run that trains or plans to, and reasons for null fields."""
     if config.task.name not in TRAINING:
         return None, {}
     contract = contract_of(config)
@@ -337,23 +337,23 @@ def _started(manifest: Manifest, values: Any) -> dict[str, Any]:
 
 
 class _Ended:
-    """The records of a run that has succeeded, as they are before it goes on."""
+    """The records of a successful run before it is continued."""
 
     def __init__(self, directory: RunDir, step: int) -> None:
-        """Read them; ``step`` is the one that the run goes on from."""
+        """Read the records; ``step`` is the step from which the run continues."""
         self.directory, self.step, self.is_back = directory, step, False
         paths = (directory.manifest, directory.config, directory.telemetry, directory.plan)
         self.content = {path: path.read_bytes() for path in paths if path.is_file()}
 
     def is_unchanged(self) -> bool:
-        """Tell whether no optimizer step has been taken since."""
+        """Return whether no optimizer step has been taken since."""
         events = read_events(self.directory.telemetry)
         return not any(
             event["event"] == "step" and event["payload"]["step"] > self.step for event in events
         )
 
     def put_back(self) -> None:
-        """Write them again."""
+        """Restore the records."""
         for path, content in self.content.items():
             atomic.write_bytes(path, content)
         self.is_back = True
@@ -382,7 +382,7 @@ CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 
 def run_task(directory: Path, cell: Cell) -> int:
-    """Run one task in its directory and say how it ended."""
+    """Run one task in its directory and return its exit code."""
 
     def work() -> None:
         with open_run(directory, cell) as run:
@@ -396,7 +396,7 @@ def run_task(directory: Path, cell: Cell) -> int:
     return ended(work, directory, f"the same command{done}")
 
 
-# Tasks that stand in the module of another; every other has a module of its own name.
+# Tasks implemented in the module of another task; all others have a module of their name.
 _MODULES = {"push": "export", "serve": "export"}
 
 
@@ -409,9 +409,9 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
     """Do the work, and show its result or its error.
 
     Args:
-        work: what is to be done.
-        directory: of the run.
-        goes_on: what goes on with it once it was cancelled; `resume=` where nothing is said.
+        work: the work to do.
+        directory: the run directory.
+        goes_on: the command that continues a cancelled run; `resume=` by default.
 
     Returns:
         The exit code.
@@ -431,7 +431,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
     except (Cancelled, KeyboardInterrupt):
         print(f"Cancelled. Go on with: {again}", file=sys.stderr)  # noqa: T201
         return CANCELLED
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # the outermost place
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost handler
         refused = machine_fault(error, again)
         if refused is not None:
             complain([refused])
@@ -445,7 +445,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
 
 
 def _show(directory: Path) -> None:
-    """Print what came of a run."""
+    """Print the result of a run."""
     from rich.console import Console
 
     from mens_exp.artifacts.run_dir import RunDir
@@ -463,7 +463,7 @@ def _show(directory: Path) -> None:
 
 
 def complain(problems: Sequence[MensError]) -> None:
-    """Print problems to standard error, each in lines of its own."""
+    """Print problems to standard error, each on separate lines."""
     from rich.console import Console
 
     from mens_exp.report import terminal

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """All that scoring needs, opened once.
+    """Everything that scoring needs, opened once.
 
     Attributes:
-        suite: what is asked.
+        suite: the suite.
         runner: executes answers; None executes none.
-        self_test: what came of the suite's own.
-        engine: the graph, which answers.
-        plan: how often items are asked.
+        self_test: result of the suite's self-test.
+        engine: the engine, backed by our model.
+        plan: the number of samples per item.
     """
 
     suite: Suite
@@ -61,12 +61,12 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """A suite's results besides the events of its items.
+    """Results that a suite reports besides the events of its items.
 
     Attributes:
-        plan: how often items were asked, where `eval` does not say.
-        conditions: what is known of models that the suite brought.
-        figures: condition -> what it makes of all items, beside our KPIs.
+        plan: the number of samples per item, if `eval` does not set it.
+        conditions: metadata of models that the suite provides.
+        figures: condition -> the suite's aggregate figures, in addition to our KPIs.
     """
 
     plan: Plan | None = None
@@ -81,7 +81,7 @@ def prepare(
     heldout: Sequence[TrainingPair],
     tokenizer: Tokenizer,
 ) -> Prepared | str:
-    """Make the suite, open the sandbox and let the suite test itself; or say why nothing scores.
+    """Build the suite, open the sandbox and run the self-test; or record why nothing is scored.
 
     Args:
         config: the command's own.
@@ -117,7 +117,7 @@ def score(
     conditions: Sequence[Condition] = (Condition.BASE, Condition.TUNED),
     prepared: Prepared | None = None,
 ) -> None:
-    """Write scorecard.json and events.jsonl, or say in the manifest why there is none.
+    """Write scorecard.json and events.jsonl, or record in the manifest why there is none.
 
     Args:
         config: the command's own.
@@ -126,7 +126,7 @@ def score(
         heldout: rows that were held out, for a suite made of them.
         tokenizer: with the chat template of training.
         conditions: the models to score.
-        prepared: what has been opened for the run already.
+        prepared: resources already opened for the run.
     """
     found = prepared or prepare(config, run, backend, heldout, tokenizer)
     if isinstance(found, str):
@@ -150,7 +150,7 @@ def score(
 
 
 def _asked_by_harness(config: LmEvalSuite, found: Prepared, condition: str) -> Answered:
-    """Have lm-evaluation-harness ask the graph."""
+    """Evaluate our model with lm-evaluation-harness."""
     from mens_exp.evals.harness_model import GraphModel
     from mens_exp.evals.harness_suite import Harness
 
@@ -190,7 +190,7 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
 def score_by(
     config: RunConfig, run: Run, suite: Suite, engines: Mapping[Condition, Engine]
 ) -> None:
-    """Score the models behind engines that are no graph of ours.
+    """Score models behind external engines.
 
     Args:
         config: the command's own.
@@ -210,7 +210,7 @@ def score_by(
 
 
 def generation_of(suite: SuiteConfig, settings: EvalConfig) -> Generation:
-    """Return how answers are made."""
+    """Return the generation settings of answers."""
     assert isinstance(suite, HeldoutSyntaxSuite | AnsweredSuite), f"{suite.name} asks by itself"
     return Generation(
         max_new_tokens=suite.max_new_tokens,
@@ -221,20 +221,20 @@ def generation_of(suite: SuiteConfig, settings: EvalConfig) -> Generation:
 
 
 def plan_of(settings: EvalConfig) -> Plan:
-    """Return how often each item is asked."""
+    """Return the number of samples per item."""
     return Plan(samples=settings.samples, max_retries=settings.max_retries, seed=settings.seed)
 
 
 def suite_of(
     whole: RunConfig, heldout: Sequence[TrainingPair], tokenizer: Tokenizer, max_positions: int
 ) -> Suite | str:
-    """Return the suite, or why there is none.
+    """Return the suite, or the reason why there is none.
 
     Args:
         whole: the command's own configuration.
         heldout: rows that were held out, for a suite made of them.
         tokenizer: with the chat template of training.
-        max_positions: tokens that the model takes.
+        max_positions: maximum number of tokens of the model.
     """
     config = whole.suite
     if config.name == "none":
@@ -250,7 +250,7 @@ def suite_of(
 
 
 def runner_of(config: RunConfig, run: Run) -> Runner | None:
-    """Open the sandbox, or note in the manifest why nothing is executed."""
+    """Open the sandbox, or record in the manifest why nothing is executed."""
     from mens_exp.sandbox.opening import limits_of, open_sandbox
 
     try:
@@ -266,7 +266,7 @@ def runner_of(config: RunConfig, run: Run) -> Runner | None:
 
 
 def tested(suite: Suite, runner: Runner | None, run: Run) -> SelfTest | str | None:
-    """Let a suite test itself; return why it may not score, where it may not."""
+    """Run a suite's self-test; return its result, or the reason why the suite must not score."""
     result = suite.self_test(runner)
     if result is None or result.problem is None:
         return result
@@ -284,7 +284,7 @@ def keep(
     *,
     told: Told | None = None,
 ) -> None:
-    """Write the events and what they sum up to.
+    """Write the events and the resulting scorecard.
 
     Args:
         suite: what was answered.
@@ -328,7 +328,7 @@ def keep(
 
 
 def _tools(suite: Suite) -> dict[str, Any]:
-    """Return the versions of the tools that judge, of a suite that has such."""
+    """Return the versions of a suite's grading tools, if it has any."""
     return {"tools": suite.tools} if isinstance(suite, RustProgramSuite) else {}
 
 
@@ -344,7 +344,7 @@ def prepared_early(
     heldout: Sequence[TrainingPair],
     tokenizer: Tokenizer,
 ) -> Prepared | None:
-    """Prepare what scores in training and after it; None where nothing is scored before its end.
+    """Prepare scoring during training; None if nothing is scored before the end.
 
     Args:
         config: the whole configuration.
@@ -354,7 +354,8 @@ def prepared_early(
         tokenizer: with the chat template of training.
 
     Raises:
-        RequestError: the suite cannot score, or not what the best adapter is chosen by.
+        RequestError: the suite cannot score, or cannot score the metric that selects the best
+            adapter.
     """
     node = scorecard_of(config)
     if node is None or node.every_n_steps is None:
@@ -383,7 +384,7 @@ def prepared_early(
 
 
 def first_items(prepared: Prepared, manifest: Manifest) -> Callable[[int], Measured]:
-    """Return what scores the tuned model on so many of the suite's first items.
+    """Return a function that scores the tuned model on a number of first items of the suite.
 
     Args:
         prepared: suite, engine and sandbox.

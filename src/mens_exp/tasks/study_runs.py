@@ -1,6 +1,6 @@
-"""Find and read the runs of a study: by run, sweep, scorecard, glob or list.
+"""Find and read the runs of a study, by run, sweep, scorecard, glob or list.
 
-A sweep is read for review: its record, its runs, and its arms compared.
+A sweep can also be read for review: its record, its runs, and a comparison of its arms.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.telemetry import DocumentLoss
     from mens_exp.evals.suite import Suite
 
-_SWEEP = "multirun.yaml"  # Hydra's own launcher leaves it in a sweep's directory
+_SWEEP = "multirun.yaml"  # written by Hydra's own launcher
 _LISTED = 4  # runs by their names
 _ROUNDING = 1e-5  # of a loss that was summed in f32; measured: 5e-8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """The runs found at the paths: those that count, and why others do not.
+    """The runs found at the paths: the usable ones, and reasons for excluding others.
 
-    `unverifiable` says which files have no recorded hash, and what could not be computed or read
-    again.
+    `unverifiable` lists files without a recorded hash, and data that could not be recomputed or
+    read again.
     """
 
     runs: list[Scored]
@@ -65,14 +65,14 @@ class Read:
 
 
 def named_paths(text: str) -> list[str]:
-    """Return the places that ``path`` names: commas apart, each expanded.
+    """Return the paths in the comma-separated ``path``, each expanded.
 
     Args:
         text: runs, directories of runs, scorecard files, globs, or ``latest``: the sweep of the
             run that was trained last, or that run alone.
 
     Raises:
-        RequestError: nothing is at one of them.
+        RequestError: one of them matches nothing.
     """
     found: list[str] = []
     for part in (one.strip() for one in text.split(",")):
@@ -95,13 +95,13 @@ def named_paths(text: str) -> list[str]:
 def read_study(paths: Sequence[str]) -> Read:
     """Read every run at the given places, each once.
 
-    An evaluation stands for the scorecard of the run that it scored, in the place of that run's
-    own; runs that have not ended well, and those that train nothing, are left out by name.
+    The scorecard of an evaluation replaces that of the run that it scored. Runs that did not
+    succeed, and runs that do not train, are excluded by name.
 
     Raises:
-        DataError: a record is damaged, a file is not what its run wrote, or a scorecard's figures,
-            lines and answers contradict each other.
-        RequestError: a place holds no run, or an evaluation's run is not at hand.
+        DataError: a record is damaged, a file differs from what its run wrote, or a scorecard's
+            figures, lines and answers contradict each other.
+        RequestError: a path holds no run, or an evaluation's run is not available.
     """
     found: dict[Path, RunDir | None] = {}
     left_out: dict[str, str] = {}
@@ -135,14 +135,14 @@ def read_study(paths: Sequence[str]) -> Read:
 
 
 def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, str | None]]:
-    """Yield each file that a comparison reads and that is not what its run wrote.
+    """Yield each file read by a comparison that differs from what its run wrote.
 
     Args:
         run: the training run.
-        scorer: the evaluation that stands for its scorecard; None is the run itself.
+        scorer: the evaluation that provides the scorecard; None means the run itself.
 
     Yields:
-        The file and the hash that its run recorded, None where it recorded none.
+        The file and the hash that its run recorded, or None if it recorded none.
     """
     measured = run if scorer is None else scorer
     for owner, files in (
@@ -157,7 +157,7 @@ def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, s
 
 
 def _refuse_edited(counted: Iterable[tuple[RunDir, RunDir | None]]) -> list[str]:
-    """Refuse files that were edited, and return those that nobody can tell of."""
+    """Refuse edited files, and return those that cannot be verified."""
     problems, unverifiable = [], []
     for run, scorer in counted:
         for file, recorded in not_as_written(run, scorer):
@@ -174,7 +174,7 @@ def _refuse_edited(counted: Iterable[tuple[RunDir, RunDir | None]]) -> list[str]
 
 
 def _grouped(found: Iterable[tuple[RunRecord, Sequence[str]]]) -> list[str]:
-    """Say each reason once, with the runs that it is of."""
+    """List each reason once, with its runs."""
     runs: dict[str, list[str]] = {}
     for record, reasons in found:
         for reason in reasons:
@@ -197,7 +197,7 @@ def _edited(file: Path, found: str, recorded: str) -> DataError:
 
 
 def _is_of_another(evaluation: Manifest, subject: RunDir) -> bool:
-    """Tell whether the run that lies there is another one than was scored."""
+    """Return whether the run at that path differs from the scored one."""
     adapter = evaluation.inputs.get("adapter_sha256")
     if adapter is None or not subject.manifest.is_file():
         return False
@@ -205,12 +205,12 @@ def _is_of_another(evaluation: Manifest, subject: RunDir) -> bool:
 
 
 def _scored(manifest: Manifest) -> str:
-    """Return the run that an evaluation scored, be it by the weights that it was merged into."""
+    """Return the run that an evaluation scored, directly or through its merged weights."""
     return str(manifest.inputs.get(MERGED) or manifest.inputs.get("subject"))
 
 
 def _form(scorer: RunDir | None) -> dict[str, str]:
-    """Say where merged weights answered: beside an adapter they are another model."""
+    """Label merged weights, because they are a different model from an adapter."""
     is_merged = scorer is not None and MERGED in Manifest.read(scorer.manifest).inputs
     return {"scored_model": "merged"} if is_merged else {}
 
@@ -235,7 +235,7 @@ def _runs_at(path: Path) -> Iterable[RunDir]:
 def job_order(path: Path) -> tuple[str, int, str]:
     """Order the jobs of a sweep by their number, not by its digits."""
     number, _, rest = path.name.partition("_")
-    return str(path.parent), int(number) if number.isdigit() and len(number) < 8 else 0, rest  # noqa: PLR2004  # a date is no job's number
+    return str(path.parent), int(number) if number.isdigit() and len(number) < 8 else 0, rest  # noqa: PLR2004  # a date is not a job number
 
 
 def _is_record(path: Path) -> bool:
@@ -336,7 +336,7 @@ def _record(
 
 
 def _settings(run: RunDir) -> dict[str, Any]:
-    """Return a run's configuration by dotted path, as it is stored; an empty mapping is a value."""
+    """Return a run's stored configuration by dotted path; an empty mapping is a value."""
     stored = parse_yaml(read_bytes(run.config), str(run.config))
     if not isinstance(stored, dict):
         raise DataError("no mapping", where=str(run.config), found=type(stored).__name__)
@@ -382,10 +382,10 @@ def _unusable(path: object, what: str) -> RequestError:
 
 
 class _SuitesAtHand:
-    """Suites that runs answered, read again from where the runs had them, each once."""
+    """Suites of runs, read again from their original locations, each once."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start with an empty cache."""
         self._read: dict[str, Suite | str] = {}
 
     def of(
@@ -395,13 +395,13 @@ class _SuitesAtHand:
         scorecard: Scorecard,
         lines: Sequence[dict[str, Any]],
     ) -> Suite | str:
-        """Return the suite that a scorecard is of, or why it is not at hand.
+        """Return the suite of a scorecard, or the reason why it is not available.
 
         Args:
-            run: that has the scorecard.
-            settings: of it, by dotted path.
-            scorecard: of it.
-            lines: of its events.jsonl.
+            run: the run with the scorecard.
+            settings: the run's settings by dotted path.
+            scorecard: its scorecard.
+            lines: the lines of its events.jsonl.
         """
         if not graded_as_today(scorecard):
             return "graded by another version"
@@ -434,14 +434,14 @@ def _suite_of(run: RunDir) -> Suite | str:
         return str(error)
 
 
-_MOST_ITEMS = 30  # of each run; more would make a page of megabytes
+_MOST_ITEMS = 30  # per run; more would make the page megabytes large
 
 
 def read_sweep(directory: SweepDir) -> SweepReview:
-    """Read a sweep, however far it got.
+    """Read a sweep, complete or not.
 
     Raises:
-        DataError: its own record is missing or damaged; a run's only costs that run its values.
+        DataError: its own record is missing or damaged; a damaged run record affects only that run.
     """
     record = SweepRecord.read(directory.record)
     cells = cells_of(directory, record)
@@ -472,7 +472,7 @@ def write_sweep_page(directory: SweepDir) -> None:
 
 
 def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | None, str]:
-    """Compare the runs that ended well, by what a comparison is by default."""
+    """Compare the successful runs with the default settings of a comparison."""
     found = [directory.path / job["directory"] for job in record.jobs]
     paths = [str(path.absolute()) for path in found if (path / "manifest.json").is_file()]
     try:

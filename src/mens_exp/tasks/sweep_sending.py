@@ -1,6 +1,7 @@
-"""Send a sweep to W&B as one run: ``python -m mens_exp.tasks.sweep_sending <order>``.
+"""Separate process that sends a sweep to W&B: ``python -m mens_exp.tasks.sweep_sending <order>``.
 
-Its cells as a table, its drawings, its verdicts and its predictions; a process of its own.
+The sweep becomes one W&B run with a table of its cells, its plots, its verdicts and its
+predictions.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _DIGEST = "records_digest"
 
 
 def main(arguments: list[str]) -> int:
-    """Send one sweep; the order's record says what came of it.
+    """Send one sweep; the outcome is written to the order's record.
 
     Returns:
-        0, or 3 where it has not arrived.
+        0, or 3 if it did not arrive.
     """
     order = Order.read(arguments[0])
     return carry_out(order, lambda staging: _send(order, staging))
@@ -66,7 +67,7 @@ def _send(order: Order, staging: Path) -> str:
     }
     with opened(order, settings, config, staging) as sink:
         known = sink.summary.get(_DIGEST)  # type: ignore[no-untyped-call]
-        if known != digest:  # all of it came in one row, or none
+        if known != digest:  # all of it is sent in one row, or nothing
             sink.log({**_shown(review), _DIGEST: digest}, step=sink.starting_step)
         sink.summary.update(_summary(review))
         for kind, path in order.uses:
@@ -80,7 +81,7 @@ def _send(order: Order, staging: Path) -> str:
 
 
 def _shown(review: SweepReview) -> dict[str, Any]:
-    """Return tables and drawings, by name."""
+    """Return tables and plots by name."""
     import wandb
 
     drawn = {name: wandb.Html(text, inject=False) for name, text in fragments(review).items()}
@@ -150,7 +151,7 @@ def _summary(review: SweepReview) -> dict[str, Any]:
 
 
 def _artifact(name: str, directory: SweepDir, review: SweepReview, staging: Path) -> wandb.Artifact:
-    """Return the sweep's record, and what its arms came to where they were compared."""
+    """Return an artifact of the sweep's record and, if its arms were compared, the results."""
     import wandb
 
     artifact = wandb.Artifact(name, type="comparison")

@@ -1,6 +1,6 @@
-"""task=sync: send to W&B the runs and sweeps it does not have yet, in order of dependence.
+"""task=sync: send missing runs and sweeps to W&B, in dependency order.
 
-A run or sweep follows whatever it was made from.
+A run or sweep is sent after its inputs.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _KNOWN = "known"
 
 
 def sync(config: RunConfig, run: Run) -> None:
-    """Send every run and sweep that the path names, and stop at the first that does not arrive.
+    """Send every run and sweep that the path names, and stop at the first failure.
 
     Raises:
-        SetupError: there is no account, or the service did not take a run; all that were sent stay
-            sent, and the same command goes on with the rest.
-        RequestError: nothing at the path has anything to send.
+        SetupError: there is no account, or the service did not accept a run; completed uploads are
+            kept, and the same command continues with the rest.
+        RequestError: there is nothing to send at the path.
     """
     assert config.path is not None, "validation has asked for it"
     console = Console()
@@ -86,10 +86,10 @@ def sync(config: RunConfig, run: Run) -> None:
 
 
 def _send(parcel: Parcel, timeout_s: float) -> str | None:
-    """Send one, unless the service has it.
+    """Send one parcel, unless the service has it already.
 
     Returns:
-        Why it has not arrived; None where it has, and ``known`` where it had before.
+        The reason for a failure; None if it arrived, and ``known`` if it had arrived before.
     """
     order = parcel.order
     at_work = lock_holder(Path(order.lock))
@@ -102,7 +102,7 @@ def _send(parcel: Parcel, timeout_s: float) -> str | None:
         sender = Sender(order, Path(log.name))
         try:
             return sender.ended(timeout_s)
-        except BaseException:  # Ctrl-C: what was sent so far is not sent again
+        except BaseException:  # Ctrl-C: finished uploads are not repeated
             sender.kill()
             raise
 
@@ -124,7 +124,7 @@ def _not_taken(parcel: Parcel, server: str, why: str, left: int) -> MensError:
 
 
 _OF_A_RUN, _OF_A_SWEEP = "mens_exp.training.wandb_sending", "mens_exp.tasks.sweep_sending"
-# What there is to review of, and what comes before what.
+# Tasks with results to review, ranked by dependency.
 _RANKS = {"train": 0, "merge": 1, "export": 1, "evaluate": 2, "attribute": 2, "compare": 3}
 _MERGES = frozenset({"merge", "export"})
 _ADAPTER = "adapter/adapter.safetensors"
@@ -132,12 +132,12 @@ _ADAPTER = "adapter/adapter.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """One thing to send.
+    """One run or sweep to send.
 
     Attributes:
-        what: it is, in a word.
-        order: for its sender.
-        digest: returns that of what there is to send now.
+        what: its kind, in a word.
+        order: the order for its sender.
+        digest: returns the digest of its current content.
     """
 
     what: str
@@ -147,18 +147,18 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The items to be sent, in order, and the runs that are not, each with the reason."""
+    """The items to send, in order, and the skipped runs with reasons."""
 
     parcels: list[Parcel]
     left_out: dict[str, str]
 
 
 def parcels(paths: Sequence[str], settings: SyncConfig, server: str) -> Found:
-    """Find what the paths name, each once: runs, and every sweep as a whole after its runs.
+    """Find the runs and sweeps that the paths name, each once; a sweep follows its runs.
 
     Args:
         paths: runs, sweeps, directories of them, or files in them.
-        settings: where to, and how long each may take.
+        settings: destination, and time limit per item.
         server: the service's address.
 
     Raises:
@@ -186,7 +186,7 @@ def parcels(paths: Sequence[str], settings: SyncConfig, server: str) -> Found:
 
 
 def sweep_digest(directory: SweepDir) -> str:
-    """Return the digest of a sweep as it stands: of its record, and of its runs' manifests."""
+    """Return the current digest of a sweep's record and its runs' manifests."""
     record = SweepRecord.read(directory.record)
     manifests = [RunDir(directory.path / job["directory"]).manifest for job in record.jobs]
     hashes = [sha256_file(path) if path.is_file() else None for path in manifests]
@@ -194,7 +194,7 @@ def sweep_digest(directory: SweepDir) -> str:
 
 
 def _sweeps_at(place: Path) -> Iterable[Path]:
-    # A sweep lies where it was asked for, or anywhere below; a run's directory holds none.
+    # Sweeps are at the given path or anywhere below it; run directories contain none.
     own = SweepDir(place).record
     return [own] if own.is_file() else sorted(place.rglob(own.name))
 
@@ -243,7 +243,7 @@ def _of_sweep(directory: SweepDir, settings: SyncConfig, server: str) -> Parcel:
 def _destination(
     logger: Mapping[str, Any], settings: SyncConfig, server: str, agent: AgentRun | None = None
 ) -> Destination:
-    """Return where a run belongs: where the command says, where its mirror or its agent was."""
+    """Return a run's destination: from the command, its mirror, or its agent."""
     entity, project = (None, None) if agent is None else (agent.entity, agent.project)
     return Destination(
         server,
@@ -253,7 +253,7 @@ def _destination(
 
 
 def _logger_of(run: RunDir) -> dict[str, Any]:
-    """Return the settings of a run's mirror; none where it had no mirror."""
+    """Return the settings of a run's mirror; empty if it had no mirror."""
     if not run.config.is_file():
         return {}
     stored = parse_yaml(read_bytes(run.config), str(run.config)) or {}
@@ -264,7 +264,7 @@ def _logger_of(run: RunDir) -> dict[str, Any]:
 def _uses(
     run: RunDir, manifest: Manifest, read: Mapping[Path, Manifest]
 ) -> Iterable[tuple[str, str]]:
-    """Yield what a run was made from: kind of artifact, and the run that made it."""
+    """Yield the inputs of a run: artifact kind, and the run that made it."""
     if run.comparison.is_file():
         for one in Comparison.read(run.comparison).runs:
             yield "scorecard", one["scored_by"] or one["path"]
@@ -278,7 +278,7 @@ def _uses(
 
 
 def _maker(subject: object, read: Mapping[Path, Manifest]) -> Path | None:
-    """Return the run whose directory a path is, or lies in."""
+    """Return the run whose directory contains or equals a path."""
     if not isinstance(subject, str):
         return None
     path = Path(subject).resolve()

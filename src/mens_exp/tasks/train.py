@@ -1,6 +1,7 @@
-"""Fine-tune an adapter, score base and tuned, and leave the evidence: task=train.
+"""task=train: fine-tune an adapter, score base and tuned model, and record the evidence.
 
-The recipe comes first, then resume=<run>, which continues a stopped run in its own directory.
+The first part is the recipe; the second is resume=<run>, which continues a stopped run in its
+directory.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     Args:
         config: the whole configuration.
         run: the open run.
-        checkpoint: training state to go on from.
+        checkpoint: training state to resume from.
 
     Raises:
-        MensError: something of the request cannot be done; the run closes as failed.
+        MensError: a part of the request cannot be fulfilled; the run is closed as failed.
     """
     console = Console(stderr=True)
     cache = writable_cache()
@@ -78,14 +79,14 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
 
 
 def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank) -> Backend:
-    """Return the trained graph with a base that is whole in this process."""
+    """Return the trained model with a complete base in this process."""
     from mens_exp.training.build import build_backend, lightning_quiet
     from mens_exp.training.distributed import is_sharded
 
     module = trained.module
     if config.suite.name != "none" and is_sharded(config, rank):
         _, tensors = module.backend.adapter(config)
-        del module.backend  # the parts, before there is a whole
+        del module.backend  # free the shards before loading the complete base
         with lightning_quiet():
             module.backend = build_backend(config, inputs.base)
         module.backend.load_adapter(tensors)
@@ -93,7 +94,7 @@ def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank
 
 
 def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, Any]) -> None:
-    """Write the figures of the run, measured beside predicted."""
+    """Write the figures of the run, with measured next to predicted values."""
     from mens_exp.artifacts import host
 
     results, trainer, module = run.manifest.results, trained.trainer, trained.module
@@ -126,7 +127,7 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
 
 
 def _higher(earlier: int | None, now: int | None) -> int | None:
-    """Return the higher of two peaks, of which either may be unknown."""
+    """Return the higher of two peaks, either of which may be unknown."""
     return max((peak for peak in (earlier, now) if peak is not None), default=None)
 
 
@@ -134,7 +135,7 @@ _CONDITIONS = ("base", "tuned")
 
 
 def note_bits_per_byte(objective: ObjectiveConfig, run: Run, data: RowsDataModule) -> None:
-    """Write base and tuned validation loss in bits a byte, or null with the reason."""
+    """Write base and tuned validation loss in bits per byte, or null with the reason."""
     total, reason = data.validated_bytes
     if not isinstance(objective, CrossEntropyConfig):
         total, reason = None, "the objective is not ours, so its loss may be no likelihood"
@@ -152,7 +153,7 @@ def note_bits_per_byte(objective: ObjectiveConfig, run: Run, data: RowsDataModul
 
 
 _MAX_STEPS = "trainer.max_steps"
-_PROCESSES = ("trainer.devices", "trainer.num_nodes")  # any number goes on where others stopped
+_PROCESSES = ("trainer.devices", "trainer.num_nodes")  # may change on resume
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,13 +168,13 @@ class Resumption:
 
 
 def completed(path: str) -> RunDir | None:
-    """Write the pages of a run that succeeded and was killed before all of them were written.
+    """Write the missing pages of a run that succeeded but was killed before writing them all.
 
     Args:
         path: the run directory, or ``latest``.
 
     Returns:
-        The run; None where there is nothing of that kind to do.
+        The run; None if there is nothing to write.
 
     Raises:
         RequestError: there is no such run, or a process is still working on it.
@@ -183,15 +184,15 @@ def completed(path: str) -> RunDir | None:
 
 
 def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
-    """Check that a run can go on.
+    """Check that a run can be resumed.
 
     Args:
         path: the run directory, or ``latest``.
-        overrides: what else the command sets, by key.
+        overrides: other overrides of the command, by key.
 
     Raises:
-        RequestError: there is no such run, it is no training, it has ended, or something other
-            than a longer ``trainer.max_steps`` or the number of processes is to be changed.
+        RequestError: there is no such run, it is not a training run, it has ended, or an override
+            changes something other than a larger ``trainer.max_steps`` or the number of processes.
     """
     directory = _found(path)
     manifest = Manifest.read(directory.manifest)
@@ -219,7 +220,7 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
     Problems.raise_if([*problems_of(config), *preflight(config)])
     checkpoint, of_states = last_intact_checkpoint(directory)
     if checkpoint is not None and not checkpoint_digests(checkpoint):
-        read_state(checkpoint)  # nothing else has looked into it
+        read_state(checkpoint)  # nothing else has checked it
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
     if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
         raise RequestError(
@@ -301,7 +302,7 @@ def _count(key: str, text: str) -> int:
 
 
 def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
-    """Say what changes: the number of processes, and what a longer run does to the schedule."""
+    """List changes: number of processes, and the effect of a longer run on the schedule."""
     many, now = before.trainer.world_size, after.trainer.world_size
     changed = [] if many == now else [f"{now} instead of {many} processes go on"]
     return changed + _of_schedule(before, after, step)
@@ -325,7 +326,7 @@ def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
 
 
 def resume_training(resumption: Resumption) -> None:
-    """Train on from the checkpoint."""
+    """Continue training from the checkpoint."""
     with reopen_run(
         resumption.directory, resumption.cell, step=resumption.step, notes=resumption.notes
     ) as run:

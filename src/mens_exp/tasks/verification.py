@@ -1,4 +1,4 @@
-"""verify=true: recompute every hash and figure of the chain of evidence from the files at hand."""
+"""verify=true: recompute every hash and figure of the evidence chain from the available files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _ABSENT = "no such file"
 _NO_ENTRY = "no such entry"
 _RUN = RunDir(Path())
-_OUTPUTS = {  # of a run, by the file or folder that they are in; the rest is the run's own record
+_OUTPUTS = {  # by file or folder of a run; all others belong to the run's record
     _RUN.adapter.name: Link.ADAPTER,
     **dict.fromkeys((_RUN.scorecard.name, _RUN.events.name), Link.SCORECARD),
     **dict.fromkeys(
@@ -61,12 +61,12 @@ _OUTPUTS = {  # of a run, by the file or folder that they are in; the rest is th
 def verification(
     config: RunConfig, found: Inspected, certificate: Certificate | None
 ) -> list[Check]:
-    """Compute again whatever the records of something state, back to the bases it rests on.
+    """Recompute everything that the records of an object state, back to its base models.
 
     Args:
-        config: of the command.
-        found: what is inspected.
-        certificate: of something written; None where there is none.
+        config: the command's configuration.
+        found: the inspected object.
+        certificate: the certificate of an output; None if there is none.
 
     Raises:
         DataError: a record cannot be read at all.
@@ -87,17 +87,17 @@ def verification(
 
 
 class _Chain:
-    """A walk from something back to its bases; every run, file and base is checked once."""
+    """A walk from an object back to its bases; every run, file and base is checked once."""
 
     def __init__(self) -> None:
         self._inputs = InputChecks()
         self._seen: set[Path] = set()
 
     def decisions(self, path: Path) -> Iterator[Check]:
-        """Check a ledger and make its decisions again, or the one that a run added.
+        """Check a ledger and replay its decisions, or only the one that a run added.
 
         Args:
-            path: of a ledger, or of a run of task=promote.
+            path: path of a ledger or a task=promote run.
         """
         ledger, wanted = path, None
         if path.is_dir():
@@ -132,7 +132,7 @@ class _Chain:
                     yield from self.comparison(file)
 
     def comparison(self, file: Path) -> Iterator[Check]:
-        """Check a comparison, compute it again from its runs, and check those."""
+        """Check a comparison, recompute it from its runs, and check those."""
         run = RunDir(file.parent)
         if self._is_known(file):
             return
@@ -157,7 +157,7 @@ class _Chain:
                     yield from self.run(place)
 
     def evaluation(self, run: RunDir) -> Iterator[Check]:
-        """Check a scorecard, sum it again from its answers, and check what was scored."""
+        """Check a scorecard, recompute it from its answers, and check the scored model."""
         if self._is_known(run.path):
             return
         manifest = Manifest.read(run.manifest)
@@ -190,13 +190,14 @@ class _Chain:
         config: RunConfig | None = None,
         found: Inspected | None = None,
     ) -> Iterator[Check]:
-        """Check something written against its certificate, and that against its sources.
+        """Check an output against its certificate, and the certificate against its sources.
 
         Args:
-            path: of it.
-            certificate: of it.
-            config: of the command that measures its figures again; None measures none.
-            found: the same, where it is what was inspected.
+            path: path of the output.
+            certificate: its certificate.
+            config: configuration of the command that measures its figures again; None measures
+                none.
+            found: the output as inspected object, if it is the inspected one.
         """
         if self._is_known(path):
             return
@@ -210,7 +211,7 @@ class _Chain:
             yield from linked(Link.MERGED, of, figures)
 
     def _sources(self, path: Path, certificate: Certificate) -> Iterator[Check]:
-        """Hash what a certificate says it was made of, and check the run that trained it."""
+        """Hash the sources that a certificate records, and check the training run."""
         sources, of = certificate.sources, path.resolve().name
         name, recorded = "sources.adapter_sha256", sources.get("adapter_sha256")
         run = trained_by(recorded, path)
@@ -233,7 +234,7 @@ class _Chain:
         yield from self.run(run)
 
     def _record(self, run: RunDir, manifest: Manifest) -> Iterator[Check]:
-        """Check the files that any run wrote, and what its records say of each other."""
+        """Check the files of a run, and the consistency of its records."""
         of, differs = str(run.path), False
         for name, recorded in manifest.outputs.items():
             check = compared(f"outputs.{name}", recorded, _hash(run.path / name))
@@ -254,12 +255,12 @@ class _Chain:
 
 
 def _link_of(output: str) -> Link:
-    """Return the link of the chain that a run's file is of, by its relative path."""
+    """Return the evidence link of a run's file, by its relative path."""
     return _OUTPUTS.get(PurePosixPath(output).parts[0], Link.RUN)
 
 
 def _summed_again(run: RunDir) -> Check:
-    """Sum a scorecard again from its lines and answers, as task=compare does."""
+    """Recompute a scorecard from its lines and answers, as task=compare does."""
     whole = "as its lines and answers sum to"
     try:
         read_study([str(run.path)])
@@ -290,19 +291,19 @@ def _decided_again(entries: list[LedgerEntry], number: int) -> Iterator[Check]:
 def _files(
     path: Path, certificate: Certificate, writer: RunDir | None, whole: dict[str, str]
 ) -> Iterator[Check]:
-    """Hash the files of something written, and the records of the run that wrote it."""
+    """Hash the files of an output, and the records of the run that wrote it."""
     for name in sorted(certificate.files.keys() | whole.keys()):
         recorded = certificate.files.get(name, "not in the certificate")
         yield compared(f"files.{name or path.name}", recorded, whole.get(name, _ABSENT))
     if writer is not None:
         manifest = Manifest.read(writer.manifest)
-        for name in (writer.config.name, writer.parity.name):  # what the rest leans on
+        for name in (writer.config.name, writer.parity.name):  # the others depend on these
             what = f"{manifest.task} {manifest.run_id}: {name}"
             yield compared(what, manifest.outputs.get(name), _hash(writer.path / name))
 
 
 def _states(run: RunDir) -> Iterator[Check]:
-    """Compare every training state with the digest that it was written with."""
+    """Compare every checkpoint with the digest recorded when it was written."""
     for path in run.states():
         name, expected, found = (
             f"checkpoints/{path.name}",
@@ -320,7 +321,7 @@ def _hash(path: Path) -> str:
 
 
 def _bundle(run: RunDir) -> Iterator[Check]:
-    """Hold an unpacked bundle, manifest included, against its list."""
+    """Compare an unpacked bundle, including its manifest, with its list."""
     try:
         verify_bundle(run)
     except Problems as several:
@@ -331,7 +332,7 @@ def _bundle(run: RunDir) -> Iterator[Check]:
 
 
 def _identity(run: RunDir, manifest: Manifest) -> Iterator[Check]:
-    """Hold the manifest against the configuration that it is of, and against itself."""
+    """Compare the manifest with its configuration, and check its internal consistency."""
     config = config_of(run)
     yield compared("config_digest", manifest.config_digest, config_digest(from_yaml(run.config)))
     yield compared("seed", manifest.seed, config.seed)
@@ -345,7 +346,7 @@ def _identity(run: RunDir, manifest: Manifest) -> Iterator[Check]:
 
 
 def _told(run: RunDir, manifest: Manifest) -> Iterator[Check]:
-    """Hold the manifest against what telemetry said as it happened."""
+    """Compare the manifest with the telemetry."""
     events = read_events(run.telemetry)
     latest: dict[str, dict[str, Any]] = {}
     facts: dict[str, Any] = {}
@@ -371,12 +372,12 @@ def _told(run: RunDir, manifest: Manifest) -> Iterator[Check]:
 
 
 def _of_adapter(run: RunDir, manifest: Manifest) -> Iterator[Check]:
-    """Hold the adapter against the manifest, and against the state that it was written from."""
+    """Compare the adapter with the manifest and with the checkpoint that it was written from."""
     if not run.adapter.is_dir():
         return
     try:
         header, tensors = read_adapter(run.adapter)
-    except MensError as error:  # its hash differs too, and says so
+    except MensError as error:  # its hash check reports the same
         yield compared("adapter", "a whole adapter of schema v3", str(error))
         return
     ours = header.mens_exp or {}
