@@ -1,6 +1,6 @@
 """The command line: check everything, then let Hydra run one task, or one for each cell.
 
-Exit codes: 0 done, 2 the request, 3 the environment, 4 a gate said no, 1 a bug, 130 cancelled.
+Exit codes: 0 done, 1 bug, 2 invalid request, 3 environment, 4 gate refused, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 def entry_point() -> None:
     """Run the command of ``sys.argv`` and exit with its code."""
-    # oneDNN reads it when torch is loaded. Its default keeps 1,024 kernels, one for each shape met,
-    # and the process grows for hundreds of steps; 128 hold what a step uses (experiments/LOG.md).
+    # oneDNN reads it when torch is imported. The default caches 1,024 kernels, one per shape, and
+    # the process grows for hundreds of steps; 128 are enough for a step (experiments/LOG.md).
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     sys.stdout, sys.stderr = _Outliving.of(sys.stdout), _Outliving.of(sys.stderr)
     sys.exit(main(sys.argv[1:]))
 
 
 class _Outliving(io.TextIOWrapper):
-    """Output that outlives its reader: ``… | head`` ends no run."""
+    """Output that survives a closed pipe, so that ``… | head`` does not end a run."""
 
     @classmethod
     def of(cls, stream: Any) -> Any:
-        """Take over a stream of the process; one that is no file of its own stays as it is."""
+        """Wrap a stream of the process; a stream without its own file stays unchanged."""
         if not isinstance(stream, io.TextIOWrapper):
             return stream
         told = {"encoding": stream.encoding, "errors": stream.errors}
@@ -43,7 +43,7 @@ class _Outliving(io.TextIOWrapper):
         return cls(stream.detach(), **told, line_buffering=lines)  # type: ignore[arg-type]
 
     def write(self, text: str, /) -> int:
-        """Write, or drop what nobody reads any more."""
+        """Write, or drop the text if the reader is gone."""
         try:
             return super().write(text)
         except BrokenPipeError:
@@ -51,7 +51,7 @@ class _Outliving(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop what nobody reads any more."""
+        """Flush, or drop the text if the reader is gone."""
         try:
             super().flush()
         except BrokenPipeError:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command.
 
     Args:
-        arguments: what follows ``python -m mens_exp``.
+        arguments: the arguments after ``python -m mens_exp``.
 
     Returns:
         The exit code.
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     rank, alone = of_torchrun(), _of_one_process(arguments)
     if rank is not None and not rank.is_first:
         if alone is not None:
-            return 0  # what is to be said of it, the first process says
+            return 0  # the first process reports it
         from mens_exp.tasks.coordinator import follow_from_elsewhere
 
         return follow_from_elsewhere(rank)
@@ -111,10 +111,10 @@ def _of_one_process(arguments: Sequence[str]) -> str | None:
 
 
 def _refuse_under_torchrun(argument: str) -> None:
-    """Refuse what only one process does; Hydra's flags that answer and end do no harm.
+    """Refuse single-process commands under torchrun; Hydra's informational flags are allowed.
 
     Raises:
-        MensError: it would leave the other processes without work.
+        MensError: the other processes would have no work.
     """
     from mens_exp.errors import RequestError
     from mens_exp.planning.checks.machine import started_for_one
@@ -138,7 +138,7 @@ def _dispatch(arguments: list[str]) -> int:
     if "--version" in arguments:
         from mens_exp import __version__
 
-        print(f"mens_exp {__version__}")  # noqa: T201  # what was asked for
+        print(f"mens_exp {__version__}")  # noqa: T201  # the requested output
         return 0
     arguments = spelled_out(arguments)
     parser = get_args_parser()
@@ -165,7 +165,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(cell: Cell) -> int:
-    """Run one task in the directory that Hydra makes for it."""
+    """Run one task in the directory that Hydra creates for it."""
     from mens_exp.config.compose import run_composed
     from mens_exp.tasks.run import run_task
 
@@ -173,7 +173,7 @@ def _run(cell: Cell) -> int:
 
 
 def _sweep(overrides: Sequence[str]) -> int:
-    """Launch a sweep, or go on with one."""
+    """Launch or resume a sweep."""
     if _given(overrides, "sweep.resume"):
         from mens_exp.sweeps.resume import resume_sweep
 
@@ -190,20 +190,20 @@ def _sweep(overrides: Sequence[str]) -> int:
 
 
 def _given(overrides: Sequence[str], key: str) -> bool:
-    """Tell whether a key has a value, that of its last override."""
+    """Return whether the last override of a key sets a value."""
     values = [text.lstrip("+") for text in overrides if text.lstrip("+").startswith(f"{key}=")]
     return bool(values) and values[-1] != f"{key}=null"
 
 
 def _in_process(overrides: Sequence[str]) -> bool:
-    """Tell whether Hydra's own launcher is to run the cells, all in this process."""
+    """Return whether Hydra's own launcher runs all cells in this process."""
     from mens_exp.config.override_values import IN_PROCESS, launcher_of
 
     return launcher_of(overrides, multirun=True) == IN_PROCESS
 
 
 def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
-    """Refuse flags that nobody knows, and Hydra's own that would bypass what is checked here.
+    """Refuse unknown flags, and Hydra flags that would bypass the checks.
 
     Raises:
         MensError: there are such flags.
@@ -229,7 +229,7 @@ def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
 def _checked_cells(
     overrides: Sequence[str], *, multirun: bool, with_files: bool = True
 ) -> list[Cell]:
-    """Compose every cell, and raise all problems of the command together."""
+    """Compose every cell, and raise all problems of the command at once."""
     from mens_exp.config.overrides import check
     from mens_exp.errors import Problems
     from mens_exp.planning.checks import machine
@@ -248,7 +248,7 @@ def _checked_cells(
 
 
 def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
-    """Refuse a directory that holds a run, before Hydra writes its own files into it."""
+    """Refuse a directory that holds a run, before Hydra writes files into it."""
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.tasks.run import run_is_there
 
@@ -259,7 +259,7 @@ def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
 
 
 def _hydra(arguments: list[str], cells: list[Cell]) -> int:
-    """Hand the command to Hydra, which makes the run directory and calls back for each cell."""
+    """Pass the command to Hydra, which creates the run directory and calls back for each cell."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -289,7 +289,7 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
             application()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
-    except ValueError as error:  # how Hydra refuses flags that do not go together
+    except ValueError as error:  # raised by Hydra for incompatible flags
         raise ConfigError("the flags do not go together", found=str(error)) from error
     finally:
         sys.argv = before
@@ -298,7 +298,7 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
 
 @contextmanager
 def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
-    """Copy all config groups for a sweep, where Hydra reads them again for each job."""
+    """Copy all config groups for a sweep, because Hydra reads them again for each job."""
     if not is_sweep:
         yield groups
         return
@@ -323,9 +323,9 @@ def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     done = None if pairs else completed(asked)
     if done is not None:
         note = f"The run had ended; its missing pages have been written: {done.report}"
-        print(note, file=sys.stderr)  # noqa: T201  # there is nothing else to do
+        print(note, file=sys.stderr)  # noqa: T201  # nothing else is left to do
         return 0
     resumption = prepare_resumption(asked, pairs)
     for note in resumption.notes:
-        print(note, file=sys.stderr)  # noqa: T201  # said before the plan table
+        print(note, file=sys.stderr)  # noqa: T201  # printed before the plan table
     return ended(lambda: resume_training(resumption), resumption.directory.path)

@@ -1,1 +1,1 @@
-"""Sweeps: many runs of one command, each in a process of its own."""
+"""Sweeps: many runs of one command, each in a separate process."""

@@ -1,9 +1,9 @@
-"""Executors of a sweep: Slurm or local processes, by the option of hydra/launcher.
+"""Executors of a sweep: Slurm or local processes, selected by hydra/launcher.
 
-Each refuses what keeps it from working here before anything is started. Slurm alone knows whether a
-job is at work: on another machine, and whether or not the launcher lives. A job that reached its
-time limit puts itself back into the queue (`slurm_task`), one that is preempted is put back by
-Slurm; both go on from the last checkpoint.
+Each executor checks its requirements before anything is started. Only Slurm knows whether a job is
+running, because jobs run on other machines and may outlive the launcher. A job that reaches its
+time limit requeues itself (`slurm_task`), and Slurm requeues preempted jobs; both resume from the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _MEANS = {
     "PREEMPTED": "another job took its node",
     "RECONFIG_FAIL": "its node could not be set up",
 }
-# One that a search ended is, where the launcher died before it could tell Slurm.
+# Such a job was pruned by a search, but the launcher died before it could notify Slurm.
 _MAY_BE_AT_WORK = frozenset({JobState.RUNNING, JobState.WAITING, JobState.PRUNED})
-_LOOKS = 3  # at which a job has to be missing before it counts as gone
+_LOOKS = 3  # polls at which a job must be missing before it counts as gone
 _MAY_PASS = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "RECONFIG_FAIL"})
 
 
@@ -65,12 +65,12 @@ class SlurmWork:
     """One task of an array."""
 
     def __init__(self, executor: SlurmExecutor, job: SweepJob, queue_id: str) -> None:
-        """Take a job by its number in the queue."""
+        """Track a job by its queue id."""
         self._executor, self._job, self.queue_id = executor, job, queue_id
         self.waits: str | None = f"submitted to Slurm as {queue_id}"
 
     def ended(self) -> Ended | None:
-        """Tell how it ended; None while it runs or waits."""
+        """Return how the job ended; None while it runs or waits."""
         log = self._executor.log(self._job)
         self._job["attempts"][:] = log.attempts()
         if self._executor.silence is not None:
@@ -89,14 +89,14 @@ class SlurmWork:
         return self._ended(seen)
 
     def end(self) -> None:
-        """Let it close its record and end; what Slurm ends so is not put back."""
+        """Cancel the job so that it closes its record; Slurm does not requeue it."""
         self._executor.end(self.queue_id)
 
     def _ended(self, seen: Seen | None) -> Ended:
         mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
-        if seen is None and mine:  # it ended so long ago that Slurm has forgotten it
+        if seen is None and mine:  # it ended long ago and Slurm has purged it
             return Ended(exit_code=mine[-1]["exit_code"])
-        if seen is None:  # measured on 22.05: one that is cancelled in the queue is not kept
+        if seen is None:  # measured on 22.05: jobs cancelled in the queue are purged
             reason = f"CANCELLED: {self.queue_id} left Slurm's queue before it began"
             return Ended(exit_code=None, stop=Stop(state=JobState.CANCELLED, reason=reason))
         late = sum(one.get("why") == TIMEOUT for one in mine)
@@ -130,12 +130,12 @@ class SlurmExecutor:
         self.silence: str | None = None  # why jobs can no longer be followed
         self._directory, self._record = directory, record
         self._batch = directory.batch.resolve()
-        self._unwanted: set[str] = set()  # jobs to be ended, of which Slurm could not be told
-        self._gone: Counter[str] = Counter()  # looks at which Slurm did not list a job
-        self._is_unsure = False  # whether Slurm took the last submission
+        self._unwanted: set[str] = set()  # jobs to cancel, of which Slurm could not be notified
+        self._gone: Counter[str] = Counter()  # polls at which Slurm did not list a job
+        self._is_unsure = False  # whether Slurm may have accepted the last submission
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Submit all jobs as one array; while Slurm does not answer, they wait."""
+        """Submit all jobs as one array; if Slurm does not answer, they wait."""
         if self._is_unsure and not self.has_answered:
             return []
         there = [(job, work) for job in jobs if self._is_unsure and (work := self._queued(job))]
@@ -171,7 +171,7 @@ class SlurmExecutor:
         return [(job, SlurmWork(self, job, f"{array}_{job['number']}")) for job in jobs]
 
     def adopt(self, job: SweepJob) -> Work | None:
-        """Take up a job that an earlier launcher left in Slurm's queue or at work."""
+        """Adopt a job of an earlier launcher that is queued or running in Slurm."""
         if not self.has_answered:
             try:
                 self.seen, self.has_answered = queue_of(self._batch), True
@@ -181,37 +181,38 @@ class SlurmExecutor:
         return self._queued(job) if job["state"] in _MAY_BE_AT_WORK else None
 
     def _queued(self, job: SweepJob) -> SlurmWork | None:
-        """Return a job's work, where Slurm has it in its queue or at work."""
+        """Return a job's work, if it is queued or running in Slurm."""
         mine = [one for one in self.seen.values() if one.number == job["number"]]
         ids = [one.queue_id for one in mine if not one.is_over]
         return SlurmWork(self, job, ids[-1]) if ids else None
 
     def poll(self) -> None:
-        """Ask Slurm how all jobs are; where it does not answer, they stay as they were."""
+        """Query the states of all jobs; if Slurm does not answer, they stay unchanged."""
         try:
             found, self.has_answered = queue_of(self._batch), True
-        except OSError:  # a controller that restarts; the next answer tells of all that happened
+        except OSError:  # a restarting controller; the next answer covers all changes
             self.has_answered = False
             return
         gone = {name for name, last in self.seen.items() if not last.is_over} - found.keys()
         self._gone = Counter({name: self._gone[name] + 1 for name in gone})
-        # Measured on 22.05: a controller that was killed does not list all jobs at once.
+        # Measured on 22.05: a controller that was killed does not list all jobs at once after
+        # restart.
         kept = {name: self.seen[name] for name in gone if self._gone[name] < _LOOKS}
         self.seen = found | kept
         for queue_id in sorted(self._unwanted):
             self.end(queue_id)
 
     def end(self, queue_id: str) -> None:
-        """Let Slurm end one job; where it does not answer, it is told again when it does."""
+        """Cancel one job; if Slurm does not answer, repeat the request when it does."""
         self._unwanted.discard(queue_id)
         try:
             call(["scancel", queue_id])
-        except OSError as error:  # else it has ended by itself
+        except OSError as error:  # otherwise it has ended by itself
             if is_silence(str(error)):
                 self._unwanted.add(queue_id)
 
     def cancel(self, works: Sequence[Work], number: int) -> None:
-        """Let Slurm end the jobs: it tells them, and kills what has not closed its record."""
+        """Cancel the jobs: Slurm signals them, and kills those that do not close in time."""
         del number
         ids = [work.queue_id for work in works if isinstance(work, SlurmWork)]
         if not ids:
@@ -229,19 +230,19 @@ class SlurmExecutor:
         """Return the last line of a script's own output."""
         try:
             text = (self._batch / f"slurm_{queue_id}.out").read_text("utf-8", "replace")
-        except OSError:  # it did not come to that
+        except OSError:  # there is no output
             return None
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else None
 
 
 class LocalWork:
-    """A job's process, of this launcher or of an earlier one."""
+    """A job's local process, started by this launcher or an earlier one."""
 
     waits: str | None = None
 
     def __init__(self, job: SweepJob, run: RunDir, process: Process) -> None:
-        """Take a job whose last attempt is that process."""
+        """Track a job whose last attempt is ``process``."""
         self.is_over = False
         self._job, self._run, self._process = job, run, process
 
@@ -262,16 +263,16 @@ class LocalWork:
         return ended
 
     def end(self) -> None:
-        """Let it close its record and end."""
+        """Cancel the job so that it closes its record."""
         self.pass_on(signal.SIGTERM)
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the process and to what it has started."""
+        """Send a signal to the process and its children."""
         self._process.pass_on(number)
 
 
 class LocalExecutor:
-    """`hydra/launcher=local`: a slot for each of the jobs that run at a time."""
+    """`hydra/launcher=local`: one slot per concurrent job."""
 
     look_s = 0.1  # a job takes seconds at least
 
@@ -311,7 +312,7 @@ class LocalExecutor:
         return self._slots[slot]
 
     def adopt(self, job: SweepJob) -> Work | None:
-        """Take up a process of an earlier launcher, over `n_jobs` where they are more."""
+        """Adopt a process of an earlier launcher, even beyond `n_jobs`."""
         if job["state"] != JobState.RUNNING:
             return None
         last = job["attempts"][-1]
@@ -320,7 +321,7 @@ class LocalExecutor:
         return work
 
     def _slot_of(self, job: SweepJob, pid: int) -> int:
-        """Return the slot whose GPUs a process was given, else the first that is free."""
+        """Return the slot whose GPUs a process was given, otherwise the first free slot."""
         with suppress(psutil.Error):  # it has ended, or the system does not tell
             given = psutil.Process(pid).environ().get(VISIBLE, "")
             for slot in range(self._record.n_jobs):
@@ -339,10 +340,10 @@ class LocalExecutor:
         )
 
     def poll(self) -> None:
-        """Do nothing: each process is asked by itself."""
+        """Do nothing: each process is polled individually."""
 
     def cancel(self, works: Sequence[Work], number: int) -> None:
-        """Hand a signal on to the processes."""
+        """Forward a signal to the processes."""
         for work in works:
             assert isinstance(work, LocalWork), "this executor made it"
             work.pass_on(number)
@@ -352,7 +353,7 @@ class LocalExecutor:
 
 
 def executor_of(directory: SweepDir, record: SweepRecord) -> Executor:
-    """Return what runs the jobs of a sweep."""
+    """Return the executor of a sweep."""
     launcher = launcher_settings(record.launcher_settings, record.launcher)
     if isinstance(launcher, SlurmLauncher):
         return SlurmExecutor(directory, record, launcher)
@@ -360,7 +361,7 @@ def executor_of(directory: SweepDir, record: SweepRecord) -> Executor:
 
 
 def executor_problems(launcher: Launcher, many: int) -> list[MensError]:
-    """Return what keeps a launcher from running jobs here; nothing is started or written.
+    """List problems that prevent a launcher from running jobs; nothing is started or written.
 
     Args:
         launcher: its settings.

@@ -1,6 +1,6 @@
 """A job's own process: ``python -m mens_exp.sweeps.job <directory> [--accept-changes]``.
 
-It runs what was frozen when the sweep was launched, or goes on with what an earlier attempt left.
+The process runs the configuration that was frozen at launch, or resumes an earlier attempt.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ def main(arguments: Sequence[str]) -> int:
     """Run a job.
 
     Args:
-        arguments: the job's directory, and whether changes since the launch are accepted.
+        arguments: the job's directory, and optionally ``--accept-changes``, to accept changes since
+            the launch.
 
     Returns:
         The exit code, as that of a single run.
     """
     run = RunDir(Path(arguments[0]))
-    # A launcher in a shell's background has Ctrl-C ignored, and its children inherit that.
+    # A launcher in the background of a shell ignores Ctrl-C, and its children inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with run_lock(run.job_lock):
             return _work(run, accept=ACCEPT_CHANGES in arguments)
     except MensError as error:
-        # In one line: the last one of the log is the reason that the sweep's record gives.
+        # On one line, because the sweep's record quotes the last line of the log as the reason.
         print("; ".join(map(str, getattr(error, "problems", [error]))), file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         return CANCELLED
-    except (OSError, MemoryError) as error:  # before its run was open, or after that was closed
+    except (OSError, MemoryError) as error:  # before its run was opened, or after it was closed
         refused = machine_fault(error, "sweep.resume")
         if refused is None:
             raise
@@ -63,7 +64,7 @@ def _work(run: RunDir, *, accept: bool) -> int:
         cell = _frozen(run, job, accept=accept)
         return run_task(run.path, cell)
     manifest = Manifest.read(run.manifest)
-    if manifest.status is Status.SUCCEEDED:  # killed after that, while it rendered its report
+    if manifest.status is Status.SUCCEEDED:  # killed afterwards, while rendering its report
         return _render(run)
     cell = _frozen(run, job, accept=accept)
     if cell.config.task.name != "train":
@@ -79,7 +80,7 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
     """Read the configuration that was frozen at launch.
 
     Raises:
-        RequestError: it, the code or the rows are not what they were then.
+        RequestError: the configuration, the code or the rows have changed since the launch.
         Problems: several of these.
     """
     from mens_exp.config.compose import Composed, config_digest, from_yaml, typed
@@ -101,7 +102,7 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
 
 
 def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
-    """Yield what is not what it was when the sweep was launched.
+    """Yield changes since the launch of the sweep.
 
     Raises:
         DataError: rows that it names cannot be read.
@@ -119,9 +120,7 @@ def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
 
         now = contract_of(cell.config).digest
         if now != job.contract:
-            yield from preflight.check_data(
-                cell.config
-            )  # it raises where rows are not there at all
+            yield from preflight.check_data(cell.config)  # raises if rows are not there at all
             yield RequestError(
                 "the files that it names have changed since the launch",
                 where="data",
@@ -140,7 +139,7 @@ def _render(run: RunDir) -> int:
 
 
 def _put_aside(run: RunDir, number: int) -> None:
-    """Move what an attempt left out of the way of the next; only training goes on."""
+    """Set aside the output of an attempt before the next one; only training resumes."""
     aside = run.path / f"attempt_{number}"
     aside.mkdir()
     for path in sorted(run.path.iterdir()):

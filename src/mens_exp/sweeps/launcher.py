@@ -1,7 +1,7 @@
-"""Run the jobs of a sweep: hand them to an executor and record the state of each.
+"""Run the jobs of a sweep: pass them to an executor and record the state of each.
 
 The launcher is the only writer of a sweep's record, and locks its directory. A job's outcome is
-read from its record and from how its process ended.
+determined from its record and its exit status.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _LOG_TAIL = 4_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The state of a job after a process of it ended.
+    """The state of a job after its process ended.
 
     Attributes:
-        state: of the job.
-        reason: why, where it did not succeed.
-        may_pass: whether another attempt may end otherwise.
-        results: what it measured, by name.
+        state: state of the job.
+        reason: the reason, if it did not succeed.
+        may_pass: whether another attempt may succeed.
+        results: measured results by name.
     """
 
     state: JobState
@@ -57,32 +57,32 @@ class Outcome:
 
 
 class Cause(Enum):
-    """Why a job failed: by itself, or because of the machine, after which it may succeed."""
+    """Cause of a job's failure: the job itself, or the machine, where a retry may succeed."""
 
-    OWN = auto()  # a wrong request, a gate, a loss that is not finite, a bug
-    PROCESS = auto()  # it was killed, had no memory, or its process never began
-    DISK = auto()  # which the other jobs need as well
+    OWN = auto()  # a wrong request, a gate, a non-finite loss, a bug
+    PROCESS = auto()  # it was killed, ran out of memory, or never started
+    DISK = auto()  # the other jobs need it as well
 
 
 def cause_of(job: SweepJob, run: RunDir) -> Cause:
-    """Tell why a job failed, by its last attempt and by its record."""
+    """Return the cause of a job's failure from its last attempt and its record."""
     last = job["attempts"][-1] if job["attempts"] else None
-    if last is None or last.get("why") is not None:  # it never began, or a batch system ended it
+    if last is None or last.get("why") is not None:  # it never started, or a batch system ended it
         return Cause.PROCESS
     manifest, code = record_of(run), last["exit_code"]
     error = None if manifest is None else manifest.error
-    if code is None and error is not None:  # nobody saw how its process ended
+    if code is None and error is not None:  # its exit status is unknown
         code = error["exit_code"]
     if code is None or code < 0:
         return Cause.PROCESS
     if code != SetupError.exit_code:
         return Cause.OWN
-    # A disk that is full has no room for the error either.
+    # A full disk has no room for the error either.
     return Cause.DISK if error is None or is_of_disk(error["remedy"]) else Cause.PROCESS
 
 
 def record_of(run: RunDir) -> Manifest | None:
-    """Read the record of a run; None where there is none, or none that can be read."""
+    """Read the record of a run; None if it is missing or unreadable."""
     try:
         return Manifest.read(run.manifest)
     except MensError:
@@ -90,12 +90,12 @@ def record_of(run: RunDir) -> Manifest | None:
 
 
 def outcome(run: RunDir, ended: Ended, *, since_utc: str) -> Outcome:
-    """Say what became of a job.
+    """Determine the outcome of a job.
 
     Args:
         run: its directory.
         ended: how its process ended.
-        since_utc: when that started; what the record says of earlier attempts does not count.
+        since_utc: start time of the process; record entries of earlier attempts are ignored.
     """
     manifest, code = record_of(run), ended.exit_code
     if manifest is not None and manifest.status is Status.SUCCEEDED and code in {0, None}:
@@ -108,7 +108,7 @@ def outcome(run: RunDir, ended: Ended, *, since_utc: str) -> Outcome:
 
 
 def _by_itself(run: RunDir, manifest: Manifest | None, code: int | None, since_utc: str) -> Outcome:
-    """Say why a job ended that nobody ended, and that did not succeed."""
+    """Return the outcome of a job that failed without being stopped."""
     status = None if manifest is None else manifest.status
     if code == _CANCELLED or (code is None and status is Status.CANCELLED):
         return Outcome(state=JobState.CANCELLED, reason="asked to stop by a signal")
@@ -144,7 +144,7 @@ def _told(manifest: Manifest | None, since_utc: str) -> str | None:
 
 
 def _last_line(run: RunDir) -> str | None:
-    """Return what a process said last before it ended without a record."""
+    """Return the last log line of a process that ended without a record."""
     try:
         text = run.log.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace")
     except OSError:
@@ -154,12 +154,12 @@ def _last_line(run: RunDir) -> str | None:
 
 
 def damage(run: RunDir, manifest: Manifest, config_digest: str) -> str | None:
-    """Say what of a done job is not what its record states; None where all is.
+    """Describe how a finished job differs from its record; None if it matches.
 
     Args:
         run: its directory.
         manifest: its record.
-        config_digest: of the configuration that the sweep gave it.
+        config_digest: digest of the configuration that the sweep gave it.
     """
     if manifest.config_digest != config_digest:
         return f"{run.manifest.name} is of another configuration"
@@ -174,15 +174,15 @@ def damage(run: RunDir, manifest: Manifest, config_digest: str) -> str | None:
 
 @contextmanager
 def locked(directory: SweepDir, where: str) -> Iterator[None]:
-    """Keep other launchers out of a sweep inside the block; its directory is made if missing.
+    """Lock a sweep against other launchers inside the block; create its directory if missing.
 
     Args:
-        directory: of the sweep.
+        directory: the sweep directory.
         where: the key that names it.
 
     Raises:
-        RequestError: another launcher is at work on it.
-        SetupError: it cannot be made, or written to.
+        RequestError: another launcher is running it.
+        SetupError: it cannot be created or written to.
     """
     with ExitStack() as stack:
         with writing(where):
@@ -193,10 +193,10 @@ def locked(directory: SweepDir, where: str) -> Iterator[None]:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Say what the system refuses inside the block: a directory, or room for its files.
+    """Translate system errors inside the block (no directory, disk full).
 
     Raises:
-        SetupError: it did.
+        SetupError: the system refused an operation.
     """
     try:
         yield
@@ -209,47 +209,47 @@ def writing(where: str) -> Iterator[None]:
         ) from error
 
 
-_HEAR_S = 0.1  # a signal is heard this soon
+_HEAR_S = 0.1  # latency of signal handling
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WELL = frozenset({JobState.SUCCEEDED, JobState.PRUNED})
 _ENDS = _WELL | {JobState.FAILED}
 
 
 class Feed(Protocol):
-    """A source that adds jobs to a sweep while it runs, and learns their outcomes."""
+    """A source that adds jobs to a running sweep and receives their outcomes."""
 
     def supply(self) -> bool:
-        """Add a waiting job to the record, if another is to come; tell whether it did."""
+        """Add the next job to the record, if there is one; return whether one was added."""
         ...
 
     def watch(self, job: SweepJob) -> str | None:
-        """Look at a running job; tell why it is to end, or None."""
+        """Inspect a running job; return the reason to end it, or None."""
         ...
 
     def settle(self, job: SweepJob) -> None:
-        """Take note that a job has come to its end."""
+        """Process the end of a job."""
         ...
 
 
 class Launcher:
-    """Runs what waits of a sweep; the only writer of its record."""
+    """Runs the waiting jobs of a sweep; the only writer of its record."""
 
     def __init__(
         self, directory: SweepDir, record: SweepRecord, console: Console, feed: Feed | None = None
     ) -> None:
-        """Take a sweep whose jobs are frozen; its lock is held by the caller."""
+        """Use a sweep whose jobs are frozen; the caller holds its lock."""
         self.directory, self.record, self.console = directory, record, console
         self._feed = feed
         self._executor = executor_of(directory, record)
         self._at_work: dict[int, Work] = {}  # by job
         self._signals: list[int] = []
         self._is_cancelled = False
-        self._tries: dict[int, int] = {}  # by job, of this launcher
+        self._tries: dict[int, int] = {}  # by job; only of this launcher
         self._worst = 0
-        self._unsaved: OSError | None = None  # why the record on disk is not that of now
+        self._unsaved: OSError | None = None  # why the record on disk is out of date
 
     def run(self) -> int:
-        """Run every waiting job, and wait for those that are at work already.
+        """Run every waiting job, and wait for jobs that are already running.
 
         Returns:
             0 when all jobs succeeded, 130 when the sweep was cancelled, else the largest exit
@@ -277,11 +277,11 @@ class Launcher:
         return max(self._worst, 1) if failed else 0
 
     def _is_more(self) -> bool:
-        """Tell whether a job waits, or one more is to come."""
+        """Return whether a job is waiting or another one will be added."""
         return bool(self._waiting()) or (self._feed is not None and self._feed.supply())
 
     def _waiting(self) -> list[SweepJob]:
-        """Return the jobs that nobody has taken yet."""
+        """Return the jobs that have not been started yet."""
         return [
             job
             for job in self.record.jobs
@@ -292,19 +292,19 @@ class Launcher:
         return RunDir(self.directory.path / job["directory"])
 
     def _adopt(self) -> None:
-        """Take up what an earlier launcher left at work."""
+        """Adopt jobs that an earlier launcher left running."""
         for job in self.record.jobs:
             work = self._executor.adopt(job)
             if work is not None:
                 self._at_work[job["number"]] = work
                 self._say(job, "is still at work", _where(job))
-                if self._run_dir(job).pruned.exists():  # the launcher died before it was ended
+                if self._run_dir(job).pruned.exists():  # the launcher died before ending it
                     work.end()
-            elif job["state"] == JobState.RUNNING:  # it has ended since it was looked for
+            elif job["state"] == JobState.RUNNING:  # it has ended in the meantime
                 job["state"] = JobState.WAITING
 
     def _fill(self) -> None:
-        """Hand waiting jobs over, as many as the executor has room for."""
+        """Start as many waiting jobs as the executor has room for."""
         if self._is_cancelled:
             return
         if self._feed is not None:
@@ -326,13 +326,13 @@ class Launcher:
                 self._say(job, "waits", job["reason"])
 
     def _pause(self) -> None:
-        """Wait until it is time to look again, or a signal has come."""
+        """Wait until the next poll or a signal."""
         until = time.monotonic() + self._executor.look_s
         while not self._signals and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _HEAR_S))
 
     def _look(self) -> None:
-        """Note every job that has begun, went back into its queue, or has ended."""
+        """Record every job that has started, was requeued, or has ended."""
         self._executor.poll()
         for job in [job for job in self.record.jobs if job["number"] in self._at_work]:
             work, before = self._at_work[job["number"]], _known(job)
@@ -352,7 +352,7 @@ class Launcher:
                 self._save()
 
     def _given_up(self, job: SweepJob) -> str | None:
-        """Tell why a search ends a running job, once; its record will say so."""
+        """Return, once, the reason why a search ends a running job; its record will state it."""
         if self._feed is None or job["state"] != JobState.RUNNING:
             return None
         return None if self._run_dir(job).pruned.exists() else self._feed.watch(job)
@@ -386,7 +386,7 @@ class Launcher:
         self.console.print(terminal_views.job_line(self.record, job, what, why), soft_wrap=True)
 
     def _save(self) -> None:
-        """Write the record; on a full disk the jobs are looked after all the same."""
+        """Write the record; continue to supervise jobs if the disk is full."""
         before = self._unsaved
         try:
             self.record.write(self.directory.record)
@@ -399,7 +399,7 @@ class Launcher:
             self._unsaved = None
 
     def _pass_on(self) -> None:
-        """Hand signals on to the jobs, each once: they close their records, then end."""
+        """Forward each signal once to the jobs, which close their records and end."""
         while self._signals:
             number = self._signals.pop(0)
             self._is_cancelled = True
@@ -408,7 +408,7 @@ class Launcher:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python handles signals in the main thread alone
+            yield  # Python handles signals only in the main thread
             return
 
         def heard(number: int, frame: FrameType | None) -> None:

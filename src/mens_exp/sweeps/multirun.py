@@ -1,4 +1,4 @@
-"""Launch a sweep (-m): plan it, freeze its jobs on disk, and run them to the last."""
+"""Launch a sweep (-m): plan it, freeze its jobs on disk, and run all of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLACE = "hydra.sweep.dir"
 
 
 def launch(overrides: Sequence[str]) -> int:
-    """Plan a sweep, freeze its jobs, run them, and say how they ended.
+    """Plan a sweep, freeze its jobs, run them, and report the outcome.
 
     Args:
         overrides: the command's, as typed.
@@ -53,7 +53,7 @@ def launch(overrides: Sequence[str]) -> int:
     directory = SweepDir(planned.root)
     with locked(directory, PLACE):
         cells = [job.cell for job in planned.jobs]
-        Problems.raise_if(place_problems(planned.root, cells))  # another launcher was quicker
+        Problems.raise_if(place_problems(planned.root, cells))  # another launcher was faster
         record = new_record(planned, overrides, cells)
         record.jobs = [job_record(job) for job in planned.jobs]
         record.left_out = list(planned.left_out)
@@ -67,11 +67,11 @@ def launch(overrides: Sequence[str]) -> int:
 
 
 def finish(launcher: Launcher, is_finished: Callable[[], bool] = lambda: False) -> int:
-    """Run what is left of a sweep and show what came of it.
+    """Run the remaining jobs of a sweep and show the outcome.
 
     Args:
-        launcher: of the sweep.
-        is_finished: tells, of one that did not end well, that nothing of it would run again.
+        launcher: the launcher of the sweep.
+        is_finished: for a sweep that failed, returns whether none of its jobs would run again.
 
     Returns:
         The exit code.
@@ -93,19 +93,19 @@ def finish(launcher: Launcher, is_finished: Callable[[], bool] = lambda: False) 
 
 
 def _complete(launcher: Launcher) -> None:
-    """Write the pages of jobs that succeeded and were killed before they had written them."""
+    """Write the missing pages of jobs that succeeded but were killed before writing them."""
     for job in launcher.record.jobs:
         if job["state"] != JobState.SUCCEEDED:
             continue
         try:
             complete(RunDir(launcher.directory.path / job["directory"]))
-        except Exception as error:  # noqa: BLE001  # as of the sweep's own page
+        except Exception as error:  # noqa: BLE001  # as for the sweep's own page
             told = f"Pages of {job['directory']} were not written: {type(error).__name__}: {error}"
             launcher.console.print(told, soft_wrap=True, markup=False)
 
 
 def _render(launcher: Launcher) -> None:
-    """Write the sweep's page; the jobs are done, and no page undoes that."""
+    """Write the sweep's page; a failure does not affect the finished jobs."""
     try:
         write_sweep_page(launcher.directory)
     except Exception as error:  # noqa: BLE001  # a sink, isolated
@@ -118,7 +118,7 @@ def _render(launcher: Launcher) -> None:
 
 
 class Asked(Protocol):
-    """A sweep's command as its record states it, whether its cells are listed or drawn."""
+    """A sweep's command as recorded, whether its cells are listed or drawn by a search."""
 
     @property
     def root(self) -> Path:
@@ -141,9 +141,9 @@ def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) ->
     """Return the record of a sweep that has no jobs yet.
 
     Args:
-        asked: what the command asks for.
-        overrides: the command's, as typed.
-        cells: those that run, or such as are drawn.
+        asked: the requested sweep.
+        overrides: the command's overrides, as typed.
+        cells: the cells to run, or examples of drawn ones.
     """
     launcher = asked.launcher
     return SweepRecord(
@@ -165,15 +165,15 @@ def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) ->
 
 
 def _devices(launcher: LauncherSettings, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Return the GPUs that jobs take in turn, and how many of them each may use."""
-    if isinstance(launcher, SlurmLauncher):  # it gives each job its own
+    """Return the GPUs that jobs share, and the number of GPUs per job."""
+    if isinstance(launcher, SlurmLauncher):  # Slurm assigns GPUs to each job
         return {}
     each = gpus_per_job(cells)
     return {"gpus": list(machine.gpu_ids()), "gpus_per_job": each} if each else {}
 
 
 def job_record(planned: PlannedJob) -> SweepJob:
-    """Return a job as it stands before it begins."""
+    """Return the initial record of a job."""
     return SweepJob(
         number=planned.cell.number,
         directory=planned.directory,
@@ -191,7 +191,7 @@ def job_record(planned: PlannedJob) -> SweepJob:
 
 
 def freeze(planned: PlannedJob, directory: Path, code_sha256: str) -> None:
-    """Write down all that a job runs by, so that nothing is composed again."""
+    """Write everything that a job needs, so that nothing is composed again."""
     composed, run = planned.cell.composed, RunDir(directory)
     atomic.write_text(run.config, to_yaml(composed.values))
     own = classes.record(planned.cell.config)

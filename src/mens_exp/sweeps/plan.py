@@ -1,4 +1,4 @@
-"""Plan a sweep before its first job: check, cost and compare every cell, and the room for all."""
+"""Plan a sweep before its first job: check, estimate and compare cells, and check resources."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ class PlannedJob:
     """A cell that will run.
 
     Attributes:
-        cell: composed, typed and settled.
-        directory: where, relative to the sweep's.
-        differs: the overrides that tell it from the others.
-        contract: digest of what it means; None for a task that trains nothing.
-        estimate: seconds, and bytes of memory and disk, those of all its processes; null where
-            unknown.
-        notes: other cells that it stands for, and overrides that it leaves out.
+        cell: the cell, composed, typed and resolved.
+        directory: its directory, relative to the sweep's.
+        differs: the overrides that distinguish it from the others.
+        contract: digest of its contract; None for a task that does not train.
+        estimate: seconds, and bytes of memory and disk over all its processes; null if unknown.
+        notes: other cells that it represents, and overrides that it omits.
     """
 
     cell: Cell
@@ -71,10 +70,11 @@ class PlannedSweep:
 
 
 def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
-    """Compose, judge, settle, compare and cost every cell of a sweep.
+    """Compose, check, resolve, compare and estimate every cell of a sweep.
 
     Raises:
-        MensError: the command is wrong, a cell is and none may be, or nothing is left to run.
+        MensError: the command is invalid, a cell is invalid where none may be, or nothing is left
+            to run.
         Problems: several of these.
     """
     checked = check(overrides, multirun=True)
@@ -125,7 +125,7 @@ def refuse(
     bad: dict[int, tuple[MensError, ...]],
     names: dict[int, tuple[str, ...]],
 ) -> None:
-    """Raise every problem once, and name the cells that are to blame where others are not."""
+    """Raise every problem once, and name the faulty cells if others are valid."""
     problems = [*general, *(problem for number in sorted(bad) for problem in bad[number])]
     unique = list({str(problem): problem for problem in problems}.values())
     if bad and len(bad) < len(names):
@@ -142,7 +142,7 @@ def refuse(
 
 
 def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[str, ...]]:
-    """Return what tells the cells apart: their overrides without those that all share."""
+    """Return the distinguishing overrides of each cell, without those that all share."""
     given = {cell.number: (*cell.composed.overrides, *cell.dropped) for cell in cells}
     given |= {number: one.overrides for number, one in faulty.items()}
     shared = Counter(text for texts in given.values() for text in set(texts))
@@ -157,7 +157,7 @@ def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[
 
 
 def _sweeper_problems(cell: Cell) -> list[ConfigError]:
-    """Refuse what another sweeper, or a setting of Hydra's, would make other cells of."""
+    """Refuse other sweepers, and Hydra settings that would change the cells."""
     node = cell.composed.sweeper
     if (
         node.get("name") == "basic"
@@ -177,7 +177,7 @@ def _sweeper_problems(cell: Cell) -> list[ConfigError]:
 
 
 def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
-    """Refuse directories that hold something, or that two cells would share."""
+    """Refuse directories that are not empty, or that two cells would share."""
     if SweepDir(root).record.exists():
         return [
             RequestError(
@@ -202,7 +202,7 @@ def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
 
 
 def directory_of(cell: Cell) -> str:
-    """Return where a cell runs, relative to the sweep's directory."""
+    """Return the directory of a cell, relative to the sweep's directory."""
     composed = cell.composed
     inside = Path(str(composed.sweep_dir)).relative_to(Path(str(composed.sweep_root)))
     return PurePosixPath(inside).as_posix()
@@ -211,7 +211,7 @@ def directory_of(cell: Cell) -> str:
 def _collapsed(
     cells: Sequence[Cell], names: dict[int, tuple[str, ...]]
 ) -> tuple[list[PlannedJob], list[LeftOut]]:
-    """Keep one of the cells that come to the same, and cost those that are kept."""
+    """Keep one of several equivalent cells, and estimate those that are kept."""
     groups: dict[str, list[Cell]] = {}
     contracts: dict[int, str | None] = {}
     for cell in cells:
@@ -244,7 +244,7 @@ def _collapsed(
 
 
 def meaning(cell: Cell, contract: str | None) -> str:
-    """Hash what a cell does: what it learns, and what it does and leaves beside that."""
+    """Hash the effect of a cell: its training contract, and its other actions and outputs."""
     if contract is None:
         return config_digest(cell.composed.values)
     return digest({"contract": contract, "beside": recorded_settings(cell.config)})
@@ -258,7 +258,7 @@ def _why_same(kept: Cell, other: Cell) -> str:
 
 
 def estimate_of(cell: Cell) -> dict[str, Any]:
-    """Return what a job will take by its plan; a task that trains nothing has none."""
+    """Return a job's resource estimate from its plan; a task that does not train has none."""
     if cell.config.task.name != "train":
         return {"time_s": None, "memory_bytes": None, "disk_bytes": None}
     plan = make_plan(cell.config, writable_cache())
@@ -277,12 +277,12 @@ _GIB = 2**30
 
 
 def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> list[MensError]:
-    """Return why the processes of jobs would not have a GPU, or a core, each.
+    """List reasons why the processes of jobs would not each have a GPU, or a core.
 
     Args:
-        cells: of the jobs.
+        cells: cells of the jobs.
         launcher: its settings.
-        many: the number of jobs, as more than those never run at a time.
+        many: the number of jobs, an upper bound on concurrency.
     """
     if isinstance(launcher, SlurmLauncher):
         return list(_slurm_problems(cells, launcher))
@@ -290,7 +290,7 @@ def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> lis
 
 
 def _slurm_problems(cells: Sequence[Cell], launcher: SlurmLauncher) -> Iterator[MensError]:
-    """Yield what Slurm is not asked for, though the processes of a job each need one."""
+    """Yield resources that each process of a job needs but the Slurm settings do not request."""
     asked = {
         "cpus_per_task": (launcher.cpus_per_task, max(processes_of(one.config) for one in cells)),
         "gpus_per_node": (launcher.gpus_per_node, gpus_per_job(cells)),
@@ -307,7 +307,7 @@ def _slurm_problems(cells: Sequence[Cell], launcher: SlurmLauncher) -> Iterator[
 
 
 def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) -> list[str]:
-    """Say where all jobs together need more than there is, though each alone does not.
+    """Note where all jobs together need more resources than exist, although each alone fits.
 
     Args:
         jobs: those that will run.
@@ -315,10 +315,10 @@ def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) ->
         root: the directory of the sweep.
 
     Raises:
-        RequestError: even the low estimates of the jobs that run at a time are too much.
+        RequestError: even the low estimates of the concurrent jobs exceed the machine.
     """
     notes = _asked_for(jobs, launcher) if isinstance(launcher, SlurmLauncher) else []
-    if not isinstance(launcher, SlurmLauncher):  # whose jobs run on other machines
+    if not isinstance(launcher, SlurmLauncher):  # its jobs run on other machines
         notes += _memory_notes(jobs, jobs_at_a_time(launcher))
         notes += _core_notes(jobs, jobs_at_a_time(launcher))
     needed = sum(job.estimate["disk_bytes"] or 0 for job in jobs)
@@ -329,7 +329,7 @@ def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) ->
 
 
 def _asked_for(jobs: Sequence[PlannedJob], launcher: SlurmLauncher) -> list[str]:
-    """Hold what a job is expected to take against what Slurm is asked to give it."""
+    """Compare the estimates of jobs with the resources requested from Slurm."""
     lows = [job.estimate.get("memory_low_bytes") for job in jobs if _on_cpu(job)]
     low = max((one for one in lows if one is not None), default=None)
     given = None if launcher.mem_gb is None else launcher.mem_gb * _GIB
@@ -354,10 +354,10 @@ def _on_cpu(job: PlannedJob) -> bool:
 
 
 def _memory_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
-    """Say where the jobs that run at a time may need more memory than is free.
+    """Note if concurrent jobs may need more memory than is free.
 
     Raises:
-        RequestError: even their low estimates are too much.
+        RequestError: even their low estimates exceed it.
     """
     notes = []
     on_cpu = [job.estimate for job in jobs if _on_cpu(job)]
@@ -380,7 +380,7 @@ def _memory_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
 
 
 def _core_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
-    """Say where several processes in each job leave no core for each; they then take turns."""
+    """Note if concurrent jobs have more processes than cores, which then take turns."""
     processes = sorted((processes_of(job.cell.config) for job in jobs), reverse=True)
     together, cores = sum(processes[:n_jobs]), machine.cores()
     if max(processes, default=1) == 1 or together <= cores:

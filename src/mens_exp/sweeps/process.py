@@ -1,6 +1,6 @@
 """Start, supervise and stop a job's process, with its share of threads and GPUs.
 
-Also the protocol of an executor: start jobs, report their state, end them.
+The module also defines the executor protocol: start jobs, report their state, end them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.config.sweep import Launcher
 
 _KIB = 1024
-_LOOK_S = 1.0  # between two looks at the memory of processes, whose peaks the system keeps
+_LOOK_S = 1.0  # polling interval for the memory of processes; the system keeps their peaks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class Stop:
     """A batch system's statement about a job that it ended.
 
     Attributes:
-        state: of the job.
-        reason: the system's own word for it, and what that means.
-        may_pass: whether another attempt may end otherwise.
+        state: state of the job.
+        reason: the system's term for it, with an explanation.
+        may_pass: whether another attempt may succeed.
     """
 
     state: JobState
@@ -53,13 +53,12 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The way a process ended.
+    """Exit status of a process.
 
     Attributes:
-        exit_code: minus the number of the signal that ended it; None where nobody saw.
-        peak_rss_bytes: its own peak, and those of the processes that train along with it; None
-            where the system did not tell.
-        stop: what a batch system says of it; None where it ended by itself.
+        exit_code: exit code, or minus the number of the signal that ended it; None if unknown.
+        peak_rss_bytes: sum of its peak and those of its worker processes; None if unknown.
+        stop: statement of a batch system; None if it ended by itself.
     """
 
     exit_code: int | None
@@ -86,14 +85,14 @@ class Child:
     """A process that this one started.
 
     Attributes:
-        has_others: whether it starts processes that train along, whose memory counts as well.
+        has_others: whether it starts worker processes, whose memory counts as well.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """Take a process that was just started."""
+        """Track a process that was just started."""
         self.has_others = False
         self._process = process
-        self._peaks: dict[int, int] = {}  # of the others, by their numbers
+        self._peaks: dict[int, int] = {}  # of the workers, by pid
         self._looked = 0.0
         self.pid = process.pid
         self.started = _start_time(process.pid)
@@ -114,7 +113,7 @@ class Child:
         return Ended(exit_code=code, peak_rss_bytes=peak)
 
     def _look_at_others(self) -> None:
-        """Note how much memory those have taken that train along, while they can be asked."""
+        """Record the memory of the worker processes while they run."""
         now = time.monotonic()
         if not self.has_others or now - self._looked < _LOOK_S:
             return
@@ -130,14 +129,14 @@ class Child:
 
 
 class Found:
-    """A process that is at work already; how it ends can only be read from its record."""
+    """A process that is already running; its outcome can only be read from its record."""
 
     def __init__(self, pid: int, started: float) -> None:
-        """Take a process by its number and start time."""
+        """Track a process by its pid and start time."""
         self.pid, self.started = pid, started
 
     def ended(self) -> Ended | None:
-        """Tell that it is gone; None while it runs."""
+        """Return that it is gone; None while it runs."""
         return None if is_alive(self.pid, self.started) else Ended(exit_code=None)
 
     def pass_on(self, number: int) -> None:
@@ -147,15 +146,15 @@ class Found:
 
 
 def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-    """Start a job in a session of its own, so that neither Ctrl-C nor a closed terminal ends it.
+    """Start a job in a separate session, so that neither Ctrl-C nor a closed terminal ends it.
 
     Args:
-        arguments: of ``python -m mens_exp.sweeps.job``.
-        log: where its output goes, after what is there.
-        environment: of the process.
+        arguments: arguments of ``python -m mens_exp.sweeps.job``.
+        log: file to which its output is appended.
+        environment: environment of the process.
 
     Raises:
-        OSError: the system starts no further process.
+        OSError: the system cannot start another process.
     """
     with log.open("ab") as output:
         command = ["-m", "mens_exp.sweeps.job", *arguments]
@@ -163,11 +162,11 @@ def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -
 
 
 def _others_of(pid: int) -> list[int]:
-    """Return the processes that a job has started to train along."""
+    """Return the worker processes that a job has started."""
     found = []
     try:
         for child in psutil.Process(pid).children():
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # it may have just ended
                 if coordinator.__name__ in child.cmdline():
                     found.append(child.pid)
     except psutil.Error:
@@ -178,12 +177,12 @@ def _others_of(pid: int) -> list[int]:
 def _start_time(pid: int) -> float:
     try:
         return psutil.Process(pid).create_time()
-    except psutil.Error:  # it is gone already, and waits to be asked how
+    except psutil.Error:  # it has ended already, but was not waited for
         return 0.0
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to a job's process and to what it has started; nothing where it is gone."""
+    """Send a signal to a job's process group; do nothing if it is gone."""
     try:
         if sys.platform == "win32":
             os.kill(pid, signal.SIGTERM)
@@ -194,56 +193,56 @@ def signal_group(pid: int, number: int) -> None:
 
 
 class Work(Protocol):
-    """One job in the hands of an executor.
+    """A job that an executor has accepted.
 
     Attributes:
-        waits: why it does not run yet; None while it does.
+        waits: the reason why it does not run yet; None once it runs.
     """
 
     waits: str | None
 
     def ended(self) -> Ended | None:
-        """Tell how it ended; None while it runs or waits.
+        """Return how it ended; None while it runs or waits.
 
-        The attempts of the job's record are brought up to date on the way.
+        This also updates the attempts in the job's record.
         """
         ...
 
     def end(self) -> None:
-        """Let this job alone close its record and end, as nobody wants its result any more."""
+        """Cancel only this job, whose result is no longer needed; it closes its record."""
         ...
 
 
 class Executor(Protocol):
     """A place where the jobs of a sweep run."""
 
-    look_s: float  # between two looks at them, in seconds
+    look_s: float  # polling interval, in seconds
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Take as many waiting jobs, in order, as there is room for; the others are offered again.
+        """Accept as many waiting jobs, in order, as there is room for; others are offered again.
 
-        A sweep that lists its cells offers all of them from the first; a search offers each as it
-        is drawn.
+        A sweep with listed cells offers all of them from the start; a search offers each as it is
+        drawn.
 
         Returns:
-            Each one taken, with its work, or with why it could not be started.
+            The accepted jobs, each with its work or the reason why it could not be started.
         """
         ...
 
     def adopt(self, job: SweepJob) -> Work | None:
-        """Take up a job that an earlier launcher left behind; None where it is not at work."""
+        """Adopt a job that an earlier launcher left behind; None if it is not running."""
         ...
 
     def poll(self) -> None:
-        """Ask how all jobs are, once for all of them; their works then tell of it."""
+        """Query the state of all jobs at once; their works then report it."""
         ...
 
     def cancel(self, works: Sequence[Work], number: int) -> None:
-        """Let jobs close their records and end.
+        """Cancel jobs, which close their records.
 
         Args:
-            works: those at work.
-            number: of the signal that asked for it.
+            works: the running jobs.
+            number: number of the signal that requested it.
         """
         ...
 
@@ -253,7 +252,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def jobs_at_a_time(launcher: Launcher) -> int:
-    """Return how many jobs run beside each other, at most."""
+    """Return the maximum number of concurrent jobs."""
     if isinstance(launcher, SlurmLauncher):
         return launcher.array_parallelism
     if launcher.n_jobs > 0:
@@ -262,7 +261,7 @@ def jobs_at_a_time(launcher: Launcher) -> int:
 
 
 def threads_per_job(launcher: Launcher) -> int:
-    """Share the cores out among the jobs that run at a time, unless the user has."""
+    """Return the threads per job: the user's setting, or the cores divided by concurrent jobs."""
     if isinstance(launcher, SlurmLauncher):
         return launcher.cpus_per_task
     if launcher.threads is not None:
@@ -279,7 +278,7 @@ def processes_of(config: RunConfig) -> int:
 
 
 def gpus_per_job(cells: Sequence[Cell]) -> int:
-    """Return how many GPUs the widest job may use; 0 where none may."""
+    """Return the number of GPUs of the widest job; 0 if no job may use one."""
     configs = [cell.config for cell in cells]
     many = [processes_of(one) for one in configs if one.trainer.accelerator != "cpu"]
     return max(many, default=0)
@@ -289,9 +288,9 @@ def gpus_of(slot: int, gpus: Sequence[str], each: int) -> tuple[str, ...]:
     """Return the GPUs of a slot.
 
     Args:
-        slot: the place among the jobs that run at a time.
-        gpus: those that all jobs share.
-        each: GPUs of a slot; slots of one may take the same one in turn.
+        slot: index among the concurrent jobs.
+        gpus: the GPUs that all jobs share.
+        each: GPUs per slot; single-GPU slots may share a GPU, round-robin.
     """
     if each == 1:
         return (gpus[slot % len(gpus)],) if gpus else ()
@@ -299,12 +298,12 @@ def gpus_of(slot: int, gpus: Sequence[str], each: int) -> tuple[str, ...]:
 
 
 def gpu_problems(gpus: Sequence[str], each: int, n_jobs: int) -> list[MensError]:
-    """Refuse more jobs of several GPUs at a time than there are GPUs for.
+    """Refuse more concurrent multi-GPU jobs than the GPUs allow.
 
     Args:
-        gpus: those that all jobs share; none where that is unknown.
-        each: GPUs of a slot.
-        n_jobs: jobs at a time.
+        gpus: the GPUs that all jobs share; empty if unknown.
+        each: GPUs per slot.
+        n_jobs: number of concurrent jobs.
     """
     if each == 1 or not gpus or n_jobs * each <= len(gpus):
         return []
@@ -326,11 +325,12 @@ def environment_of(
     """Return the environment of a job.
 
     Args:
-        slot: the place among the jobs that run at a time.
-        threads: of the job, shared out among its processes; torch takes the number from here.
-        gpus: devices, taken in turn by the slots.
-        each: GPUs of a slot.
-        processes: of the job.
+        slot: index among the concurrent jobs.
+        threads: threads of the job, divided among its processes; torch reads the number from the
+            environment.
+        gpus: devices, assigned to slots round-robin.
+        each: GPUs per slot.
+        processes: number of processes of the job.
     """
     made = {**os.environ, **dict.fromkeys(_THREADS, str(max(1, threads // processes)))}
     made.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # as the command line sets it

@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 _TRIALS = "hydra.sweeper.n_trials"
 _MAY_CHANGE = frozenset({"sweep.resume", "sweep.retries", "sweep.changes", _TRIALS})
-_STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  # results depend
+_STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  # affect results
 
 
 def resume_sweep(overrides: Sequence[str]) -> int:
-    """Skip what is done and verified, and run the rest.
+    """Skip jobs that are done and verified, and run the rest.
 
     Args:
         overrides: the command's, as typed.
 
     Returns:
-        The exit code, as that of the sweep.
+        The exit code of the sweep.
 
     Raises:
-        MensError: there is no such sweep, its launcher is still alive, the code is not that of
-            its launch, or something is to be changed that cannot.
+        MensError: there is no such sweep, its launcher is still alive, the code has changed since
+            the launch, or an override cannot be changed.
     """
     directory, launcher = _launched(overrides)
     _refuse_others(overrides, launcher)
     trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
     overrides = [text for text in overrides if text not in trials]
-    # The launcher is that of the launch, so that its settings are known.
+    # Use the launcher of the original launch, so that its settings are known.
     checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
@@ -94,7 +94,7 @@ def _key(text: str) -> str:
 
 
 def _refuse_others(overrides: Sequence[str], launcher: str) -> None:
-    """Refuse what cannot change; what a launcher asks of each job may, but for its threads."""
+    """Refuse overrides that must not change; a launcher's resources per job may, except threads."""
     settings = {f"hydra.launcher.{name}" for name in launcher_values(LAUNCHERS[launcher]())}
     may = _MAY_CHANGE | (settings - _STAYS)
     Problems.raise_if(
@@ -126,7 +126,7 @@ def _found(text: str) -> SweepDir:
 
 
 def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
-    """Put what the command sets over what the sweep was launched with."""
+    """Apply the command's overrides to the sweep's original settings."""
     settings = asked.config.sweep
     if "sweep.retries" in given:
         record.retries = settings.retries
@@ -139,7 +139,7 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
         Problems.raise_if(list(range_problems(launcher, "hydra.launcher.")))
         record.launcher_settings.update(changed)
         record.n_jobs = jobs_at_a_time(launcher_settings(record.launcher_settings, record.launcher))
-    if record.gpus:  # those of now, which need not be those of the launch
+    if record.gpus:  # current ones, which may differ from the launch
         record.gpus = list(machine.gpu_ids()) or record.gpus
         many = record.n_jobs if record.search else min(record.n_jobs, len(record.jobs))
         Problems.raise_if(gpu_problems(record.gpus, record.gpus_per_job, many))
@@ -157,12 +157,12 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
 
 
 def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
-    """Put a job's state to what its directory says, whatever its launcher lived to note.
+    """Set a job's state from its directory, whatever its launcher had recorded.
 
     Args:
         job: its entry in the record.
         run: its directory.
-        here: whether its process would be one of this machine.
+        here: whether its process would run on this machine.
     """
     last = job["attempts"][-1] if job["attempts"] else None
     at_work = lock_holder(run.job_lock) if here else None
@@ -197,7 +197,7 @@ def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
 
 
 def _note_process(job: SweepJob, pid: int, started: float) -> None:
-    """Note the process at work, which its launcher may not have lived to do."""
+    """Record the running process, in case its launcher died before doing so."""
     job["state"], job["reason"] = JobState.RUNNING, None
     last = job["attempts"][-1] if job["attempts"] else None
     if last is None or last["ended_utc"] is not None:

@@ -1,7 +1,7 @@
 """Read and check a search (hydra/sweeper=optuna): its request, its space, and its cells.
 
-Before the first draw the space is probed: which options go together, which values can never run,
-and which settings do nothing.
+Before the first draw the space is probed for options that can be combined, values that can never
+run, and settings without effect.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Drawn:
     """One trial's cell.
 
     Attributes:
-        params: key -> override, of what was drawn and does something.
-        cell: composed and settled; None where it cannot run.
-        problems: why it cannot.
+        params: key -> override, for drawn values that have an effect.
+        cell: the composed and resolved cell; None if it cannot run.
+        problems: reasons why it cannot.
     """
 
     params: dict[str, str]
@@ -74,10 +74,10 @@ class Drawn:
 
 @dataclass(kw_only=True, slots=True)
 class Cells:
-    """Makes the cells of a search.
+    """Builds the cells of a search.
 
     Attributes:
-        space: what is drawn, groups first.
+        space: the drawn dimensions, config groups first.
         fixed: the overrides that all trials share.
     """
 
@@ -86,7 +86,7 @@ class Cells:
     _filled: dict[tuple[str, ...], tuple[Checked, frozenset[str]]] = field(default_factory=dict)
 
     def draw(self, number: int, suggest: Callable[[Dimension], str | float]) -> Drawn:
-        """Draw a cell: the options first, then what does something beside them."""
+        """Draw a cell: first the options, then the values that have an effect with them."""
         params: dict[str, str] = {}
         for those in self._phases():
             idle = self.filled(params)[1] if params else frozenset()
@@ -102,11 +102,11 @@ class Cells:
         return Drawn(params=params, cell=None if problems else cell, problems=problems)
 
     def judge(self, texts: Sequence[str], *, first: int = 0) -> tuple[Checked, frozenset[str]]:
-        """Check one cell, without the drawn keys that do nothing in it.
+        """Check one cell, without drawn keys that have no effect in it.
 
         Returns:
-            What was found, and those keys: some that other options have and its own do not, and
-            some that its other values leave without effect.
+            The result, and the omitted keys: keys that only other options have, and keys that its
+            other values leave without effect.
         """
         keys = frozenset(bare(one["key"]) for one in self.space)
         checked = check([*self.fixed, *texts], multirun=True, drawn=keys, first=first)
@@ -125,7 +125,7 @@ class Cells:
         return checked, frozenset(absent | dropped)
 
     def filled(self, chosen: Mapping[str, str]) -> tuple[Checked, frozenset[str]]:
-        """Check, once, a cell of those values and of the first of everything else."""
+        """Check, once, a cell of the chosen values and the first value of all other dimensions."""
         known = tuple(sorted(chosen.values()))
         if known not in self._filled:
             rest = [one for one in self.space if one["key"] not in chosen]
@@ -134,14 +134,14 @@ class Cells:
         return self._filled[known]
 
     def _phases(self) -> Iterator[list[Dimension]]:
-        """Yield what is drawn together: each group alone, as it decides on what comes after."""
+        """Yield dimensions to draw together; each group separately, as others depend on it."""
         yield from ([one] for one in self.space if one["kind"] == "group")
         yield [one for one in self.space if one["kind"] == "choice"]
         yield [one for one in self.space if one["kind"] in {"int", "float"}]
 
 
 def first_value(dimension: Dimension) -> str | float:
-    """Return the first choice, or the lower end."""
+    """Return the first choice or the lower bound."""
     if dimension["values"]:
         return dimension["values"][0]
     low = dimension["low"]
@@ -150,23 +150,24 @@ def first_value(dimension: Dimension) -> str | float:
 
 
 def bare(text: str) -> str:
-    """Return the key of an override, or a key itself, without what says how it is set."""
+    """Return the key of an override or a plain key, without its prefix operator."""
     return text.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
-_MOST = 32  # combinations of options that are composed; of more, those that change one at a time
+_MOST = 32  # combinations of options to compose; beyond that, only single changes
 
 
 @dataclass(kw_only=True, slots=True)
 class Probed:
-    """The facts about a space that are known before the first draw.
+    """Facts about a space that are known before the first draw.
 
     Attributes:
         general: problems of the command itself.
         cells: one for each combination of options that can run.
-        ends: one for each other choice and upper end that can, beside the first such combination.
-        bad: number of a probe -> why it cannot run.
-        names: number of a probe -> its values.
+        ends: one for each other choice and upper bound that can run, combined with the first such
+            combination.
+        bad: probe number -> reason why it cannot run.
+        names: probe number -> its values.
     """
 
     general: list[MensError] = field(default_factory=list)
@@ -177,7 +178,7 @@ class Probed:
 
 
 def probe(cells: Cells) -> Probed:
-    """Compose each combination of options, and each other choice and upper end beside one."""
+    """Compose each combination of options, and each other choice and upper bound with one."""
     found = Probed()
     places = [(chosen, *_take(cells, chosen, found)) for chosen in _combinations(cells.space)]
     for one in cells.space:
@@ -195,7 +196,7 @@ def probe(cells: Cells) -> Probed:
 def _take(
     cells: Cells, chosen: dict[str, str], found: Probed, *, settle: bool = True
 ) -> tuple[bool, frozenset[str]]:
-    """Judge one cell; tell whether it can run, and what does nothing in it."""
+    """Check one cell; return whether it can run, and its keys without effect."""
     number = len(found.names)
     found.names[number] = tuple(chosen.values())
     checked, idle = cells.filled(chosen)
@@ -226,7 +227,7 @@ def _combinations(space: Sequence[Dimension]) -> Iterator[dict[str, str]]:
 
 def _others(dimension: Dimension) -> list[str | float]:
     if dimension["kind"] == "group":
-        return []  # all of them have been
+        return []  # all have been probed
     if dimension["values"]:
         return list(dimension["values"][1:])
     high = dimension["high"]
@@ -250,16 +251,16 @@ _MEASURED = frozenset({"train", "evaluate"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A search that can begin.
+    """A validated search request.
 
     Attributes:
         root: its directory.
-        launcher: what its jobs run on.
-        settings: of the sweep.
+        launcher: the launcher of its jobs.
+        settings: settings of the sweep.
         search: its part of the record, without trials.
-        cells: what makes those of its trials.
-        probed: cells such as are drawn, those that ask for most among them.
-        notes: what a reader should know besides.
+        cells: builds the cells of its trials.
+        probed: example cells, including the most demanding ones.
+        notes: further notes for a reader.
     """
 
     root: Path
@@ -272,10 +273,10 @@ class Request:
 
 
 def read_request(overrides: Sequence[str]) -> Request:
-    """Read a command, and compose its space from end to end before anything is drawn.
+    """Read a command, and probe its whole space before anything is drawn.
 
     Raises:
-        MensError: the command is wrong, or nothing of its space can run.
+        MensError: the command is invalid, or no point of its space can run.
         Problems: several of these.
     """
     space = read_space(overrides)
@@ -323,7 +324,7 @@ def read_request(overrides: Sequence[str]) -> Request:
 
 
 def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[ConfigError]:
-    """Yield objectives that no run of these measures, and directions that are none."""
+    """Yield objectives that these runs do not measure, and invalid directions."""
     where = "hydra.sweeper.objectives"
     if not search.objectives:
         yield ConfigError("there is none", where=where, expected="a KPI, such as [val_loss]")
@@ -372,7 +373,7 @@ def _is_of_items(name: str) -> bool:
 
 
 def _pruner_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[ConfigError]:
-    """Yield why trials cannot be ended by their validation loss."""
+    """Yield reasons why trials cannot be pruned by validation loss."""
     if search.pruner is Pruner.none:
         return
     where, found = "hydra.sweeper.pruner", search.pruner.value
@@ -396,7 +397,7 @@ def _pruner_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[C
 
 
 def _idle_settings(search: OptunaSweeper, given: set[str]) -> Iterator[ConfigError]:
-    """Yield settings that others leave without effect."""
+    """Yield settings without effect because of other settings."""
     of_pruner = f"pruner={search.pruner.value}"
     idle = {
         "startup_trials": (search.sampler is Sampler.random, "sampler=random"),
@@ -410,7 +411,7 @@ def _idle_settings(search: OptunaSweeper, given: set[str]) -> Iterator[ConfigErr
 
 
 def _width_problems(search: OptunaSweeper, launcher: Launcher) -> Iterator[ConfigError]:
-    """Yield why tpe would draw at random: it models results, and none would be there in time."""
+    """Yield a problem if tpe would sample at random because no result is available in time."""
     many = jobs_at_a_time(launcher)
     if search.sampler is Sampler.tpe and many >= search.n_trials > search.startup_trials:
         name = "array_parallelism" if isinstance(launcher, SlurmLauncher) else "n_jobs"
@@ -446,10 +447,10 @@ def _record(search: OptunaSweeper, space: Space) -> SearchRecord:
 
 
 def _notes(probed: Probed, launcher: Launcher, n_trials: int, root: Path) -> Iterator[str]:
-    """Say what cannot run, and where a few trials at a time are too much for the machine.
+    """Note points that cannot run, and concurrency that may exceed the machine.
 
     Raises:
-        RequestError: even the low estimates of the trials that run at a time are.
+        RequestError: even the low estimates of the concurrent trials exceed it.
     """
     for number, problems in probed.bad.items():
         why = "; ".join(str(problem) for problem in problems)

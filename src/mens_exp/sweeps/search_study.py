@@ -1,7 +1,7 @@
 """Run a search: an Optuna study in a journal, fed by the results of its jobs.
 
-The launcher alone asks and tells the study. Objectives are read from finished runs, and validation
-losses from running ones.
+Only the launcher calls ask and tell on the study. Objectives are read from finished runs, and
+validation losses from running ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def objective_values(run: RunDir, names: Sequence[str]) -> tuple[list[float] | None, str | None]:
-    """Return the values of KPIs in a run that succeeded, or why one of them is unknown."""
+    """Return the KPI values of a successful run, or the reason why one is unknown."""
     try:
         manifest = Manifest.read(run.manifest)
         scorecard = Scorecard.read(run.scorecard) if run.scorecard.exists() else None
@@ -55,10 +55,10 @@ def objective_values(run: RunDir, names: Sequence[str]) -> tuple[list[float] | N
 
 
 class Curve:
-    """The validation losses of a run at work, read on from its telemetry."""
+    """The validation losses of a running job, read incrementally from its telemetry."""
 
     def __init__(self, telemetry: Path) -> None:
-        """Begin at the start of a file that need not be there yet."""
+        """Start at the beginning of a file that may not exist yet."""
         self._path = telemetry
         self._restart()
 
@@ -69,10 +69,10 @@ class Curve:
         self.points: list[tuple[int, float]] = []
 
     def read(self) -> bool:
-        """Read what is new; tell whether the run still has steps to take."""
+        """Read new events; return whether the run still has steps to take."""
         try:
             size = self._path.stat().st_size
-            if size < self._place:  # put back to a checkpoint
+            if size < self._place:  # truncated to a checkpoint
                 self._restart()
             with self._path.open("rb") as file:
                 file.seek(self._place)
@@ -106,7 +106,7 @@ _STATES = {TrialState.PRUNED: "PRUNED", TrialState.FAILED: "FAIL", TrialState.CO
 
 
 def need_optuna() -> None:
-    """Load Optuna.
+    """Import Optuna.
 
     Raises:
         MissingExtra: it is not installed.
@@ -124,10 +124,10 @@ def need_optuna() -> None:
 
 
 class Study:
-    """The trials of a search, as the sampler and the pruner know them."""
+    """The Optuna study of a search, as seen by sampler and pruner."""
 
     def __init__(self, journal: Path, search: SearchRecord) -> None:
-        """Open the study, made where there is none; the lock of the sweep is held by the caller.
+        """Open or create the study; the caller holds the lock of the sweep.
 
         Raises:
             MissingExtra: Optuna is not installed.
@@ -143,18 +143,18 @@ class Study:
         return _study(JournalFileBackend(str(self._journal)), self._search)
 
     def __len__(self) -> int:
-        """Return how many trials were drawn."""
+        """Return the number of drawn trials."""
         return len(self._study.get_trials(deepcopy=False))
 
     def go_back(self, drawn: int, again: Collection[int]) -> None:
-        """Forget the trials from a number on, and how some of those before it ended.
+        """Drop the trials from a number on, and the outcomes of some earlier ones.
 
-        The journal only grows, so it is written anew; the sampler then draws what it would have
-        drawn before these trials were there, or had ended.
+        The journal is append-only, so it is rewritten. The sampler then draws the same values as
+        before these trials existed or had ended.
 
         Args:
-            drawn: how many trials are kept.
-            again: numbers of those among them that run again.
+            drawn: number of trials to keep.
+            again: numbers of kept trials that run again.
         """
         import optuna
 
@@ -175,9 +175,9 @@ class Study:
         self._study = self._opened()
 
     def ask(self, number: int) -> optuna.Trial:
-        """Begin the trial of that number.
+        """Start the trial with that number.
 
-        Each has a sampler of its own, so that a search that goes on draws what it would have.
+        Each trial has a separate sampler, so that a resumed search draws the same values.
         """
         with _quiet():
             self._study.sampler = _sampler(self._search, number)
@@ -199,11 +199,11 @@ class Study:
         return trial.suggest_int(key, int(low), int(high), step=whole, log=dimension["log"])
 
     def should_end(self, number: int, points: Sequence[tuple[int, float]]) -> bool:
-        """Report validation losses by step, and tell whether the trial is to end at the last."""
+        """Report validation losses by step; return whether to prune the trial at the last."""
         import optuna
 
         frozen = self._study.get_trials(deepcopy=False)[number]
-        trial = optuna.Trial(self._study, frozen._trial_id)  # noqa: SLF001  # of a stored trial
+        trial = optuna.Trial(self._study, frozen._trial_id)  # noqa: SLF001  # a stored trial
         known = frozen.intermediate_values
         new = [(step, loss) for step, loss in points if step not in known]
         for step, loss in new:
@@ -211,7 +211,7 @@ class Study:
         return bool(new) and trial.should_prune()
 
     def tell(self, number: int, state: TrialState, values: Sequence[float] | None = None) -> None:
-        """End a trial; one that has ended stays as it is."""
+        """End a trial; a finished trial stays unchanged."""
         import optuna
 
         with _quiet():
@@ -223,10 +223,10 @@ class Study:
             )
 
     def importance(self) -> dict[str, dict[str, float]]:
-        """Return how much each key decides of each objective, by PED-ANOVA; the shares sum to 1.
+        """Return the importance of each key for each objective by PED-ANOVA; shares sum to 1.
 
         Returns:
-            Objective -> key -> share; empty where there are too few complete trials.
+            Objective -> key -> share; empty if there are too few complete trials.
         """
         import optuna
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
@@ -251,7 +251,7 @@ class Study:
         return found
 
     def why_no_importance(self) -> str:
-        """Say why it is unknown."""
+        """Return the reason why importance is unknown."""
         return f"fewer than {_ENOUGH} trials are complete"
 
 
@@ -311,8 +311,8 @@ def _pruner(search: SearchRecord) -> optuna.pruners.BasePruner:
 
 
 def _mend(journal: Path) -> None:
-    """Put right what a killed launcher left: half a line, and Optuna's own lock."""
-    for lock in journal.parent.glob(f"{journal.name}.lock*"):  # or what it is renamed to
+    """Repair the journal after a killed launcher: a partial line, and Optuna's lock."""
+    for lock in journal.parent.glob(f"{journal.name}.lock*"):  # or its renamed form
         lock.unlink(missing_ok=True)
     if not journal.exists():
         return
@@ -325,7 +325,7 @@ def _mend(journal: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Optuna's remarks on its own experimental parts from the user."""
+    """Suppress Optuna's warnings about its experimental features."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="optuna")
         yield

@@ -1,6 +1,6 @@
-"""hydra/sweeper=optuna: a sweep whose cells are drawn as the results of earlier ones come in.
+"""hydra/sweeper=optuna: a sweep whose cells are drawn from the results of earlier ones.
 
-A feed hands jobs to the launcher as they are drawn, and tells the study how they ended.
+A feed passes jobs to the launcher as they are drawn, and reports their outcomes to the study.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.sweep import Dimension, SearchRecord, SweepJob, SweepRecord
     from mens_exp.config.overrides import Cell
 
-_MOST_FAILURES = 5  # of jobs in a row; then it is no longer the draws that are at fault
-_WATCH_S = 1.0  # between two looks at a job's validation losses; a validation takes longer
+_MOST_FAILURES = 5  # consecutive job failures; beyond that, the draws are not the cause
+_WATCH_S = 1.0  # polling interval for validation losses; a validation takes longer
 _TOLD = {
     JobState.SUCCEEDED: TrialState.COMPLETE,
     JobState.PRUNED: TrialState.PRUNED,
@@ -43,23 +43,23 @@ _TOLD = {
 
 
 class Search:
-    """The launcher's feed; it writes the search's part of the record, the launcher saves it."""
+    """The launcher's feed; it updates the search's part of the record, which the launcher saves."""
 
     def __init__(
         self, directory: SweepDir, record: SweepRecord, study: Study, cells: Cells | None = None
     ) -> None:
-        """Take a search whose lock is held by the caller, and what makes its cells, if known."""
+        """Use a search whose lock the caller holds, and the builder of its cells, if known."""
         assert record.search is not None, "a sweep that searches"
         self._directory, self._record, self._study = directory, record, study
         self._search: SearchRecord = record.search
         self._cells = cells or Cells(space=self._search["space"], fixed=self._search["fixed"])
         self._curves: dict[int, Curve] = {}
         self._looked: dict[int, float] = {}
-        self._failures = 0  # of jobs, since the last that did not fail
+        self._failures = 0  # consecutive failed jobs
         self._is_held = False  # a trial has to run again before more are drawn
 
     def supply(self) -> bool:
-        """Draw until a trial is to run; tell whether there is one."""
+        """Draw until there is a trial to run; return whether there is one."""
         while self._is_more() and not self._is_held:
             is_to_run = self._draw()
             self._record.write(self._directory.record)
@@ -68,7 +68,7 @@ class Search:
         return False
 
     def watch(self, job: SweepJob) -> str | None:
-        """Report a running job's validation losses; tell why it is to end, or None."""
+        """Report a running job's validation losses; return the reason to end it, or None."""
         number, now = job["number"], time.monotonic()
         if self._search["pruner"] == "none" or now - self._looked.get(number, 0.0) < _WATCH_S:
             return None
@@ -84,7 +84,7 @@ class Search:
         return f"ended by the search at step {step}: validation loss {loss:.4f} ({rule})"
 
     def settle(self, job: SweepJob) -> None:
-        """Tell the sampler how a job ended, and with it the trials that come to the same."""
+        """Report the outcome of a job, and of equivalent trials, to the sampler."""
         has_failed = job["state"] == JobState.FAILED
         self._failures = self._failures + 1 if has_failed else 0
         if has_failed and cause_of(job, self._run(job)) is Cause.DISK:
@@ -94,12 +94,12 @@ class Search:
         self._tell_all(job)
 
     def catch_up(self) -> None:
-        """Bring record and journal together after a launcher that did not get to its end."""
+        """Synchronise record and journal after a launcher that was interrupted."""
         rows = self._search["trials"]
         for job in self._record.jobs:
             self._take_back(job)
         running = {row["number"] for row in rows if row["state"] == TrialState.RUNNING}
-        # Trials that the record does not have were being drawn as the launcher ended.
+        # Trials missing from the record were being drawn when the launcher ended.
         self._study.go_back(len(rows), running)
         for job in self._record.jobs:
             if job["state"] in _TOLD:
@@ -110,13 +110,13 @@ class Search:
         self._search["best"] = _best(self._search)
 
     def _take_back(self, job: SweepJob) -> None:
-        """Have the failed trials of a job run again, unless it failed by itself."""
+        """Repeat the failed trials of a job, unless the job itself was the cause."""
         mine = [row for row in self._search["trials"] if row["job"] == job["number"]]
         if job["state"] in {JobState.FAILED, JobState.PRUNED} or any(
             row["state"] != TrialState.FAILED for row in mine
         ):
             return
-        if job["state"] == JobState.SUCCEEDED:  # as was seen after its process had been killed
+        if job["state"] == JobState.SUCCEEDED:  # found after its process had been killed
             is_own = objective_values(self._run(job), self._search["objectives"])[0] is None
         else:
             is_own = cause_of(job, self._run(job)) is Cause.OWN
@@ -127,7 +127,7 @@ class Search:
             job["state"], job["reason"] = JobState.FAILED, mine[0]["reason"]
 
     def is_finished(self) -> bool:
-        """Tell whether all trials were drawn, and none is left that would run again."""
+        """Return whether all trials were drawn and none would run again."""
         rows = self._search["trials"]
         failed = {row["job"] for row in rows if row["state"] == TrialState.FAILED}
         return not self._is_more() and all(
@@ -137,14 +137,14 @@ class Search:
         )
 
     def conclude(self) -> None:
-        """Write down what the trials say together."""
+        """Record the overall results of the trials."""
         self._search["best"] = _best(self._search)
         self._search["importance"] = self._study.importance()
         unknown = None if self._search["importance"] else self._study.why_no_importance()
         self._search["importance_unknown"] = unknown
 
     def _hold(self, why: str) -> None:
-        """Draw no more, until the search goes on."""
+        """Stop drawing until the search is resumed."""
         self._is_held = True
         if self._is_more():
             last = len(self._search["trials"]) - 1
@@ -157,7 +157,7 @@ class Search:
         return RunDir(self._directory.path / job["directory"])
 
     def _draw(self) -> bool:
-        """Draw one trial; tell whether it is to run."""
+        """Draw one trial; return whether it needs to run."""
         number = len(self._search["trials"])
         trial = self._study.ask(number)
 
@@ -174,7 +174,7 @@ class Search:
         return self._queue(row, drawn.cell)
 
     def _queue(self, row: Row, cell: Cell) -> bool:
-        """Make a trial's job, unless an earlier one comes to the same run."""
+        """Create a trial's job, unless an earlier one is equivalent."""
         trains = cell.config.task.name in TRAINING
         contract = contract_of(cell.config).digest if trains else None
         row["meaning"] = meaning(cell, contract)
@@ -213,7 +213,7 @@ class Search:
         )
 
     def _tell_all(self, job: SweepJob) -> None:
-        """Tell how a job ended, for its own trial and for those that come to the same."""
+        """Report a job's outcome for its own trial and for equivalent ones."""
         for row in self._search["trials"]:
             if row["job"] == job["number"] and row["state"] == TrialState.RUNNING:
                 self._tell(row, job)
@@ -247,7 +247,7 @@ def _row(number: int, params: dict[str, str]) -> Row:
 
 
 def _best(search: SearchRecord) -> list[int]:
-    """Return the runs that no other is at least as good as in all objectives, and better in one."""
+    """Return the Pareto-optimal runs: not dominated by any other in the objectives."""
     signs = [-1.0 if name == "maximize" else 1.0 for name in search["directions"]]
     points = {
         row["number"]: [sign * value for sign, value in zip(signs, row["values"], strict=True)]
@@ -265,7 +265,7 @@ def _best(search: SearchRecord) -> list[int]:
 
 
 def launch_search(overrides: Sequence[str]) -> int:
-    """Check a search's space, then draw and run its trials, and say which are best.
+    """Check a search's space, draw and run its trials, and report the best ones.
 
     Args:
         overrides: the command's, as typed.
@@ -294,16 +294,16 @@ def launch_search(overrides: Sequence[str]) -> int:
 def resume_search(
     directory: SweepDir, record: SweepRecord, console: Console, overrides: Sequence[str]
 ) -> int:
-    """Go on with a search whose jobs stand as their directories say; its lock is held.
+    """Resume a search whose job states match their directories; the caller holds its lock.
 
     Args:
-        directory: of the search.
-        record: of the search.
-        console: where to say what happens.
-        overrides: of its settings: how many trials it is to have in all.
+        directory: directory of the search.
+        record: record of the search.
+        console: console for messages.
+        overrides: overrides of its settings: the total number of trials.
 
     Raises:
-        ConfigError: that is no number of trials that it could have.
+        ConfigError: the number of trials is invalid.
         MissingExtra: Optuna is not installed.
     """
     assert record.search is not None, "a sweep that searches"
@@ -325,10 +325,10 @@ def resume_search(
 def _run(
     directory: SweepDir, record: SweepRecord, console: Console, cells: Cells | None = None
 ) -> int:
-    """Run what is left of a search; what the system refuses its launcher stops it as a kill would.
+    """Run the rest of a search; a system error of the launcher stops it like a kill.
 
     Raises:
-        SetupError: it refused to write or to read something; what is on disk is whole.
+        SetupError: a read or write failed; the data on disk is consistent.
     """
     try:
         return _searched(directory, record, console, cells)

@@ -1,6 +1,6 @@
 """Slurm's commands: the sbatch script of a sweep, its submission, and the states of its jobs.
 
-The script's array has one task for each job; states are asked once for all of them.
+The script's array has one task per job; states are queried once for all of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SILENCE = (
     "Connection refused",
     "authentic",
     "timed out",
-    "did not answer",  # in that time
+    "did not answer",  # within that time
 )
 _TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
-# What a setting stands for, and what decides how a job is told to stop, put back and found again.
+# Options covered by a setting, and options that control how a job is stopped, requeued and found.
 _OURS = frozenset(
     {"account", "comment", "constraint", "cpus-per-task", "exclude", "gpus-per-node", "gres", "mem"}
     | {"partition", "qos"}
@@ -49,9 +49,9 @@ def script(
 
     Args:
         launcher: the settings.
-        numbers: of the jobs; each is the index of its task.
-        batch: where Slurm's own output goes.
-        arguments: of ``python -m mens_exp.sweeps.slurm_task``.
+        numbers: job numbers; each is the index of its task.
+        batch: directory for Slurm's own output.
+        arguments: arguments of ``python -m mens_exp.sweeps.slurm_task``.
     """
     options = [f"--{name}={shlex.quote(value)}" for name, value in _options(launcher).items()]
     indices = ",".join(map(str, numbers))
@@ -83,7 +83,7 @@ def script(
 
 
 def _options(launcher: SlurmLauncher) -> dict[str, str]:
-    """Return the options of sbatch that a setting stands for, where it is set."""
+    """Return the sbatch options of the settings that are set."""
     memory = None if launcher.mem_gb is None else f"{round(launcher.mem_gb * 1024)}M"
     given = {
         "job-name": launcher.name,
@@ -103,7 +103,7 @@ def _options(launcher: SlurmLauncher) -> dict[str, str]:
 
 
 def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
-    """Return what keeps Slurm from taking a sweep's jobs; sbatch judges, and starts nothing.
+    """List reasons why Slurm would reject a sweep's jobs; sbatch only tests, and starts nothing.
 
     Args:
         launcher: the settings.
@@ -152,12 +152,12 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
 
 
 def is_silence(said: str) -> bool:
-    """Tell whether one of Slurm's commands failed as Slurm did not answer, which may pass."""
+    """Return whether a Slurm command failed because Slurm did not answer, which may pass."""
     return any(text in said for text in _SILENCE)
 
 
 def refused(said: str) -> MensError:
-    """Return the error for what one of Slurm's commands said: of Slurm, or of the request."""
+    """Return the error for a Slurm command's message: about Slurm, or about the request."""
     if is_silence(said):
         return SetupError(
             "Slurm does not answer",
@@ -181,10 +181,10 @@ def call(command: Sequence[str], text: str = "") -> str:
         text: its standard input.
 
     Returns:
-        What it printed.
+        Its standard output.
 
     Raises:
-        OSError: it failed, with what it said.
+        OSError: it failed; the error contains its message.
     """
     try:
         done = subprocess.run(  # noqa: S603  # Slurm's own programs, found on the PATH as it is used
@@ -199,7 +199,7 @@ def call(command: Sequence[str], text: str = "") -> str:
 
 
 _FIELDS = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Command")
-# Every other state is one that a job waits or works in.
+# In every other state, a job is waiting or running.
 _OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"}
     | {"OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "TIMEOUT"}
@@ -212,11 +212,11 @@ class Seen:
     """One task of an array.
 
     Attributes:
-        queue_id: Slurm's number of it, ``<array>_<index>``.
-        number: its index, that of the job in its sweep.
-        state: in Slurm's word.
-        reason: why it is in that state, likewise.
-        exit_code: of its script; None where it has none.
+        queue_id: Slurm's id, ``<array>_<index>``.
+        number: its index, which is the job's number in the sweep.
+        state: Slurm's name of the state.
+        reason: Slurm's reason for the state.
+        exit_code: exit code of its script; None if there is none yet.
     """
 
     queue_id: str
@@ -232,14 +232,14 @@ class Seen:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is in the queue and does not run."""
+        """Whether it is queued and not running."""
         return self.state in _WAITING
 
 
 def queue_of(batch: Path) -> dict[str, Seen]:
-    """Return what Slurm knows of the tasks whose scripts lie in a directory, by their ids.
+    """Return Slurm's state of the tasks whose scripts are in a directory, by id.
 
-    It forgets a job some minutes after its end (``MinJobAge``).
+    Slurm forgets a job some minutes after its end (``MinJobAge``).
 
     Raises:
         OSError: Slurm does not answer.
@@ -250,7 +250,7 @@ def queue_of(batch: Path) -> dict[str, Seen]:
     for line in text.splitlines():
         array, index, state, reason, status, script = line.split("|", maxsplit=5)
         if not index.isdecimal() or not script.startswith(f"{batch}{os.sep}"):
-            continue  # of another sweep, or of none
+            continue  # of another sweep, or not of a sweep
         one = Seen(
             queue_id=f"{array}_{index}",
             number=int(index),
@@ -263,7 +263,7 @@ def queue_of(batch: Path) -> dict[str, Seen]:
 
 
 def _exit_code(status: str) -> int | None:
-    """Read a status as wait() gives it."""
+    """Decode a status in the form of wait()."""
     try:
         return os.waitstatus_to_exitcode(int(status))
     except ValueError:  # none yet

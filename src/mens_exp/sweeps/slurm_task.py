@@ -1,7 +1,7 @@
 """A job's batch process: ``python -m mens_exp.sweeps.slurm_task <sweep> --timeout-min=… …``.
 
-Slurm runs it on a node, once for each start of a task of the array. It starts the job, hands
-Slurm's warning of the time limit on to it, notes how it ended, and puts it back into the queue.
+Slurm runs it on a node, once for each start of a task of the array. It starts the job, forwards
+Slurm's warning of the time limit to it, records how it ended, and requeues it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one task.
 
     Returns:
-        The exit code of the job; 0 where it goes back into the queue.
+        The exit code of the job; 0 if it is requeued.
     """
     given = _parsed(arguments)
     directory = SweepDir(given.sweep)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
     began, warned = time.monotonic(), _Warned()
     while lock_holder(run.job_lock) is not None and not warned.was:
-        time.sleep(_LOOK_S)  # Slurm lost sight of an earlier start, whose process is at work yet
+        time.sleep(_LOOK_S)  # Slurm lost track of an earlier start that is still running
     ended = supervise(
         [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,
         run.log,
@@ -87,16 +87,16 @@ def supervise(
     queue_id: str,
     signals: Callable[[], list[int]],
 ) -> Ended:
-    """Run a job to its end; the caller notes the end, and why.
+    """Run a job to its end; the caller records the end and its reason.
 
     Args:
-        arguments: of ``python -m mens_exp.sweeps.job``.
-        output: where the job's output goes.
-        environment: of the job.
-        log: of its attempts.
-        processes: of the job, those that train along with its first.
-        queue_id: Slurm's own number of the job.
-        signals: returns those to hand on to the job, each once.
+        arguments: arguments of ``python -m mens_exp.sweeps.job``.
+        output: file for the job's output.
+        environment: environment of the job.
+        log: log of its attempts.
+        processes: number of processes of the job, including workers.
+        queue_id: Slurm's id of the job.
+        signals: returns the signals to forward to the job, each once.
 
     Raises:
         OSError: the system starts no further process.
@@ -127,7 +127,7 @@ def _environment(threads: int, processes: int) -> dict[str, str]:
 
 
 class _Warned:
-    """Hears Slurm's signals: a warning ends the job in order; an end is told to the job as well."""
+    """Handles Slurm's signals: a warning stops the job; an end is also sent to the job itself."""
 
     def __init__(self) -> None:
         self.was, self._left = False, False
@@ -140,7 +140,7 @@ class _Warned:
         self.was = True
 
     def taken(self) -> list[int]:
-        """Return the signal that the job is to get, once."""
+        """Return, once, the signal to forward to the job."""
         left, self._left = self._left, False
         return [signal.SIGTERM] if left else []
 
