@@ -1,1 +1,1 @@
-"""Outputs that leave this machine: archives for a colleague, uploads to the hub."""
+"""Export: merging, conversion, certificates, serving, bundles and hub uploads."""

@@ -1,9 +1,9 @@
-"""format=peft|v2|v3: an adapter in another form, equal in what it adds to every weight.
+"""format=peft|v2|v3: convert an adapter to another format with identical weight deltas.
 
-Each form is read as (manifest, tensors) of schema v3 and written from it, so that what was
-written can be read back and compared with its source
-(:func:`mens_exp.artifacts.adapter_v3.deltas`). For an adapter whose run is not at hand,
-a configuration of its graph is made: its base, quantized as the manifest says.
+Each format is read as (manifest, tensors) of schema v3 and written from it, so that the output can
+be read back and compared with its source (:func:`mens_exp.artifacts.adapter_v3.deltas`). For an
+adapter whose run is not available, a model configuration is built from its base, quantized as the
+manifest states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AdapterPlace:
     Attributes:
         directory: holds its files.
         form: ``v3``, ``v2`` or ``peft``.
-        run: the run that it belongs to, where it lies in one.
+        run: the run that contains it, if any.
     """
 
     directory: Path
@@ -107,7 +107,7 @@ def _owner(place: Path) -> RunDir | None:
 
 
 def needs_base(place: AdapterPlace, form: ExportFormat) -> bool:
-    """Tell whether a conversion asks the base model for names and keys that the files lack."""
+    """Return whether a conversion needs the base model for names and keys that the files lack."""
     if place.form == "peft" or form is ExportFormat.peft:
         return True
     if place.form == "v2" or form is not ExportFormat.v2:
@@ -122,18 +122,18 @@ def read(
     """Read an adapter of any form.
 
     Args:
-        place: where it lies.
-        base: the model that it is for; None where :func:`needs_base` says so. The adapter is held
-            against it.
-        quant: how its base was quantized, for a form that does not tell; None takes nf4 with
-            double quantization for v2, whose trainer knows nothing else, and none for PEFT.
+        place: its location.
+        base: its base model, which the adapter is checked against; None if :func:`needs_base` is
+            false.
+        quant: quantization of its base, for a form that does not record it; None means nf4 with
+            double quantization for v2, the only option of its trainer, and none for PEFT.
 
     Returns:
-        Its manifest in schema v3, scales as they were trained, and its tensors.
+        Its manifest in schema v3, with the trained scales, and its tensors.
 
     Raises:
-        DataError: a file is missing, damaged, or the adapter is another base's.
-        Problems: several of these, or a file is not what its run wrote.
+        DataError: a file is missing or damaged, or the adapter belongs to another base.
+        Problems: several of these, or a file differs from what its run wrote.
     """
     refuse_changed_adapter(place.directory)
     where = str(place.directory)
@@ -154,10 +154,10 @@ def read(
 
 
 def _refuse_proxy(manifest: AdapterManifest, where: str) -> None:
-    """Refuse what was trained on another graph than the base model's own.
+    """Refuse adapters that were trained on the proxy stack instead of the base model.
 
-    The schemas name its middle projections ``mid0`` and so on; a stack of the head alone is told
-    by the name of its graph.
+    The schemas name its middle projections ``mid0`` and so on; a head-only stack is recognised by
+    the name of its graph.
     """
     middle = [layer for layer in manifest.layer_order if _MIDDLE.fullmatch(layer)]
     graph = (manifest.mens_exp or {}).get("candle_qlora_graph_id")
@@ -178,7 +178,7 @@ def write(
     directory: Path,
     base: AdapterBase | None,
 ) -> None:
-    """Write an adapter in a form; the directory appears whole or not at all.
+    """Write an adapter in a form as a directory, atomically.
 
     v2 and v3 are written so that the header's ``alpha / rank`` is the scale of every layer.
 
@@ -209,7 +209,7 @@ def write(
 
 
 def out_problems(out: Path) -> Iterator[RequestError]:
-    """Yield what keeps a directory from being written: something is there that would be lost."""
+    """Yield a problem if writing a directory would overwrite existing content."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         yield RequestError(
             "is there already",
@@ -227,14 +227,14 @@ def config_of_adapter(
     shape: Shape,
     quantizer: Quantizer | None,
 ) -> RunConfig:
-    """Return a configuration whose graph has the layers of an adapter, each with scale one.
+    """Return a configuration of a model with the layers of an adapter, each with scale one.
 
     Args:
-        config: of the command; its data, tokenizer and device stay.
-        manifest: of the adapter.
-        base: that it sits on.
-        shape: of the base.
-        quantizer: what made 4-bit values of the base; None where nothing did.
+        config: the command's configuration; its data, tokenizer and device are kept.
+        manifest: the adapter's manifest.
+        base: the adapter's base.
+        shape: dimensions of the base.
+        quantizer: the quantizer of the base; None if it is unquantized.
     """
     theirs = copy.deepcopy(config)
     theirs.model = HfModel(id=str(base.directory), trust_remote_code=base.trust_remote_code)
@@ -279,7 +279,7 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
 def with_scale_one(
     manifest: AdapterManifest, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors with each layer's scale in its B, ``[out, r]``."""
+    """Return the tensors with each layer's scale folded into its B, ``[out, r]``."""
     scaled = dict(tensors)
     for layer in manifest.layer_order:
         B_OR = tensors[f"{layer}.lora_b"].astype(np.float64) * manifest.scale_of(layer)

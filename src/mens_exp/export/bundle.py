@@ -1,8 +1,8 @@
 """Send a run elsewhere: format=bundle, and uploads to the Hugging Face hub.
 
-A bundle is one archive, the same bytes for the same run, with one folder named after the run;
-``bundle.json`` in it lists every other file with its SHA-256. Unpacked anywhere it is a run
-directory again, and is verified before it is read. Credentials and absolute paths are found first.
+A bundle is a reproducible archive with one folder named after the run; ``bundle.json`` in it lists
+every other file with its SHA-256. When unpacked, it is a run directory again, and is verified
+before it is read. Files are scanned for credentials and absolute paths first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
 
 _TEXT = {".json", ".jsonl", ".yaml", ".md", ".html"}
-# What a credential of the services that a run may meet looks like, each by its own prefix.
+# Patterns of credentials for the services that a run may use, by their prefixes.
 _SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\bwandb_v1_[A-Za-z0-9_]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -67,7 +67,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
 
 
 def changed_files(run: RunDir) -> Iterator[MensError]:
-    """Yield every output that is no longer what the manifest says the run left."""
+    """Yield every output that no longer matches the manifest."""
     for name, expected in Manifest.read(run.manifest).outputs.items():
         path = run.path / name
         found = sha256_file(path) if path.is_file() else "no such file"
@@ -82,7 +82,7 @@ def changed_files(run: RunDir) -> Iterator[MensError]:
 
 
 def secret_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
-    """Yield every file in which something looks like a credential; never the credential itself."""
+    """Yield every file that seems to contain a credential, without quoting the credential."""
     for name, path in files:
         if path.suffix in _TEXT and (found := _SECRET.search(path.read_text("utf-8"))):
             yield RequestError(
@@ -95,7 +95,7 @@ def secret_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
 
 
 def path_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
-    """Yield every absolute path of this machine that a record names, once each."""
+    """Yield every absolute path of this machine that a record contains, once each."""
     seen = set()
     for name, path in files:
         for place, text in _texts(path):
@@ -137,7 +137,7 @@ _VERSION = 1
 def packing_problems(
     run: RunDir, *, checkpoints: bool, allow_absolute_paths: bool
 ) -> list[MensError]:
-    """List what keeps a run from being packed."""
+    """List problems that prevent packing a run."""
     files = run_files(run, checkpoints=checkpoints).items()
     problems = [*changed_files(run), *secret_problems(files)]
     if not allow_absolute_paths:
@@ -146,7 +146,7 @@ def packing_problems(
 
 
 def pack(run: RunDir, archive: Path, *, checkpoints: bool) -> dict[str, str]:
-    """Write the archive; it appears whole or not at all.
+    """Write the archive atomically.
 
     Returns:
         Path relative to the run's folder -> SHA-256 of every packed file.
@@ -161,7 +161,7 @@ def pack(run: RunDir, archive: Path, *, checkpoints: bool) -> dict[str, str]:
     }
     folder = run.path.resolve().name
     buffer = io.BytesIO()
-    # No time and no owner: two packings of one run are the same bytes.
+    # No timestamp and no owner, so that packing a run twice gives the same bytes.
     with (
         gzip.GzipFile(fileobj=buffer, mode="wb", filename="", mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
@@ -184,10 +184,10 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def verify(run: RunDir) -> None:
-    """Hold an unpacked bundle against its list; a directory that is none passes.
+    """Compare an unpacked bundle with its list; a directory without one passes.
 
     Raises:
-        DataError: a file is missing, or is not what was packed, or the list cannot be read.
+        DataError: a file is missing or has changed since packing, or the list cannot be read.
         Problems: several of these.
     """
     if run.bundle.is_file():
@@ -243,7 +243,7 @@ _LOGIN = "log in with: hf auth login (or set HF_TOKEN)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """The contents of the hub after an upload, as it reports them."""
+    """The hub's report of the repository after an upload."""
 
     repo: str
     url: str
@@ -252,7 +252,7 @@ class Pushed:
 
 
 def login_problems() -> list[MensError]:
-    """Say that nobody is logged in, where that is so; nothing is ever asked for."""
+    """Report a missing hub login, without ever prompting."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -269,10 +269,10 @@ def login_problems() -> list[MensError]:
 
 
 def hub_files(run: RunDir) -> dict[str, Path]:
-    """Return what is uploaded, by its path in the repository.
+    """Return the files to upload, by their path in the repository.
 
-    The adapter lies at the root, where ``PeftModel.from_pretrained`` looks for it; the card is the
-    repository's README; the records lie in a folder of their own.
+    The adapter is at the root, where ``PeftModel.from_pretrained`` looks for it. The card is the
+    repository's README, and the records are in a separate folder.
     """
     files = {
         path.relative_to(run.peft).as_posix(): path
@@ -292,13 +292,13 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
     Args:
         run: a training run that has ended.
         repo: ``<user>/<name>``.
-        private: whether a repository that is not there yet is made a private one.
-        message: of the commit.
+        private: whether to create a new repository as private.
+        message: the commit message.
 
     Raises:
-        RequestError: the repository is public and a private one was asked for, or the hub
+        RequestError: the repository is public although a private one was requested, or the hub
             refuses the upload.
-        SetupError: the hub cannot be reached, or does not know the token.
+        SetupError: the hub cannot be reached, or rejects the token.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -324,7 +324,7 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
 
 
 def _made(api: Any, repo: str, *, private: bool) -> bool:
-    """Make the repository unless it is there, and tell whether it is private."""
+    """Create the repository unless it exists, and return whether it is private."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:

@@ -1,7 +1,8 @@
-"""Parts of a certificate that need no torch: the probe, adapter deltas, and the verdict.
+"""Parts of a certificate that do not need torch: the probe, adapter deltas, and the verdict.
 
-The probe is real text, encoded once, that both models are compared on. Two forms of an adapter are
-compared in f64 by what each adds to every weight. An output is kept or set aside by its verdict.
+The probe is real text, encoded once, on which both models are compared. Two forms of an adapter are
+compared in f64 by their deltas to every weight. The verdict decides whether an output is kept or
+set aside.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -43,8 +44,8 @@ class Probe:
     """Documents as ids, each of at least two tokens.
 
     Attributes:
-        documents: in order.
-        source: where they are from, in words.
+        documents: the documents, in order.
+        source: description of their origin.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -52,7 +53,7 @@ class Probe:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return sum(map(len, self.documents))
 
     def record(self) -> ProbeRecord:
@@ -71,17 +72,17 @@ def probe_of_rows(
     labelling: Labelling,
     tokens: int,
 ) -> Probe:
-    """Take whole rows, as they are trained on, until there are tokens enough.
+    """Take complete rows, encoded as for training, until there are enough tokens.
 
     Args:
-        sides: sides of the split by name, the first to be taken from first; a small corpus has
-            too little held out, and then the others fill up.
-        tokenizer: with its chat template.
-        labelling: how rows become documents, and how long these are.
-        tokens: at least so many, as long as there are rows.
+        sides: sides of the split by name, in order of preference; later ones are used if a small
+            corpus has too few held-out rows.
+        tokenizer: the tokenizer, with its chat template.
+        labelling: settings that turn rows into documents, with their length limit.
+        tokens: minimum number of tokens, if there are enough rows.
 
     Raises:
-        DataError: the template spoils a row, or no row has two tokens.
+        DataError: the template corrupts a row, or no row has two tokens.
     """
     documents: list[tuple[int, ...]] = []
     used = []
@@ -101,7 +102,7 @@ def probe_of_rows(
 def _taken(
     pairs: Sequence[TrainingPair], tokenizer: Tokenizer, labelling: Labelling, tokens: int
 ) -> list[tuple[int, ...]]:
-    """Encode a few rows at a time until there are tokens enough."""
+    """Encode a few rows at a time until there are enough tokens."""
     found: list[tuple[int, ...]] = []
     for start in range(0, len(pairs), 16):
         encoded = encode(pairs[start : start + 16], tokenizer, labelling)
@@ -119,7 +120,7 @@ def probe_of_text(path: Path, tokenizer: Tokenizer, *, seq_len: int, tokens: int
     """Take a file's text from its beginning, in pieces of ``seq_len`` tokens.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or holds too little.
+        DataError: the file cannot be read, is not UTF-8, or is too short.
     """
     try:
         text = path.read_text("utf-8")
@@ -147,19 +148,19 @@ def probe_of_text(path: Path, tokenizer: Tokenizer, *, seq_len: int, tokens: int
 def adapter_errors(
     manifest: AdapterManifest, tensors: Tensors, after: AdapterManifest, after_tensors: Tensors
 ) -> dict[str, TensorError]:
-    """Compare ``s · B A``, and in DoRA the lengths of rows, layer by layer.
+    """Compare ``s · B A``, and for DoRA the magnitudes, layer by layer.
 
     Args:
-        manifest: of the adapter as it was.
-        tensors: of the same.
-        after: of the form that was written, read back.
-        after_tensors: of the same.
+        manifest: manifest of the source adapter.
+        tensors: tensors of the source adapter.
+        after: manifest of the output, read back.
+        after_tensors: tensors of the output.
 
     Returns:
-        The errors by logical layer, ``….lora_magnitude`` beside them in DoRA.
+        The errors by logical layer, plus ``….lora_magnitude`` for DoRA.
 
     Raises:
-        DataError: the forms have other layers.
+        DataError: the layers of the two forms differ.
     """
     if set(manifest.layer_order) != set(after.layer_order):
         odd = sorted(set(manifest.layer_order) ^ set(after.layer_order))
@@ -203,7 +204,7 @@ _LISTED = 4
 
 
 def hashes_of(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of a file, or of every file below a directory but its certificate."""
+    """Return the SHA-256 of a file, or of all files below a directory except its certificate."""
     if directory.is_file():
         return {"": sha256_file(directory)}
     files = sorted(path for path in directory.rglob("*") if path.is_file())
@@ -215,26 +216,26 @@ def hashes_of(directory: Path) -> dict[str, str]:
 
 
 def rejected_place(out: Path) -> Path:
-    """Return where something lies that its certificate spoke against."""
+    """Return the path for an output that its certificate rejected."""
     return out.with_name(f"{out.name}.rejected")
 
 
 def certificate_place(out: Path) -> Path:
-    """Return where the certificate of a directory lies, in it, or of a file, beside it."""
+    """Return the path of a certificate: inside a directory, or next to a file."""
     return out / PARITY_NAME if out.is_dir() else out.with_name(f"{out.name}.{PARITY_NAME}")
 
 
 def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card: str = "") -> None:
-    """Put the certificate with what it is of, and set both aside when it says no.
+    """Store the certificate with its output, and set both aside if it failed.
 
     Args:
-        temporary: the directory or the file, not yet in its place.
-        out: that place; whoever made ``temporary`` moves it there.
-        certificate: of what lies in ``temporary``.
-        card: what the model card of a directory, where it has one, is to say of it; Markdown.
+        temporary: the directory or file, before the move into place.
+        out: the final path; the caller moves ``temporary`` there.
+        certificate: certificate of ``temporary``.
+        card: Markdown section for the directory's model card, if it has one.
 
     Raises:
-        GateError: it is over the budget and nobody accepted that; it lies beside ``out`` now.
+        GateError: it is over the budget and not accepted; it is now next to ``out``.
     """
     kept = certificate.passed or certificate.accepted
     aside = rejected_place(out)
@@ -260,7 +261,7 @@ def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card
 
 
 def _tell(directory: Path, certificate: Certificate, section: str) -> None:
-    """Let the card of a written directory, where it has one, say what was measured."""
+    """Add the measurements to the model card of a directory, if it has one."""
     card = directory / CARD_NAME
     if card.is_file() and section:
         atomic.write_text(card, f"{card.read_text('utf-8')}\n{section}")

@@ -1,9 +1,9 @@
 """format=gguf: a complete model directory as one GGUF file, with a Modelfile for Ollama.
 
-One tensor at a time is held, as it is stored and as it is written. The same directory gives the
-same bytes. Syntax of a Modelfile: https://github.com/ollama/ollama/blob/main/docs/modelfile.md.
-Ollama's templates are Go's, a model's are Jinja's. Only ChatML is said in both; anything else is
-left to what Ollama finds in the model itself, with a comment that says so.
+Only one tensor is in memory at a time, in its stored and its output form. The same directory gives
+the same bytes. Syntax of a Modelfile: https://github.com/ollama/ollama/blob/main/docs/modelfile.md.
+Ollama uses Go templates, models use Jinja templates. Only ChatML is translated; for any other
+template, Ollama uses the one in the model itself, and a comment in the Modelfile states this.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38, "F16": 65504.0, "Q8_0": 6
 
 
 def require_gguf() -> None:
-    """See that the library is installed.
+    """Check that the gguf library is installed.
 
     Raises:
         MissingExtra: it is not.
     """
     try:
-        import gguf  # noqa: F401  # asked for, not used
+        import gguf  # noqa: F401  # import check only
     except ImportError as error:
         raise MissingExtra(
             "gguf is needed to write a GGUF file",
@@ -57,7 +57,7 @@ def require_gguf() -> None:
 
 
 def write_gguf(source: Path, target: Path, dtype: GgufDtype) -> None:
-    """Write a model as a GGUF file; it appears whole or not at all.
+    """Write a model as a GGUF file, atomically.
 
     Args:
         source: a complete Hugging Face directory: config.json, safetensors, tokenizer files.
@@ -68,7 +68,7 @@ def write_gguf(source: Path, target: Path, dtype: GgufDtype) -> None:
     Raises:
         MissingExtra: gguf is not installed.
         ModelFileError: a file or tensor is missing, or a weight is not finite or beyond the type.
-        RequestError: the model or its tokenizer cannot be said in GGUF exactly.
+        RequestError: GGUF cannot represent the model or its tokenizer exactly.
         Problems: several of these.
     """
     require_gguf()
@@ -228,7 +228,7 @@ def _converted(stored: Stored, tensor: torch.Tensor, kind: Any) -> np.ndarray[An
 
 
 def _refuse_second_head(layout: GgufLayout) -> None:
-    """Refuse a tied model whose checkpoint has another head: transformers would use that one."""
+    """Refuse a tied model whose checkpoint has a separate head: transformers would use it."""
     written = {stored.key for stored in layout.tensors}
     second = [key for key in layout.directory.tensors if key == "lm_head.weight"]
     if not second or second[0] in written:
@@ -300,7 +300,7 @@ def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) 
 
 
 def is_chatml(tokenizer: Tokenizer) -> bool:
-    """Tell whether the chat template is ChatML, a default system turn aside."""
+    """Return whether the chat template is ChatML, apart from a default system turn."""
     system = default_system(tokenizer)
     if system is None:
         return False
@@ -313,9 +313,9 @@ def is_chatml(tokenizer: Tokenizer) -> bool:
 
 
 def default_system(tokenizer: Tokenizer) -> str | None:
-    """Return the system turn that the template adds by itself, or "" where it adds none.
+    """Return the template's default system turn, or "" if it has none.
 
-    None says that the template begins otherwise, or with what a Modelfile cannot quote.
+    None means that the template begins differently, or with text that a Modelfile cannot quote.
     """
     try:
         text = _rendered(tokenizer, _PROBES[0])
@@ -346,18 +346,18 @@ GGUF_FILE = "model.gguf"
 
 
 def export_gguf(source: Path, target: Path, dtype: GgufDtype, *, base: str) -> None:
-    """Write the export; its directory appears whole or not at all.
+    """Write the export directory atomically.
 
     Args:
         source: a complete Hugging Face directory.
         target: the directory to write.
         dtype: of the matrices.
-        base: what the record calls the model.
+        base: name of the model in the record.
 
     Raises:
         MissingExtra: gguf is not installed.
         ModelFileError: the model's files are missing or contradictory.
-        RequestError: the model cannot be said in GGUF exactly.
+        RequestError: GGUF cannot represent the model exactly.
         Problems: several of these.
     """
     tokenizer = HfTokenizer.from_directory(source)

@@ -1,13 +1,13 @@
-"""Lay out a model's GGUF file: header values, tensors and vocabulary, nothing of it read yet.
+"""Lay out a model's GGUF file (header, tensors and vocabulary) without reading weights.
 
 Names are those of gguf's own tensor map. Facts of the format: q and k of the Llama architecture are
 stored with the two halves of each head interleaved, GPT-2's Conv1D weights as Linear has them, a
 tied head not at all, and Llama 3's frequency scaling as the tensor ``rope_freqs.weight``
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-GGUF holds no tokenizer.json. A reader has the splitting rules of known pre-tokenizers built in, by
-name, and a SentencePiece-like vocabulary is merged by scores alone. Only a tokenizer that is one of
-those is written; any other would split text differently, and is refused.
+GGUF does not contain tokenizer.json. Readers have the splitting rules of known pre-tokenizers built
+in, by name, and merge a SentencePiece-like vocabulary by scores only. A tokenizer that is not one
+of those would split text differently, and is refused.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GgufLayout:
 
     @property
     def context_length(self) -> int:
-        """Positions for which the file's graph is the model's: a window is not part of it."""
+        """Positions for which the file is equivalent to the model; GGUF has no attention window."""
         window = getattr(self.config, "sliding_window", None)
         if not window or not getattr(self.config, "use_sliding_window", True):
             return int(self.config.max_position_embeddings)
@@ -134,7 +134,7 @@ def layout_of(source: Path) -> GgufLayout:
 
 
 def _skeleton(source: Path) -> Any:
-    """Return the model on the meta device: names and shapes, and not one weight."""
+    """Return the model on the meta device: names and shapes without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -144,7 +144,7 @@ def _skeleton(source: Path) -> Any:
 
 
 def _architecture_problems(config: Any, where: str) -> list[MensError]:
-    """List what the format's graph of the architecture would compute otherwise."""
+    """List settings for which the format's graph would compute something different."""
     found: list[MensError] = []
 
     def must(name: str, accepted: set[Any]) -> None:
@@ -281,7 +281,7 @@ class GgufVocabulary:
 
 
 def vocabulary_of(tokenizer: HfTokenizer, rows: int) -> GgufVocabulary:
-    """Say a tokenizer in GGUF's terms.
+    """Translate a tokenizer into GGUF's vocabulary.
 
     Args:
         tokenizer: of the model directory.

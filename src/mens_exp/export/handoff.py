@@ -3,9 +3,9 @@
 The record's keys are those of the systems that read it, so it has `schema` and `schema_version`
 where our own records have `format` and `version`. Its paths are relative to its directory.
 
-What vLLM accepts is read off its ``lora/peft_helper.py`` and ``config/lora.py``: it takes r and
-alpha from the head of adapter_config.json for every layer, and knows neither patterns, DoRA, biases
-nor modules that were saved whole.
+The vLLM restrictions follow its ``lora/peft_helper.py`` and ``config/lora.py``: it uses the
+top-level r and alpha of adapter_config.json for every layer, and does not support patterns, DoRA,
+biases or fully saved modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPTIONAL = frozenset({"adapter_path", "openai_base_url", "notes"})
 
 
 class BackendFamily(StrEnum):
-    """The program that is to serve."""
+    """The serving program."""
 
     VLLM = "vllm"
     OLLAMA = "ollama"
@@ -144,7 +144,7 @@ def _empty(value: dict[str, Any], where: str) -> list[DataError]:
 
 
 def _leading_out(value: dict[str, Any], where: str) -> list[DataError]:
-    """List paths that mean nothing elsewhere."""
+    """List paths that are only valid on this machine."""
     found = []
     for name in ("artifact_dir", "adapter_path"):
         path = PurePosixPath(value.get(name) or ".")
@@ -204,7 +204,7 @@ def rank_of(adapter: Path) -> int:
 
 
 def vllm_problems(adapter: Path) -> list[MensError]:
-    """List what keeps vLLM from serving a PEFT directory as it was trained."""
+    """List problems that prevent vLLM from serving a PEFT directory exactly as trained."""
     try:
         config = _config_of(adapter)
         shapes = {name: info.shape for name, info in read_header(adapter / _PEFT_WEIGHTS).items()}
@@ -320,7 +320,7 @@ def model_directory(text: str) -> Path:
 
 
 def occupied(out: str | None) -> list[MensError]:
-    """Say that a directory to write is there and holds something that is no export."""
+    """Report an output directory that exists and is not an export."""
     path = Path(out or "").expanduser()
     if out is None or not path.exists() or (path / HANDOFF_FILE).is_file():
         return []

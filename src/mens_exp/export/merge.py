@@ -1,7 +1,7 @@
 """Merge an adapter into a checkpoint's files, tensor by tensor, as a Hugging Face directory.
 
-Nothing is held but the tensor at work: half a byte for each of its weights where the base is made
-4-bit again, a whole copy where it is stored the other way round, else a block of rows.
+Only the current tensor is in memory: half a byte per weight if the base is requantized to 4 bits, a
+full copy if it is stored transposed, otherwise a block of rows.
 
 Shapes: O outputs and I inputs of a projection, N rows of a piece.
 """
@@ -47,11 +47,11 @@ class Merge:
     """The operation on a checkpoint's tensors.
 
     Attributes:
-        deltas: of the adapter, by logical name.
+        deltas: the adapter's deltas by logical name.
         dtype: safetensors' name of the output's floating-point format. Sums are f32, rounded to it
             once, to the nearest and ties to even.
-        quantizer: what made 4-bit values of the base, which the delta is then added to; what it
-            left alone is rounded as it is computed. None merges into the published weights.
+        quantizer: the base's quantizer; the delta is added to the 4-bit values, and unquantized
+            weights are rounded to the compute dtype. None merges into the published weights.
     """
 
     deltas: Mapping[str, Delta]
@@ -60,7 +60,7 @@ class Merge:
 
 
 def outlines(places: Iterable[Place], dtype: str) -> dict[str, Outline]:
-    """Return the header of one output file; what is no floating-point tensor keeps its type."""
+    """Return the header of one output file; non-floating-point tensors keep their dtype."""
     return {
         one.name: Outline(
             dtype=dtype if one.info.dtype in FLOAT_DTYPES else one.info.dtype, shape=one.info.shape
@@ -179,10 +179,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def refuse_full_disk(out: Path, places: Iterable[Place], dtype: str) -> None:
-    """See that the output has room before a byte of it is written.
+    """Check that the disk has room for the output before writing.
 
     Raises:
-        SetupError: it has not.
+        SetupError: the disk is too full.
     """
     needed = sum(one.nbytes for one in outlines(places, dtype).values())
     there = next(parent for parent in (out, *out.absolute().parents) if parent.is_dir())

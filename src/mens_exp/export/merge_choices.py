@@ -1,4 +1,4 @@
-"""Decide a merge: how much is written, in which format, and onto which weights."""
+"""Decide a merge: the extent of the output, its dtype, and its base weights."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Choices:
 
 
 def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
-    """Compare adapter and base by their headers and settle what `merge` leaves open.
+    """Compare adapter and base by their headers, and decide the settings that `merge` leaves open.
 
     Raises:
         RequestError: they do not belong together, or what is asked for cannot be made of them.
@@ -139,7 +139,7 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
 
 
 def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
-    """Return what is added to each weight; a doubled pair is taken apart for a 4-bit base."""
+    """Return the delta of each weight; for a 4-bit base, a doubled pair is split."""
     import torch
 
     from mens_exp.lora.low_rank import Delta
@@ -176,7 +176,7 @@ def _refuse_other_base(inputs: MergeInputs) -> None:
 
 
 def _is_proxy(inputs: MergeInputs) -> bool:
-    """Tell whether the adapter's graph is the proxy stack, whose head is the quantized table."""
+    """Return whether the adapter belongs to the proxy stack, whose head is the quantized table."""
     ours = inputs.manifest.mens_exp or {}
     is_theirs = inputs.schema == "v2" or (inputs.schema == "v3" and not ours)
     layers = inputs.manifest.layer_order
@@ -194,7 +194,7 @@ def _only_merged(inputs: MergeInputs, asked: MergeConfig, *, proxy: bool) -> boo
 
 
 def _refuse_unverified(inputs: MergeInputs) -> None:
-    """Refuse single tensors of a family whose names nothing vouches for."""
+    """Refuse single tensors of a family whose names are unverified."""
     if inputs.shape is not None and not inputs.shape.family.verified:
         model_type = inputs.shape.family.model_type
         raise needs_verified_layout(
@@ -203,7 +203,7 @@ def _refuse_unverified(inputs: MergeInputs) -> None:
 
 
 def _tied_head(layers: Sequence[AdaptedLayer], inputs: MergeInputs) -> bool:
-    """Tell whether the adapter changes a head that has no weight apart from the embedding."""
+    """Return whether the adapter changes a head that shares its weight with the embedding."""
     heads = [one for one in layers if one.logical == HEAD]
     tied = inputs.shape is not None and inputs.shape.tied
     return any(untied(one) or tied for one in heads)
@@ -217,7 +217,7 @@ def _head_problems(
     tied: bool,
     only_merged: bool,
 ) -> list[MensError]:
-    """List what keeps a head that is the embedding table from being merged as asked."""
+    """List problems that prevent the requested merge of a tied head."""
     if not tied and asked.untie:
         return []
     if not tied:
@@ -242,7 +242,7 @@ def _head_problems(
 
 
 def _has_own_head(inputs: MergeInputs) -> bool:
-    """Tell it by the base's configuration or, of bare shards, by what they hold."""
+    """Return whether the base has a separate head, by its configuration or its bare shards."""
     if inputs.shape is not None:
         return not inputs.shape.tied
     return any(stored_key(f"{HEAD}.weight", _keys(shard)) is not None for shard in inputs.shards)
@@ -269,7 +269,7 @@ def _embedding_of_four_bits() -> RequestError:
 
 
 def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, str]:
-    """Return what makes 4-bit values of the base first, if anything does, and why."""
+    """Return the quantizer to apply to the base before merging, if any, and the reason."""
     manifest, recorded = inputs.manifest, inputs.manifest.quantizer
     header = manifest.quant["base_quant"]
     if asked.base is MergeBase.original:
@@ -317,7 +317,7 @@ def _of_eight_bits(asked: MergeConfig) -> tuple[None, str]:
 
 
 def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer | None:
-    """Return what made 4-bit values of the base while the adapter was trained, as far as told."""
+    """Return the quantizer of the base during training, as far as recorded."""
     if quantizer is not None or inputs.manifest.quantizer is not None:
         return quantizer or inputs.manifest.quantizer
     return _assumed(inputs) if inputs.manifest.quant["base_quant"] in _FOUR_BIT else None
@@ -349,7 +349,7 @@ def _quantized(
     *,
     proxy: bool,
 ) -> set[str]:
-    """Return the keys of the base of which the adapter met 4-bit values."""
+    """Return the keys of the base that were quantized to 4 bits during training."""
     if inputs.model is not None and inputs.shape is not None and not proxy:
         keys, family = inputs.model.tensors, inputs.shape.family
         return {

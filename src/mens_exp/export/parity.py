@@ -1,10 +1,10 @@
-"""Parity of what was written with what was trained: graphs, logits, hidden states and weights.
+"""Parity of an output with the trained model: logits, hidden states and weights.
 
-One graph is in memory at a time: the reference's traces are put on disk. What stands for a merge is
-computed from the layers that trained, and weights are compared with ``W + s · B A`` in f64 and
-bitsandbytes' own 4-bit values: nothing of the code that writes merges is used, as it would share
-its mistakes. Weights show what a text does not: a delta transposed in one layer, after a few
-steps, is far below the noise of bf16 products.
+One model is in memory at a time; the reference's traces are stored on disk. The expected result of
+a merge is computed from the trained layers, and weights are compared with ``W + s · B A`` in f64
+and bitsandbytes' own 4-bit values. The code that writes merges is not used here, because the check
+would share its errors. Weights reveal errors that text does not: a delta that is transposed in one
+layer, after a few steps, is far below the noise of bf16 matmuls.
 
 Shapes: T tokens of a document, D hidden width, V vocabulary, I inputs and O outputs of a
 projection, R rank.
@@ -57,14 +57,14 @@ _LOGITS = "logits"  # no layer is called so
 
 
 class Forward(Protocol):
-    """A graph that takes one document."""
+    """A model that processes one document."""
 
     def __call__(self, ids: Sequence[int]) -> Trace:
         """Return the hidden states after each layer, and the logits."""
 
 
 class Reference:
-    """The outputs of a graph on a probe, on disk."""
+    """The outputs of a model on a probe, stored on disk."""
 
     def __init__(self, folder: Path, probe: Probe, nll: float) -> None:
         """Keep where it lies; :func:`record` makes it."""
@@ -80,7 +80,7 @@ class Reference:
 
 
 def record_reference(forward: Forward, probe: Probe, folder: Path) -> Reference:
-    """Run the graph that others are held against, and keep its traces.
+    """Run the reference model, and store its traces.
 
     Args:
         forward: the graph.
@@ -101,7 +101,7 @@ def record_reference(forward: Forward, probe: Probe, folder: Path) -> Reference:
 
 
 def compare(reference: Reference, forward: Forward, what: str, budget: BudgetConfig) -> Comparison:
-    """Hold a graph against the reference, on every token of the probe.
+    """Compare a model with the reference, on every token of the probe.
 
     Args:
         reference: what the trained graph made of the probe.
@@ -147,7 +147,7 @@ def compare(reference: Reference, forward: Forward, what: str, budget: BudgetCon
 
 
 def exceeded(found: LogitDifference, worst: WorstLayer, budget: BudgetConfig) -> list[str]:
-    """Name the limits that a comparison is over, each with the figure and the limit."""
+    """List the limits that a comparison exceeds, each with the figure and the limit."""
     upper = {
         "mean_kl": (found.mean_kl, budget.mean_kl),
         "max_kl": (found.max_kl, budget.max_kl),
@@ -169,7 +169,7 @@ def exceeded(found: LogitDifference, worst: WorstLayer, budget: BudgetConfig) ->
 def merged(
     backend: QloraBackend, config: RunConfig, base: BaseModel, *, into: str
 ) -> Iterator[Forward]:
-    """Make the dense f32 model of a base and the trained deltas.
+    """Build the dense f32 model of a base plus the trained deltas.
 
     Args:
         backend: the trained graph, its adapter loaded.
@@ -196,7 +196,7 @@ def merged(
 def with_tensors(
     config: RunConfig, base: BaseModel, file: Path, names: Mapping[str, str], *, tied: bool = False
 ) -> Iterator[Forward]:
-    """Make the dense f32 model of a published base with some of its weights replaced.
+    """Build the dense f32 model of a published base with some weights replaced.
 
     Args:
         config: of the run.
@@ -216,7 +216,7 @@ def with_tensors(
 
 @contextmanager
 def from_peft(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[Forward]:
-    """Load a PEFT directory on a run's base, quantized as the run has it.
+    """Load a PEFT directory on a run's base, quantized as in the run.
 
     Args:
         directory: adapter_config.json and its tensors.
@@ -241,7 +241,7 @@ def _dense(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
 
 
 def _untie(model: Any) -> None:
-    """Give the head a weight of its own, or the embedding would change with it."""
+    """Give the head a separate weight, so that the embedding does not change with it."""
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
@@ -288,7 +288,7 @@ def _put(model: Any, path: str, weight_OI: torch.Tensor) -> None:
 
 @contextmanager
 def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Iterator[Forward]:
-    """Open a complete model directory as anybody would, its stored weights computed in f32.
+    """Open a complete model directory with plain transformers, computing in f32.
 
     Args:
         directory: config.json and safetensors.
@@ -314,7 +314,7 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
 
 @contextmanager
 def from_gguf(directory: Path) -> Iterator[Forward]:
-    """Read the GGUF file of an export by transformers, its weights computed in f32."""
+    """Read the GGUF file of an export with transformers, computing in f32."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -326,7 +326,7 @@ def from_gguf(directory: Path) -> Iterator[Forward]:
 
 @contextmanager
 def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[Forward]:
-    """Open a complete model directory quantized as the base of a run was.
+    """Open a complete model directory, quantized like the base of a run.
 
     Args:
         directory: a merged model.
@@ -342,7 +342,7 @@ def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Itera
 def merged_stack(
     backend: ProxyBackend, weights_OI: Mapping[str, torch.Tensor], *, tied: bool = False
 ) -> Iterator[Forward]:
-    """Make the proxy stack of merged projections, without adapters, in f32.
+    """Build the proxy stack of merged projections, without adapters, in f32.
 
     Args:
         backend: the trained stack; as it was after the block.
@@ -370,10 +370,10 @@ def tensor_errors(
     deltas: Mapping[str, Delta],
     quantizer: Quantizer | None,
 ) -> dict[str, TensorError]:
-    """Compare every tensor that an adapter was to be merged into, one at a time.
+    """Compare every merged tensor with its expected value, one at a time.
 
-    The sum is rounded to the format that was written before it is compared, since that is the best
-    that could be written; the error is a share of what the adapter was to change.
+    The expected sum is rounded to the output dtype before the comparison, since this is the best
+    possible output. The error is relative to the size of the adapter's change.
 
     Args:
         written: file of each tensor of the output, by its name there.
@@ -411,9 +411,9 @@ def tensor_errors(
 
 
 def row_lengths(place: Place, delta: Delta, quantizer: Quantizer | None) -> torch.Tensor:
-    """Return the length of each row of a weight as an adapter met it, ``[out]``, f64.
+    """Return the row norms of a weight before the adapter was applied, ``[out]``, f64.
 
-    PEFT takes them in the number format of a 4-bit layer's products, and so they are rounded here.
+    PEFT computes them in the compute dtype of a 4-bit layer, so they are rounded accordingly.
 
     Args:
         place: of the weight, which an adapter sits on.
@@ -437,7 +437,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 def _base(
     stored_OI: torch.Tensor, place: Place, delta: Delta, quantizer: Quantizer | None
 ) -> torch.Tensor:
-    """Return the weight as the adapter met it, f64; without a quantizer, as it was published."""
+    """Return the base weight seen by the adapter, f64; without a quantizer, as published."""
     if quantizer is None:
         return stored_OI.double()
     if not place.quantized:

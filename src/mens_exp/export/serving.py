@@ -1,9 +1,8 @@
-"""Serve a model directory behind an OpenAI-compatible server (`serving_app.py`) in its own process.
+"""Serve a model directory with an OpenAI-compatible server (`serving_app.py`) in its own process.
 
-The process is started without a network: it serves what is on this disk. Requests are checked field
-by field: a field that would be ignored, and whose value asks for something, is refused (`n=2` gives
-no two answers here). Whether a conversation fits the model's template and context is for
-`serving_app.py`.
+The process starts in offline mode: it serves only local files. Requests are checked field by field,
+and an unsupported field with a non-default value is refused instead of ignored (`n=2`, for
+example). `serving_app.py` checks whether a conversation fits the model's template and context.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _STOP_S = 10.0  # a server that is asked to end finishes its answers first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """A server that answers.
+    """A running server.
 
     Attributes:
         url: of its OpenAI-compatible interface, ``http://<host>:<port>/v1``.
@@ -63,7 +62,7 @@ class Server:
 
     @property
     def curl(self) -> str:
-        """A command that asks it something."""
+        """An example curl command for the server."""
         asked: dict[str, object] = {"prompt": "Hello"}
         if self.is_chat:
             asked = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -74,7 +73,7 @@ class Server:
 
 
 def missing_packages() -> list[MensError]:
-    """Say which packages of the server are not installed."""
+    """List packages of the server that are not installed."""
     absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not absent:
         return []
@@ -89,7 +88,7 @@ def missing_packages() -> list[MensError]:
 
 
 def address_problems(host: str, port: int) -> list[MensError]:
-    """Say that an address cannot be listened on."""
+    """Report an address that cannot be listened on."""
     try:
         _free_port(host, port)
     except OSError as error:
@@ -106,7 +105,7 @@ def address_problems(host: str, port: int) -> list[MensError]:
 
 
 def token_problems(host: str, variable: str) -> list[MensError]:
-    """List what is wrong with the token, or that it is missing where other machines reach a host.
+    """List problems of the token; it is required if other machines can reach the host.
 
     Args:
         host: address to listen on; only this machine reaches a loopback address.
@@ -151,7 +150,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def serving(model: Path, *, host: str, port: int, token_env: str = TOKEN_ENV) -> Iterator[Server]:
-    """Serve a model inside the block; the process ends with it.
+    """Serve a model for the duration of the block.
 
     Args:
         model: a complete Hugging Face directory.
@@ -205,7 +204,7 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    """Wait until the server answers; loading may take minutes, so only its end is an error."""
+    """Wait until the server answers; loading may take minutes, so only an exit is an error."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while process.poll() is None:
         try:
@@ -221,7 +220,7 @@ def _wait(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and what it started, and nothing else."""
+    """Stop the server and its child processes only."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -278,7 +277,7 @@ class HttpError(Exception):
 
 
 def invalid(field: str | None, message: str, code: str | None = None) -> HttpError:
-    """Return the refusal of a request's content."""
+    """Return the error response for an invalid request."""
     return HttpError(status=400, message=message, param=field, code=code)
 
 
@@ -301,7 +300,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int) -> dict[str, Any]:
-    """Return the fields that change the answer, all of which the server honours.
+    """Return the fields that affect the answer, all of which the server supports.
 
     Args:
         body: of the request.
@@ -310,7 +309,7 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
         vocabulary: how many tokens it has.
 
     Raises:
-        HttpError: a field is unknown, has a wrong value, or asks for what is not done here.
+        HttpError: a field is unknown, has a wrong value, or is not supported.
     """
     fields = {**_FIELDS, **(_OF_CHAT if is_chat else _OF_TEXT)}
     check_model(body.get("model"), model)
@@ -337,7 +336,7 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
 
 
 def check_model(value: Any, model: str) -> None:
-    """Refuse a request for another model than the one that is served.
+    """Refuse a request for a model other than the served one.
 
     Raises:
         HttpError: it names another, or no name at all; None asks for the one that there is.

@@ -1,8 +1,8 @@
-"""The process behind task=serve: requests are checked here, and transformers generates.
+"""The process behind task=serve: it checks requests, and transformers generates.
 
-The handlers of `transformers serve` answer what `serving_requests.py` has let through, in its
-model and with its thread for generation. Their own HTTP interface is not used: it loads other
-models for whoever asks, has no token, and no limit on bodies, waiting or connections.
+The handlers of `transformers serve` answer requests that `serving.py` has accepted, with
+their model and generation thread. Their own HTTP interface is not used, because it loads any model
+on request, has no token, and does not limit bodies, queues or connections.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GRACE_S: Final = 3  # for answers under way when the server is ended
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits of clients; unverified guesses, each far above what a good client needs.
+    """The limits of clients; unverified guesses, far above the needs of a well-behaved client.
 
     The environment variable ``MENS_EXP_SERVE_LIMIT_<NAME>`` changes a limit.
     """
@@ -76,7 +76,7 @@ _LIMITS: Final = Limits.from_environment()
 
 @dataclass(kw_only=True, slots=True)
 class _Generation:
-    """The generation of one request, which ends early once ``ended`` is set."""
+    """The generation of one request, which stops early once ``ended`` is set."""
 
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -94,7 +94,7 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
 
 
 class _Manager(GenerateManager):  # type: ignore[misc]  # as above
-    """Generation that ends with its client, streamed or not, waiting or under way."""
+    """Generation that stops when its client disconnects, streamed or not, queued or running."""
 
     def generate_streaming(self, model: Any, *arguments: Any, **named: Any) -> Any:
         return super().generate_streaming(_Model(model, _CURRENT.get()), *arguments, **named)
@@ -133,7 +133,7 @@ class _State(GenerationState):  # type: ignore[misc]  # as above
 
 
 class App:
-    """An ASGI application: the routes, and everything that a request passes on its way in."""
+    """The ASGI application: routes and request checks."""
 
     def __init__(self, name: str, *, token: str | None, host: str) -> None:
         """Load the model.
@@ -314,11 +314,11 @@ class App:
 
 
 class _GoneError(Exception):
-    """The client has gone away, or takes nothing."""
+    """The client has disconnected or does not read."""
 
 
 class _Reply:
-    """Sends one response, within the time that a client has to take it."""
+    """Sends one response, within the client's time limit."""
 
     def __init__(self, send: Callable[[Any], Awaitable[None]]) -> None:
         self.send = send
@@ -368,7 +368,7 @@ def _closing(
     code: str | None = None,
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> HttpError:
-    """Return a refusal after which what the client still sends is not read."""
+    """Return a refusal after which further client data is not read."""
     return HttpError(status=status, message=message, code=code, headers=(*headers, _CLOSE))
 
 
@@ -423,7 +423,7 @@ async def _lifespan(receive: Any, send: Any) -> None:
 
 
 class _Protocol(H11Protocol):
-    """HTTP whose heads have a deadline, with a limit on connections and errors in JSON."""
+    """HTTP protocol with a deadline for headers, a connection limit, and JSON errors."""
 
     deadline: asyncio.TimerHandle | None = None
 

@@ -1,7 +1,7 @@
-"""Find what a task reads: a run, an adapter in any form, and the base model that it belongs to.
+"""Find the subject of a task: a run, an adapter in any form, and its base model.
 
-A run's configuration is trusted, and an adapter's conversion or merge is checked, before anything
-of it runs or is loaded. Nothing of a base is read but headers.
+A run's configuration is validated, and an adapter's conversion or merge is checked, before anything
+is executed or loaded. Only the headers of a base are read.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def config_of(subject: RunDir) -> RunConfig:
     """Return a run's own configuration.
 
     Raises:
-        ConfigError: it cannot be read, or names a class that nobody here has vouched for.
+        ConfigError: it cannot be read, or names a class that is not trusted here.
         Problems: several of these.
     """
     config = typed(from_yaml(subject.config))
@@ -108,7 +108,7 @@ def config_of(subject: RunDir) -> RunConfig:
 
 
 def base_problems(config: RunConfig) -> list[MensError]:
-    """List what keeps the command's own base model from being loaded."""
+    """List problems that prevent loading the command's own base model."""
     try:
         return [*model.check_model(config), *classes.check(config)]
     except Problems as several:
@@ -116,7 +116,7 @@ def base_problems(config: RunConfig) -> list[MensError]:
 
 
 def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
-    """List what keeps a run from leaving this machine by the chosen task."""
+    """List problems that prevent sending a run with the chosen task."""
     if config.task.name == "export":
         return packing_problems(
             subject,
@@ -130,14 +130,14 @@ def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
 
 
 def reads_a_model(config: RunConfig) -> bool:
-    """Tell whether the task reads a complete model directory, and no run or adapter."""
+    """Return whether the task reads a complete model directory instead of a run or an adapter."""
     name = config.task.name
     is_gguf = name == "export" and config.format is ExportFormat.gguf
     return name == "serve" or (is_gguf and (Path(config.path or "") / "config.json").is_file())
 
 
 def leaving_problems(config: RunConfig) -> list[MensError]:
-    """List what keeps a model from being written as GGUF, or from being served, on this machine."""
+    """List problems that prevent writing a model as GGUF, or serving it, on this machine."""
     if config.task.name == "serve":
         address = serving.address_problems(config.serve.host, config.serve.port)
         token = serving.token_problems(config.serve.host, config.serve.token_env)
@@ -156,9 +156,9 @@ class Conversion:
     """One conversion.
 
     Attributes:
-        place: where the adapter lies.
-        base: the model that it is for, where the conversion needs it.
-        quant: how that was quantized, where the adapter does not tell and somebody does.
+        place: location of the adapter.
+        base: its base model, if the conversion needs it.
+        quant: quantization of the base, if another source than the adapter records it.
     """
 
     place: AdapterPlace
@@ -167,7 +167,7 @@ class Conversion:
 
 
 def place_of(path: str) -> AdapterPlace:
-    """Return the adapter that ``path`` names: a training run's, or one that lies in a directory.
+    """Return the adapter that ``path`` names, in a training run or a directory.
 
     Raises:
         RequestError: there is none.
@@ -180,13 +180,13 @@ def place_of(path: str) -> AdapterPlace:
 
 
 def form_of(config: RunConfig) -> ExportFormat:
-    """Return the adapter's own form in an export: vLLM and Ollama read PEFT's."""
+    """Return the adapter's form in an export: vLLM and Ollama read PEFT's."""
     others = {ExportFormat.vllm, ExportFormat.ollama}
     return ExportFormat.peft if config.format in others else config.format
 
 
 def conversion_of(config: RunConfig) -> Conversion:
-    """Find the adapter and what its conversion needs.
+    """Find the adapter and the inputs of its conversion.
 
     Raises:
         MensError: there is no adapter, or its base model cannot be described.
@@ -204,7 +204,7 @@ def conversion_of(config: RunConfig) -> Conversion:
 
 
 def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensError]:
-    """List what keeps an adapter from being written in the chosen form.
+    """List problems that prevent writing an adapter in the chosen form.
 
     Args:
         config: the whole configuration.
@@ -329,7 +329,7 @@ def adapter_place(text: str) -> AdapterPlace:
 
 
 def merge_problems(config: RunConfig) -> list[MensError]:
-    """List what keeps a merge from being begun, before a run of its own is opened."""
+    """List problems that prevent a merge, before its run is opened."""
     problems: list[MensError] = []
     if config.path is not None:
         try:
@@ -351,7 +351,7 @@ def merge_problems(config: RunConfig) -> list[MensError]:
 
 
 def gather(config: RunConfig, cache: Path) -> MergeInputs:
-    """Read the adapter and find its base; nothing of the base but headers is read.
+    """Read the adapter and find its base; only the headers of the base are read.
 
     Raises:
         MensError: either is missing, damaged, or of a form that cannot be merged.
@@ -413,7 +413,7 @@ def _of_directory(config: RunConfig, cache: Path) -> MergeInputs:
 
 
 def _from_peft(place: AdapterPlace, base: AdapterBase) -> tuple[AdapterManifest, Mapping[str, Any]]:
-    """Read a PEFT directory; what made its base 4-bit is told where it is a run's own view."""
+    """Read a PEFT directory; a run's own view also records the quantizer of its base."""
     if place.run is None:
         return read(place, base, None)
     own, _ = read_adapter(place.run.adapter)
@@ -425,7 +425,7 @@ def _from_peft(place: AdapterPlace, base: AdapterBase) -> tuple[AdapterManifest,
 
 
 def _model(config: RunConfig, place: AdapterPlace) -> ModelConfig:
-    """Return the base that is asked for, or else the recorded one."""
+    """Return the requested base, or else the recorded one."""
     if config.base is None and place.run is not None:
         return config_of(place.run).model
     name, where = config.base, "base"
@@ -438,7 +438,7 @@ def _model(config: RunConfig, place: AdapterPlace) -> ModelConfig:
     try:
         is_here = name is not None and local(name) is not None
         is_asked = config.base is not None or (name is not None and name.count("/") == 1)
-    except ModelFileError:  # written as a path, and no directory is there
+    except ModelFileError:  # a path without a directory
         is_here = is_asked = False
     if name is None or not (is_here or is_asked):
         raise RequestError(
