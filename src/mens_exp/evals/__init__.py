@@ -1,1 +1,1 @@
-"""Suites, generation and the KPIs of a scorecard."""
+"""Evaluation: suites, generation, grading, KPIs, and the comparison of runs."""

@@ -1,4 +1,4 @@
-"""Ways to hold an answer's text against what is expected."""
+"""Checks that compare an answer's text with its expected value."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _DRAFTS: Final = re.compile(r"https?://json-schema\.org/draft[-/]")
 
 
 class Check(Protocol):
-    """One way; a repair is told what it says, so it does not say what was expected."""
+    """A check; its messages go into repair prompts, so they do not reveal the expected value."""
 
     def refuses(self, expected: Any) -> str | None:
-        """Say why something cannot be what is expected, or None where it can."""
+        """Return the reason why a value is not a valid expected value, or None if it is."""
 
     def reference(self, expected: Any) -> str:
-        """Return an answer that is right; empty where none follows."""
+        """Return a correct answer; empty if none can be derived."""
 
     def parses(self, answer: str) -> bool | None:
-        """Tell whether an answer is of the form asked for; None where none is."""
+        """Return whether an answer has the required form; None if no form is required."""
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Say what is wrong with an answer, or None where it is right."""
+        """Return the error of an answer, or None if it is correct."""
 
 
 def check_named(kind: JsonlCheck, function: str | None) -> Check:
@@ -59,7 +59,7 @@ def check_named(kind: JsonlCheck, function: str | None) -> Check:
 
 
 class _Text:
-    """The common part of text checks: the expected value is a reference, no form is asked for."""
+    """Base class of text checks: the expected value is a reference, and any form is accepted."""
 
     def refuses(self, expected: Any) -> str | None:
         return None if isinstance(expected, str) and expected.strip() else "must be a text"
@@ -73,7 +73,7 @@ class _Text:
 
 
 class Exact(_Text):
-    """The same text, white space at its ends apart."""
+    """Equal text, ignoring white space at both ends."""
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
         """Compare."""
@@ -82,7 +82,7 @@ class Exact(_Text):
 
 
 class Contains(_Text):
-    """Every one of the texts is in it, in either case."""
+    """All texts are contained, ignoring case."""
 
     def refuses(self, expected: Any) -> str | None:
         """Take a text or several."""
@@ -104,7 +104,7 @@ class Contains(_Text):
 
 
 class Regex(_Text):
-    """The pattern is found in it."""
+    """The pattern matches somewhere."""
 
     def refuses(self, expected: Any) -> str | None:
         """Take a pattern."""
@@ -133,7 +133,7 @@ class Regex(_Text):
 
 
 class JsonSchema(_Text):
-    """It is JSON, also in a fence, that the schema accepts."""
+    """JSON, possibly in a fence, that conforms to the schema."""
 
     def refuses(self, expected: Any) -> str | None:
         """Take a schema."""
@@ -190,7 +190,7 @@ class JsonSchema(_Text):
 
 
 def _ids(schema: Any) -> Iterator[str]:
-    """Yield the names that the parts of a schema give themselves."""
+    """Yield the names that parts of a schema define."""
     if isinstance(schema, dict):
         named = schema.get("$id", schema.get("id"))
         if isinstance(named, str):
@@ -201,7 +201,7 @@ def _ids(schema: Any) -> Iterator[str]:
 
 
 def _elsewhere(schema: Any, ids: set[str]) -> Iterator[str]:
-    """Yield references that lead out of a schema, but for those to the drafts of JSON Schema."""
+    """Yield references that leave a schema, except those to the JSON Schema drafts."""
     for name, one in schema.items() if isinstance(schema, dict) else enumerate(schema):
         if name in {"$ref", "$dynamicRef", "$recursiveRef"} and isinstance(one, str):
             place = one.partition("#")[0]
@@ -217,7 +217,7 @@ def _is_pattern(value: object) -> bool:
 
 @functools.cache
 def _guarded(kind: Any) -> Any:
-    """Return a class of validators that looks for patterns in a process that can be ended."""
+    """Return a validator class that matches patterns in a process that can be terminated."""
     import jsonschema
 
     def pattern(validator: Any, expected: str, value: Any, _: Any) -> Iterator[Any]:
@@ -247,7 +247,7 @@ def _guarded(kind: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """A function of the user's own: (prompt, expected, answer) -> True, or what is wrong."""
+    """A user-defined function: (prompt, expected, answer) -> True, or an error message."""
 
     call: Callable[[str, Any, str], Any]
     name: str

@@ -1,7 +1,7 @@
-"""Measures of an answer's code by reading it: strict, canonical, rich, or a stub.
+"""Static quality measures of an answer's code: strict, canonical, rich, or a stub.
 
-Nothing is executed. Python is read through its syntax tree, other languages by their words. The
-part of a judgement that reading gives is the same in every suite.
+Nothing is executed. Python is analysed through its syntax tree, other languages through their
+tokens. This static part of a judgement is the same in every suite.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _CODE_WORDS: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """The quality of an answer, found by reading it; see `ItemEvent` for the fields."""
+    """The static quality of an answer; see `ItemEvent` for the fields."""
 
     strictness: bool
     canonical: bool | None
@@ -97,7 +97,7 @@ def quality_of(completion: str, code: str, *, is_python: bool = True) -> Quality
 
 
 def parsed(code: str) -> ast.Module | str:
-    """Return the syntax tree, or what the parser says."""
+    """Return the syntax tree, or the parser's error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
@@ -107,7 +107,7 @@ def parsed(code: str) -> ast.Module | str:
 
 
 def is_strict(completion: str) -> bool:
-    """Tell whether an answer is code only: not empty, no fence, no line of speech around it."""
+    """Return whether an answer is only code: not empty, no fence, no prose around it."""
     lines = [line for line in completion.splitlines() if line.strip()]
     if not lines or "```" in completion:
         return False
@@ -122,7 +122,7 @@ def _is_speech(line: str) -> bool:
 
 
 def is_canonical(code: str) -> bool:
-    """Tell whether Python code parses and is laid out as formatters do it.
+    """Return whether Python code parses and has the layout of common formatters.
 
     Blocks are indented by four spaces, one statement stands on a line, no line ends in blanks.
     """
@@ -151,7 +151,7 @@ def _indented_by_four(code: str) -> bool:
 
 
 def placeholder_hits(code: str) -> int:
-    """Count the places that say that something is left to write."""
+    """Count placeholders, which mark unfinished code."""
     tree = parsed(code)
     ellipses = 0
     if not isinstance(tree, str):
@@ -165,7 +165,7 @@ def placeholder_hits(code: str) -> int:
 
 
 def is_trivial(code: str) -> bool:
-    """Tell whether Python code holds nothing but what holds a place; it has to parse for that."""
+    """Return whether Python code consists only of placeholders; it must parse."""
     tree = parsed(code)
     if isinstance(tree, str):
         return not code.strip()
@@ -173,7 +173,7 @@ def is_trivial(code: str) -> bool:
 
 
 def richness(code: str, *, is_python: bool = True) -> float:
-    """Return how many statements do something, out of as many as make an answer rich, at most 1.
+    """Return the effective statements as a share of the number for a rich answer, at most 1.
 
     Args:
         code: the code.
@@ -225,7 +225,7 @@ NO_SANDBOX: Final = (
 
 
 def judge_by_reading(completion: str, code: str, *, is_python: bool = True) -> Judgement:
-    """Return what can be told without compiling or running anything; the suite adds the rest.
+    """Return the static part of a judgement; the suite adds the rest.
 
     Args:
         completion: all that the model said.

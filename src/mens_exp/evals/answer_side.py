@@ -1,8 +1,8 @@
-"""The program that runs an answer: it returns values to the grader, and knows no test.
+"""The program that runs an answer: it returns values to the grader, and has no access to tests.
 
-It is executed in a sandbox, alone (`grading.py` sends its code), and imports as little as it can:
-it is started for every answer. Its input is a socket. The grader's requests are marshalled; they
-are trusted here. What goes back is JSON, of the plain types that `grader_side.py` makes anew.
+It runs alone in a sandbox (`grading.py` sends its code), and imports as little as possible, because
+it is started for every answer. Its input is a socket. The grader's requests are marshalled and
+trusted here. Replies are JSON of the plain types that `grader_side.py` reconstructs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SPECIAL = tuple(f"__{name}__" for name in _OPERATORS)
 
 
 class Channel:
-    """The socket, and the objects of both sides that the other one holds handles of."""
+    """The socket, and the objects of each side to which the other one holds handles."""
 
     def __init__(self, fd: int) -> None:
         """Begin with nothing held."""
@@ -73,7 +73,7 @@ class Channel:
 
 
 def end() -> NoReturn:
-    """Leave without waiting for threads: the tests are over."""
+    """Exit without waiting for threads, because the tests are over."""
     try:  # noqa: SIM105  # contextlib is not imported
         sys.stdout.flush()
     except Exception:  # it closed or replaced its output
@@ -82,7 +82,7 @@ def end() -> NoReturn:
 
 
 class Writer:
-    """Writes the values of one message; what is there twice is named by its number."""
+    """Encodes the values of one message; repeated objects are referenced by number."""
 
     def __init__(self, channel: Channel, known: list[Any]) -> None:
         """Know the arguments of the request, by their numbers."""
@@ -193,12 +193,12 @@ def _strings(texts: Any) -> str:
 
 
 def _names(kind: type) -> list[str]:
-    """Return the names of an exception's classes, those of Python itself behind a star."""
+    """Return the names of an exception's classes, with a star before built-in ones."""
     return [("*" if one.__module__ == "builtins" else "") + one.__name__ for one in kind.__mro__]
 
 
 class Given:
-    """A function of the tests, called where it is."""
+    """A proxy of a function of the tests, which runs in the grader."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         """Keep its number in the grader."""
@@ -211,7 +211,7 @@ class Given:
 
 
 class GivenIterator(Given):
-    """An iterator of the tests."""
+    """A proxy of an iterator of the tests."""
 
     def __iter__(self) -> GivenIterator:
         return self
@@ -316,7 +316,7 @@ def perform(operation: str, target: Any, arguments: Any, named: Any) -> Any:
 
 
 def answered(channel: Channel, request: Any) -> str:
-    """Return the reply to a request: what came of it, and what it did to its arguments."""
+    """Return the reply to a request: the result, and the changes to its arguments."""
     operation, target, sent, sent_named = request
     reader = Reader(channel)
     arguments = reader.value(sent)
@@ -353,7 +353,7 @@ def _args(error: BaseException) -> Any:
 
 
 def serve(channel: Channel) -> NoReturn:
-    """Answer requests until the grader has had enough."""
+    """Answer requests until the grader closes the connection."""
     while True:
         request = channel.read()
         try:

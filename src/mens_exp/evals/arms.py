@@ -72,7 +72,7 @@ class Trial:
 
 @dataclass(kw_only=True, slots=True)
 class Arm:
-    """Runs that differ in nothing but their seeds."""
+    """Runs that differ only in their seeds."""
 
     name: str
     values: dict[str, str]
@@ -90,7 +90,7 @@ class Arm:
 
 
 def factors_in(trials: Sequence[Trial]) -> list[str]:
-    """Return the settings and groups that the runs' own command lines vary, the seed aside."""
+    """Return the settings and groups, except the seed, that the runs' command lines vary."""
     given = [_pairs(trial.manifest.overrides) for trial in trials]
     keys = dict.fromkeys(key for pairs in given for key in pairs)
     return sorted(key for key in keys if _varies(key, given) and _may_be_factor(key))
@@ -99,7 +99,7 @@ def factors_in(trials: Sequence[Trial]) -> list[str]:
 def arms_of(trials: Sequence[Trial], factors: Sequence[str]) -> list[Arm]:
     """Group runs into arms, in the order of their first runs.
 
-    Runs of one arm have the same values of the factors and the same contract, the seed aside.
+    Runs of one arm have the same factor values and, apart from the seed, the same contract.
 
     Args:
         trials: the runs.
@@ -123,7 +123,7 @@ def arms_of(trials: Sequence[Trial], factors: Sequence[str]) -> list[Arm]:
 
 
 def inner_differences(arm: Arm) -> list[str]:
-    """Say what the runs of one arm do not share, though their contract is one."""
+    """List differences between the runs of one arm despite their equal contract."""
     names = sorted({name for trial in arm.trials for name in trial.hashes})
     found = [
         f"runs of {arm.name} read different {name}"
@@ -136,7 +136,7 @@ def inner_differences(arm: Arm) -> list[str]:
 
 
 def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
-    """Say which of the factors never vary apart in any of the arms: no difference is of one."""
+    """List factors that always vary together, so that no difference isolates one of them."""
     together: dict[tuple[int, ...], list[str]] = {}
     for factor in sorted(factors):
         values = [arm.values[factor] for arm in arms]
@@ -152,7 +152,7 @@ def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
 
 
 def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
-    """Say which seeds of an arm are missing, were run more than once, or were resumed.
+    """List seeds of an arm that are missing, were repeated, or were resumed.
 
     Args:
         arm: the arm.
@@ -174,7 +174,7 @@ def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
 
 
 def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
-    """Say in what runs were not measured alike, the items aside, which a suite has."""
+    """List differences in how runs were measured, other than the suite's items."""
     tokens = _told(trial.settings.get(_LOSS_TOKENS) for trial in trials)
     found = [f"losses are over other text: {_LOSS_TOKENS} is {tokens}"] if tokens else []
     found += _asked_otherwise(trials)
@@ -187,7 +187,7 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
 
 
 def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
-    """Say in what the batches and caches differ in which answers were made."""
+    """List differences in the batches and caches used for generation."""
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     told = {name: _told(one.get(name) for one in made) for name in _SIZES}
     return [f"suite.{name} is {values}" for name, values in told.items() if values]
@@ -212,7 +212,7 @@ def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
 
 
 def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
-    """Return the losses that say nothing of two arms beside each other, and why.
+    """Return the losses that are not comparable between two arms, with reasons.
 
     A loss in nats a token compares arms of one tokenizer that learn the same tokens of a text; one
     in bits a byte, arms that learn the same tokens.
@@ -232,7 +232,7 @@ def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
 
 
 def _learned(trial: Trial) -> list[Any]:
-    """Say which tokens of a text a run's losses are over."""
+    """Describe the tokens over which a run's losses are computed."""
     return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", "turns", "k")]
 
 

@@ -1,6 +1,6 @@
-"""Ask, judge, and ask again with the errors; then sum the events up as a scorecard.
+"""Generate, grade and repair answers, and aggregate the events into a scorecard.
 
-Also a small scorecard of a model in training, from the first items of a suite.
+The module also makes a small scorecard of a model in training, from the first items of a suite.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def repair_turns(completion: str, errors: Sequence[str]) -> tuple[Message, Messa
 def answer_all(
     suite: Suite, engine: Engine, runner: Runner | None, plan: Plan, condition: str
 ) -> list[ItemEvent]:
-    """Ask every item of a suite and judge what comes back.
+    """Generate and grade answers for every item of a suite.
 
     Args:
         suite: the suite; its items keep their order.
@@ -103,7 +103,7 @@ def answer_all(
 def judged_once(
     item: Item, completion: Completion, judgement: Judgement, condition: str
 ) -> ItemEvent:
-    """Return the event of an item that was asked once, by something else than a suite's engine."""
+    """Return the event of an item that was answered once, outside the suite's engine."""
     sample = _Sample(item=item, number=0, messages=item.messages)
     sample.completions.append(completion)
     sample.judgements.append(judgement)
@@ -198,7 +198,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
 
 
 def _lint(last: Judgement) -> dict[str, Any]:
-    """Return the fields of a suite that lints; of another there are none."""
+    """Return the extra fields of a suite with a linter; empty for others."""
     if last.lint_clean is None and "lint_clean" not in last.unknown:
         return {}
     found = last.lints
@@ -253,7 +253,7 @@ def _reason(name: str, unknown: dict[str, str], depth: int | None) -> str:
 
 
 def graded_digest(suite: Suite) -> str:
-    """Return what a scorecard, and a cycle that registers it, calls a suite by."""
+    """Return the identity of a suite in scorecards and in cycles that register it."""
     return digest({"suite": suite.digest, "grading": GRADING})
 
 
@@ -266,7 +266,7 @@ def to_scorecard(
     sandbox: str | None = None,
     self_test: SelfTest | None = None,
 ) -> Scorecard:
-    """Sum up events by condition.
+    """Aggregate events by condition.
 
     Args:
         suite: the suite that was answered.
@@ -314,7 +314,7 @@ class Measured:
 
 
 class FirstItems:
-    """A suite of which only the first items are asked; they are judged as ever."""
+    """A suite restricted to its first items, with unchanged grading."""
 
     def __init__(self, suite: Suite, items: int) -> None:
         """Take the first ``items`` of ``suite``, or all where it has fewer."""
@@ -335,7 +335,7 @@ class FirstItems:
 def measure(
     suite: FirstItems, engine: Engine, runner: Runner | None, plan: Plan, manifest: Manifest
 ) -> Measured:
-    """Ask and judge, and sum up by KPI as a comparison of runs does.
+    """Generate, grade, and aggregate by KPI as a comparison of runs does.
 
     Args:
         suite: the items.

@@ -1,9 +1,9 @@
-"""Attribute a 4-bit base's error: each module alone, and all of them at once.
+"""Attribute a 4-bit base's error to its modules, separately and all together.
 
-Everything is computed in f32 on the unquantized model, of which one weight is exchanged at a time.
-Each decoder layer's output is kept once. A layer that is replayed gives back its output without
-computing, so that a change in layer n costs the layers from n on, and looking at a layer's modules
-costs that layer alone. The model's own forward pass does the rest, whatever its family.
+Everything is computed in f32 on the unquantized model, in which one weight is replaced at a time.
+Each decoder layer's output is cached. A replayed layer returns its cached output without computing,
+so that a change in layer n costs only the layers from n on, and measuring a layer's modules costs
+only that layer. The model's own forward pass does the rest, for any family.
 
 Shapes: B sequences, T tokens, D hidden width, M supervised positions and N tokens of one batch,
 O outputs and I inputs of a module.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """A causal model, the batches it is looked at on, and what its layers gave for them."""
+    """A causal model, its calibration batches, and the cached outputs of its layers for them."""
 
     def __init__(
         self, causal_lm: Any, layers: str, batches: Sequence[Batch], *, chunk_tokens: int
@@ -96,7 +96,7 @@ class Replay:
         other_lm: Any = None,
         position_bounds: Sequence[int] = (0,),
     ) -> LogitComparison:
-        """Compare next tokens under the model as it was with those under other hidden states.
+        """Compare next-token distributions of the original model with those of other hidden states.
 
         Args:
             other: hidden states ``[M, D]`` of each batch, on the batches' device.
@@ -121,7 +121,7 @@ class Replay:
 
     @contextmanager
     def _replayed(self, outputs: list[Any], numbers: Collection[int]) -> Iterator[None]:
-        """Let layers give back what they gave; the input of one that computes is the one before's.
+        """Replay cached layer outputs; a computing layer receives the previous layer's output.
 
         Whatever reaches a replayed layer is not looked at, so that only its output need be right.
         """
@@ -136,7 +136,7 @@ class Replay:
 
 
 def _real_tokens(batch: Batch) -> torch.Tensor:
-    """Tell for each place of the flattened batch whether a document's token is there, ``[B·T]``."""
+    """Return a mask of document tokens over the flattened batch, ``[B·T]``."""
     if batch.attention_mask_BT is not None:
         return batch.attention_mask_BT.flatten().bool()
     places = torch.arange(batch.input_ids_BT.numel(), device=batch.input_ids_BT.device)
@@ -150,7 +150,7 @@ def _rows_of(inputs: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _kept_outputs(layers: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
-    """Collect what layers return inside the block."""
+    """Collect layer outputs inside the block."""
     outputs: list[Any] = []
     hooks = [
         layer.register_forward_hook(lambda _, __, output: outputs.append(output))
@@ -165,7 +165,7 @@ def _kept_outputs(layers: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
 
 @contextmanager
 def replaced(module: Any, weight_OI: torch.Tensor, *, transposed: bool) -> Iterator[None]:
-    """Give a module another weight inside the block.
+    """Replace a module's weight inside the block.
 
     Args:
         module: torch's ``Linear``, or transformers' ``Conv1D``.
@@ -212,7 +212,7 @@ class Subject:
 def attribute_modules(
     subject: Subject, done: Callable[[int], None] = lambda _: None
 ) -> list[ModuleRecord]:
-    """Measure every module alone; the records are in the order of the model.
+    """Measure every module separately, in the order of the model.
 
     Args:
         subject: what is taken apart.

@@ -1,7 +1,7 @@
 """The suite of each `suite` option, and suite=jsonl: answers checked against the user's rows.
 
-An expected answer is a text, texts, a pattern, a schema, or the arguments of the user's own
-function; nobody's answer is executed.
+An expected answer is a text, texts, a pattern, a schema, or the argument of a user-defined
+function; answers are never executed.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def needs_rows(config: SuiteConfig) -> bool:
 
 
 def file_problems(config: SuiteConfig, *, calls_functions: bool = False) -> list[MensError]:
-    """List what is wrong with the file of a suite that has one; told before anything is spent.
+    """List problems of a suite's file, before any work is done.
 
     Args:
         config: the suite's own.
@@ -273,7 +273,7 @@ def file_problems(config: SuiteConfig, *, calls_functions: bool = False) -> list
 
 
 def frozen_suite(config: SuiteConfig, *, calls_functions: bool = False) -> Suite:
-    """Return a suite whose items depend on its own settings alone.
+    """Return a suite whose items depend only on its own settings.
 
     Args:
         config: the suite's own.

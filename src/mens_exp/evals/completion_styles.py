@@ -1,11 +1,11 @@
 """Extract the graded code from a completion: outside reasoning, and in any accepted style.
 
-A suite is given what stands outside reasoning and nothing else (`Answer`); the record keeps the
-whole completion. Of several Markdown blocks the last complete one counts; a block that was cut
-before it closed gives way to it. A completion may continue the prompt, with or without its
-indentation, or give the function whole; it may stand in fences, between sentences, with helpers
-above, and with prints, examples and a main block below. A program's own errors are never repaired:
-what is cut is prose at the margin, and statements below the function that define nothing.
+A suite receives only the text outside reasoning (`Answer`); the record keeps the whole completion.
+The last complete Markdown block counts; an unclosed block is used only if no complete one exists. A
+completion may continue the prompt, with or without its indentation, or contain the whole function.
+It may be in fences, between sentences, with helpers above, and with prints, examples and a main
+block below. Errors of a program are never repaired: only prose at the margin, and statements below
+the function that define nothing, are removed.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def _tree(source: str) -> ast.Module | None:
 
 
 def _error(source: str) -> str | None:
-    """Say why a text is no Python program, or None where it is one."""
+    """Return the reason why a text is not a Python program, or None if it is."""
     found = _parsed(source)
     return None if isinstance(found, ast.Module) else f"{type(found).__name__}: {found}"
 
@@ -357,7 +357,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _without_use(source: str, tree: ast.Module, entry_point: str) -> str:
-    """Blank what stands below the function and only uses it: prints, examples, a main block."""
+    """Blank code below the function that only uses it: prints, examples, a main block."""
     at = max(place for place, node in enumerate(tree.body) if entry_point in _bound(node))
     kept = [
         node

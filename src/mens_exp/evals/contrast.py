@@ -1,8 +1,8 @@
 """The contrast guard: whether two arms differ in their declared factors and in nothing else.
 
-Two arms are unconfounded exactly when one's record, with the declared factors of the other put
-into it, has the other's contract digest (the seed aside), and both read the same inputs. It works
-on the records alone, so the files of an old run need not be at hand.
+Two arms are unconfounded if and only if substituting the declared factors of one into the record of
+the other gives its contract digest (ignoring the seed), and both read the same inputs. Only the
+records are needed, so the files of an old run need not be available.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def guard(
     factors: Sequence[str],
     implied: Implied | None = None,
 ) -> Guard:
-    """Hold two runs, one of each arm, against each other.
+    """Compare two runs, one of each arm.
 
     Args:
         arm: ``contract`` (its record), ``inputs`` (content hashes by dotted name) and
@@ -84,7 +84,7 @@ def guard(
 
 
 def without_seed(contract: Mapping[str, Any]) -> Record:
-    """Return a contract's record with the seed, which arms may differ in, left out."""
+    """Return a contract's record without the seed, which may differ."""
     record: Record = copy.deepcopy(dict(contract))
     (record.get("settings") or {}).pop("seed", None)
     (record.get("exec") or {}).pop("seed", None)
@@ -128,7 +128,7 @@ def applied(
 
 
 def implied_by(compose: Callable[[str], Mapping[str, Any]], arm: str, reference: str) -> Implied:
-    """Return what two backends imply, beside their own settings, where that differs.
+    """Return differing implications of two backends, apart from their own settings.
 
     Args:
         compose: from a backend's option to the learned settings of a run with nothing else told.
@@ -156,7 +156,7 @@ def _put(settings: Record, path: str, value: Any) -> None:
 
 
 def _put_parts(made: Record, source: Mapping[str, Any], path: str, *, keep: bool) -> None:
-    """Take over the parts of the contract that are made of a setting."""
+    """Copy the parts of the contract that derive from a setting."""
     if not keep:
         return  # the source set it by hand, so that the contract's part is not the implied one
     for part in contract_parts(path):

@@ -1,11 +1,11 @@
-"""Engines that answer conversations in batches: the graph at hand, a server, or vLLM.
+"""Engines that answer conversations in batches: the model in this process, a server, or vLLM.
 
-``eval.engine=hf`` is the graph, ``openai`` an OpenAI-compatible server, ``vllm`` vLLM's offline
-engine with the adapter as one of its LoRA requests, written after its documented interface
-(https://docs.vllm.ai, `LLM`, `SamplingParams`, `LoRARequest`). vLLM is given ids, made by our
-tokenizer under the chat template of training, and its ids are turned to text by ours too, so that
-it differs from ``hf`` in its kernels alone, and in the base weights: the published ones, not 4-bit
-values.
+``eval.engine=hf`` uses the model in this process, ``openai`` an OpenAI-compatible server, and
+``vllm`` vLLM's offline engine with the adapter as a LoRA request, following its documented
+interface (https://docs.vllm.ai, `LLM`, `SamplingParams`, `LoRARequest`). Our tokenizer encodes the
+prompts for vLLM with the chat template of training, and decodes its ids. vLLM therefore differs
+from ``hf`` only in its kernels and in the base weights, which are the published ones instead of
+4-bit values.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Engine(Protocol):
 
 
 def seed_of(seed: int, item_id: str, sample: int, attempt: int) -> int:
-    """Return the seed of one answer: 60 bits that depend on nothing but the arguments."""
+    """Return the seed of one answer: 60 bits, a pure function of the arguments."""
     return int(sha256_bytes(f"{seed}/{item_id}/{sample}/{attempt}".encode())[:15], 16)
 
 
@@ -107,7 +107,7 @@ def in_batches(
     batch_size: int,
     answer: Callable[[list[Request], list[list[int]]], list[Completion]],
 ) -> list[Completion]:
-    """Answer requests a batch at a time, in their order; a prompt over ``room`` tokens gets none.
+    """Answer requests batch by batch, in order; prompts over ``room`` tokens get no answer.
 
     Args:
         requests: what is asked.
@@ -126,7 +126,7 @@ def in_batches(
 
 
 class GraphEngine:
-    """``eval.engine=hf``: the graph at hand, with its adapter or inside ``base_only``."""
+    """``eval.engine=hf``: the model in this process, with its adapter or inside ``base_only``."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer, generation: Generation) -> None:
         """Take the graph, and the tokenizer with the chat template of training."""
@@ -180,7 +180,7 @@ class GraphEngine:
 
 
 def _no_room(tokens: int, room: int) -> Completion:
-    """Return what stands for the answer to a prompt that leaves no room for one."""
+    """Return the placeholder answer for a prompt that leaves no room for one."""
     return Completion(
         text="",
         tokens_in=tokens,
@@ -310,7 +310,7 @@ _FORMATS = {ComputeDtype.bf16: "bfloat16", ComputeDtype.f32: "float32"}
 
 
 def vllm_problems_here() -> Iterator[MensError]:
-    """Yield what keeps vLLM from answering on this machine."""
+    """Yield problems that prevent vLLM from running on this machine."""
     if find_spec("vllm") is None:
         yield MissingExtra(
             "vLLM is not installed",
@@ -349,7 +349,7 @@ class Served:
 
 
 def open_vllm(served: Served) -> Any:
-    """Load a model into vLLM; both conditions answer from it.
+    """Load a model into vLLM; both conditions use it.
 
     Raises:
         SetupError: vLLM cannot load it.

@@ -1,10 +1,10 @@
 """The program that runs tests and gives the verdict; it never sees an answer's code.
 
-It is executed in a sandbox (`grading.py` starts it once) and forks for each answer. There, the
-names that the tests use of the answer are proxies: a call goes to the process that runs the answer
-(`answer_side.py`), and what comes back is made anew as an exact builtin, or stays a handle. A
-handle is never given what a test compares it with, so that an object that says it equals everything
-equals nothing but objects of the answer's own.
+It runs in a sandbox (`grading.py` starts it once) and forks for each answer. In the fork, the
+answer's names used by the tests are proxies: a call goes to the process that runs the answer
+(`answer_side.py`), and the result is reconstructed as an exact builtin, or stays a handle. A handle
+never receives the value that a test compares it with, so an object that claims to equal everything
+equals only other objects of the answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NAMES_OF_LIBRARY: dict[Any, str] = {kind: name for name, kind in _OF_LIBRARY.it
 
 
 class RefusedError(Exception):
-    """The answer's process wrote what no value is."""
+    """The answer's process wrote an invalid value."""
 
 
 class EndedError(Exception):
@@ -64,7 +64,7 @@ class EndedError(Exception):
 
 
 class Handle:
-    """An object of the answer's process."""
+    """A proxy of an object in the answer's process."""
 
     __slots__ = ("_Handle__connection", "_Handle__number")
 
@@ -261,7 +261,7 @@ def _raises(kind: type) -> bool:
 
 
 class Sender:
-    """Turns the values of one request into what can be marshalled."""
+    """Encodes the values of one request in a form that can be marshalled."""
 
     def __init__(self, connection: Connection) -> None:
         """Begin with nothing sent."""
@@ -332,7 +332,7 @@ def _arguments(value: Any) -> list[Any]:
 
 
 class Maker:
-    """Makes the values of one reply anew; what is no value is refused."""
+    """Reconstructs the values of one reply; invalid values are refused."""
 
     def __init__(self, connection: Connection, known: list[Any]) -> None:
         """Know the arguments of the request, by their numbers."""
@@ -471,7 +471,7 @@ def judged(job: Any, one: socket.socket, stop: Any) -> tuple[str, str, int | Non
 
 
 def _free(tests: ast.Module) -> set[str]:
-    """Return the names that tests use and do not bind: the answer gives no other."""
+    """Return the names that tests use but do not bind, which the answer must provide."""
     names = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
     bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     for node in ast.walk(tests):

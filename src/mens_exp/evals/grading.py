@@ -1,9 +1,9 @@
 """Grade a Python completion: run the answer in one process and its tests in another.
 
-The answer's process (`answer_side.py`) is fresh for each answer and gives values. The grader
-(`grader_side.py`) is started once for each sandbox, in a sandbox of its own, and forks for each
-answer. Both are started here, joined by a socket; only the grader's word makes a verdict, so
-whatever the completion does in its own process gives none.
+The answer's process (`answer_side.py`) is new for each answer and returns values. The grader
+(`grader_side.py`) is started once per sandbox, in a separate sandbox, and forks for each answer.
+This module starts both and connects them with a socket. Only the grader decides the verdict, so
+nothing that the completion does in its own process produces one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _GRADERS: Final[weakref.WeakKeyDictionary[Any, Grader]] = weakref.WeakKeyDiction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """The grader's word on an answer.
+    """The grader's verdict on an answer.
 
     Attributes:
         said: ``passed``; ``raised``; ``ended``, by the answer's process; ``refused``, what it wrote
@@ -67,7 +67,7 @@ class Graded:
 
 
 class Grader:
-    """A process that forks one that runs tests, for each answer."""
+    """A process that forks a test process for each answer."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         """Start it."""
@@ -138,7 +138,7 @@ class Grader:
 
 
 def grader_of(sandbox: Sandbox) -> Grader:
-    """Return the grader of a sandbox, started at the first call and whenever it is gone."""
+    """Return the grader of a sandbox, started at the first call and after it has ended."""
     with _STARTING:
         found = _GRADERS.get(sandbox)
         if found is None or not found.is_running:

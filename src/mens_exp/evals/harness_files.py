@@ -1,7 +1,7 @@
-"""Task files of EleutherAI's lm-evaluation-harness, read without running anything they name.
+"""Task files of EleutherAI's lm-evaluation-harness, read without executing code that they name.
 
-What a task file names by ``!function`` is Python that the harness imports while it loads the task,
-so what may not be run is found here, before. Data come from files of this machine alone.
+``!function`` in a task file names Python that the harness imports when it loads the task, so code
+that must not run is detected here first. Data come only from local files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Function(str):
 
 
 class _Loader(YAML_LOADER):  # type: ignore[misc,valid-type]  # in C where there is one
-    """YAML with the harness's one tag of its own."""
+    """A YAML loader with the harness's custom tag."""
 
 
 def _function(loader: _Loader, node: yaml.Node) -> _Function:
@@ -140,7 +140,7 @@ def _read(
 
 
 def _refusals(value: Any, path: Path, *, calls_functions: bool) -> Iterator[MensError]:
-    """Yield what keeps a file from being used, wherever in it that stands."""
+    """Yield problems that prevent the use of a file, anywhere in it."""
     if isinstance(value, _Function) and not calls_functions:
         yield ConfigError(
             "a task file names Python, which task=evaluate alone runs",
@@ -166,7 +166,7 @@ def _refusals(value: Any, path: Path, *, calls_functions: bool) -> Iterator[Mens
 
 
 def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
-    """Yield a problem where data would come from elsewhere, or are not there."""
+    """Yield problems of data that are missing or not local."""
     named = value.get("dataset_path")
     if named is None:
         return

@@ -1,7 +1,7 @@
-"""The graph at hand as lm-evaluation-harness asks a model: likelihoods of texts, and answers.
+"""Adapter of our model to lm-evaluation-harness: log-likelihoods and generation.
 
-Texts become tokens as they do in training, under the same chat template. Of a text that is too
-long the end is kept, as the harness's own models keep it.
+Texts are tokenized as in training, with the same chat template. Texts that are too long are
+truncated from the left, as in the harness's own models.
 
 Shapes: M positions in work at a time, V vocabulary.
 """
@@ -102,7 +102,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Return, for each context and continuation, log p in nats, and whether it is likeliest."""
+        """Return log p (nats) of each continuation, and whether it is the greedy choice."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         for request, latency_ms, (tokens, _) in zip(
             requests, self._took, self._lengths, strict=True
@@ -266,7 +266,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
 
 def _batch(texts: Sequence[tuple[list[int], int]], pad_id: int) -> Batch:
-    """Pad texts on the right, less their last tokens, which predict nothing."""
+    """Right-pad texts without their last tokens, which predict nothing."""
     width = max(len(ids) - 1 for ids, _ in texts)
     ids_BT = torch.full((len(texts), width), pad_id, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)

@@ -1,8 +1,8 @@
-"""suite=lm_eval: tasks of EleutherAI's lm-evaluation-harness, from files of the user's own.
+"""suite=lm_eval: tasks of EleutherAI's lm-evaluation-harness from user-provided files.
 
-The harness builds prompts, filters answers and computes metrics; the model that it asks is the
-graph at hand, or in the self-test a stand-in that knows every target. What its tasks say of an item
-becomes our events; what they say of all items goes into the scorecard as ``<task>/<metric>``.
+The harness builds prompts, filters answers and computes metrics. It evaluates our model or, in the
+self-test, a stand-in that knows every target. Per-item results become our events; aggregate results
+go into the scorecard as ``<task>/<metric>``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FAR: Final = -100.0  # nats; what is said of a wrong text
 
 
 class Known:
-    """A stand-in for a model in tests: it knows every target, and says it or the contrary."""
+    """A stand-in model for self-tests: it knows every target, and answers right or wrong."""
 
     rank, world_size = 0, 1
     tokenizer_name = "none"
@@ -98,7 +98,7 @@ def event_of(
     metric: str | None,
     condition: str,
 ) -> ItemEvent:
-    """Return what the harness says of one document as our event.
+    """Convert the harness's result for one document to our event.
 
     Args:
         task: the harness's.
@@ -324,12 +324,12 @@ class Harness:
         ]
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
-        """Refuse: answers are judged where they are made, by `answered`."""
+        """Refuse: `answered` grades answers as it generates them."""
         del answers, runner
         raise AssertionError("the harness asks and judges by itself")
 
     def answered(self, model: Any, condition: str) -> Answered:
-        """Ask a model every document of every task.
+        """Evaluate a model on every document of every task.
 
         Args:
             model: what the harness asks, a `GraphModel`.

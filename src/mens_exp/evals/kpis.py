@@ -1,7 +1,7 @@
-"""KPIs: the one table of their meanings and directions, and their values for a condition.
+"""KPIs: the central table of their meanings and directions, and their values per condition.
 
-The denominator of every share is all samples of all items (REFERENCE section 10). Where one item
-could not be measured, the condition's KPI is null, with that item's reason.
+The denominator of every share is all samples of all items (REFERENCE section 10). If one item could
+not be measured, the condition's KPI is null, with that item's reason.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ SUMMARY_KPIS: Final = (
 def summarise(
     events: Sequence[ItemEvent], *, items: int, samples: int, max_retries: int
 ) -> tuple[Kpis, dict[str, str]]:
-    """Sum up the events of one condition.
+    """Aggregate the events of one condition.
 
     Args:
         events: one for each sample of each item.
@@ -317,7 +317,7 @@ def summarise(
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the chance that one of k samples is correct, without bias.
+    """Return the unbiased estimate of pass@k: the chance that one of k samples is correct.
 
     Chen et al. 2021 (https://arxiv.org/abs/2107.03374), equation 1: 1 - C(n - c, k) / C(n, k).
 
@@ -347,7 +347,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def _passes(
     events: Sequence[ItemEvent], items: int, samples: int, kpis: Kpis, unknown: dict[str, str]
 ) -> None:
-    """Add pass@1 and pass@k, of first attempts: a repaired answer is no sample of its own."""
+    """Add pass@1 and pass@k over first attempts: a repair is not an independent sample."""
     if _known(events, "pass_1", "pass_at_1", unknown) is None:
         kpis["pass_at_1"] = kpis["pass_at_k"] = None
         unknown["pass_at_k"] = unknown["pass_at_1"]

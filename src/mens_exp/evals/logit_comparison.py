@@ -1,7 +1,7 @@
 """Distance between two models' next-token distributions: KL, agreement, loss.
 
-Logits come a few positions at a time and are let go again; what is kept is three numbers a token,
-so that neither model's logits ever exist for all tokens at once.
+Logits are processed a few positions at a time and then released. Only three numbers per token are
+kept, so the logits of all tokens never exist at the same time.
 
 Shapes: M positions of one call, C of them in work at a time, V vocabulary.
 """
@@ -171,7 +171,7 @@ class LogitComparison:
 def _refuse_shapes(
     reference: torch.Tensor, other: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Refuse logits, targets and positions that are not of the same tokens.
+    """Refuse logits, targets and positions that do not belong to the same tokens.
 
     Raises:
         MensError: they are not.

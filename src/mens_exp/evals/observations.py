@@ -1,4 +1,4 @@
-"""Measurements of runs in one shape: KPI values of items, of runs, and of the cells of a sweep.
+"""Measurements of runs in a uniform form: KPI values of items, runs, and cells of a sweep.
 
 The records of a sweep's runs are read once for every rendering.
 """
@@ -84,7 +84,7 @@ def observations(
     events: Iterable[Mapping[str, Any]],
     losses: Iterable[DocumentLoss] = (),
 ) -> list[Observation]:
-    """Return what one run measured under one condition.
+    """Return the measurements of one run under one condition.
 
     Args:
         arm: whose run it is.
@@ -330,7 +330,7 @@ class SweepReview:
 
 
 def cells_of(directory: SweepDir, record: SweepRecord) -> list[Cell]:
-    """Read what each job's run left; a record that cannot be read is said to be so."""
+    """Read the results of each job's run, and mark unreadable records."""
     return [_cell(directory, job) for job in record.jobs]
 
 

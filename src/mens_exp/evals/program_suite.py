@@ -1,8 +1,8 @@
-"""suite=humaneval and suite=mini_python: functions to write, and their tests run.
+"""suite=humaneval and suite=mini_python: Python functions to write, graded by running tests.
 
-Tasks have HumanEval's or MBPP's form, or are drawn from families that nothing is trained on. The
-generator verified every drawn task: its solution passes its tests, and a broken version fails one.
-A suite's own test shows that its references pass in every style, and that stubs fail.
+Tasks have HumanEval's or MBPP's form, or are drawn from families that are never used for training.
+The generator verifies every drawn task: its solution passes the tests, and a broken version fails
+one. The self-test of a suite shows that references pass in every style, and that stubs fail.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def written_in_every_style(task: ProgramTask) -> dict[str, str]:
 def self_test(
     sandbox: Sandbox, tasks: Sequence[ProgramTask], limits: Limits, workers: int | None = None
 ) -> list[Checked]:
-    """Return what speaks against a suite: references that fail in a style, stubs that pass.
+    """Return defects of a suite: references that fail in a style, and stubs that pass.
 
     Raises:
         SetupError: the sandbox broke.
@@ -300,7 +300,7 @@ def _code(task: ProgramTask, text: str) -> str:
 
 
 def _error(checked: Checked) -> str:
-    """Return what a model is told that repairs its answer."""
+    """Return the error message for a repair prompt."""
     if checked.test is not None:
         return f"This test fails: {checked.test}\n{checked.detail}"
     said = checked.verdict.value.replace("_", " ")

@@ -1,4 +1,4 @@
-"""Promotion policies as pure functions: from comparisons and cycles to rules and a decision."""
+"""Promotion policies: pure functions from comparisons and cycles to rules and a decision."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def decide(
 def _recommendation(
     policy: PolicyConfig, answer: Answer, rules: Sequence[RuleRecord]
 ) -> str | None:
-    """Return what the reference calls the answer, for the two policies that it names."""
+    """Return the reference's name of the decision, for the two policies that it defines."""
     words = _RECOMMENDED.get(policy.name)
     if words is None:
         return None

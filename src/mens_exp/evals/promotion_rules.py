@@ -1,4 +1,4 @@
-"""Rules of promotion policies: the parts that all share, and policy=burn_production.
+"""Rules of promotion policies: shared rules, and policy=burn_production.
 
 burn_production decides whether one backend may replace the other.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One comparison, and what is to be known of it.
+    """A comparison with its context for a decision.
 
     Attributes:
         name: of its file.
@@ -55,7 +55,7 @@ class Parity:
 
 
 def sound(one: Evidence) -> RuleRecord:
-    """Ask that a comparison is what its own records say."""
+    """Require that a comparison matches its own records."""
     return rule_of(
         "evidence",
         one,
@@ -68,7 +68,7 @@ def sound(one: Evidence) -> RuleRecord:
 
 
 def sandboxed(one: Evidence) -> RuleRecord:
-    """Ask that no program of the evidence was executed outside a sandbox."""
+    """Require that no program of the evidence was executed outside a sandbox."""
     kinds = {run["sandbox"] for run in one.comparison.runs} - {None}
     return rule_of(
         "sandbox",
@@ -82,7 +82,7 @@ def sandboxed(one: Evidence) -> RuleRecord:
 
 
 def complete(one: Evidence) -> RuleRecord:
-    """Ask that every arm has a scored run of every seed that any arm has.
+    """Require that every arm has a scored run of every seed that any arm has.
 
     A seed that one arm lacks is dropped from the pairs, so a bad one must not go missing.
     """
@@ -227,7 +227,7 @@ def _is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
 
 
 def _finished(cycle: CycleEntry, evidence: Sequence[Evidence]) -> RuleRecord:
-    """Ask for a comparison of a cycle: a promotion rests on all that were opened for it."""
+    """Require a comparison of a cycle: a promotion depends on all cycles opened for it."""
     name = cycle["cycle"]
     found = [one.name for one in evidence if one.cycle is not None and one.cycle["cycle"] == name]
     return rule_of(
@@ -267,7 +267,7 @@ def _of_contrast(
 
 
 def _directed(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
-    """Ask that the cycle was opened to show that the challenger is better."""
+    """Require that the cycle was opened to show that the challenger is better."""
     wanted = {Direction.MAX.value: "higher", Direction.MIN.value: "lower"}
     better = None if kpi is None else wanted.get(kpi["direction"])
     return rule_of(
@@ -283,7 +283,7 @@ def _directed(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRe
 
 
 def _superior(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
-    """Ask for a verdict, and that the worse bound exceeds the margin; all of it under 0 rejects.
+    """Require a verdict with the worse bound above the margin; an interval below 0 rejects.
 
     Differences that are all equal have a point for an interval, however few they are, so that
     bounds alone are not enough.
@@ -374,7 +374,7 @@ def _registered(policy: BurnProductionPolicy, one: Evidence) -> Iterator[RuleRec
 
 
 def _as_frozen(policy: BurnProductionPolicy, one: Evidence, cycle: CycleEntry) -> RuleRecord:
-    """Ask that the policy has the values that the cycle was opened with."""
+    """Require that the policy has the values registered in the cycle."""
     asked: dict[str, Any] = dict(thresholds(policy))
     frozen: dict[str, Any] = dict(cycle.get("frozen", {}))
     others = [name for name in asked if asked[name] != frozen.get(name)]

@@ -1,9 +1,9 @@
-"""Recompute a scorecard's figures from its lines, and read its answers again by the suite.
+"""Recompute a scorecard's figures from its lines, and grade its answers statically again.
 
-Hashes say that a file is the one that its run wrote, and whoever edits a file can hash it again.
-What is checked here has to agree however often it was hashed: figures with the lines that they sum
-up, fields of a line with each other, and the answer's text with what reading it says. Nothing is
-executed, so a verdict that only execution gives is taken as recorded.
+Hashes show that a file is unchanged, but anyone who edits a file can also update its hash. This
+module checks internal consistency instead: figures against the lines that they aggregate, the
+fields of a line against each other, and the answer's text against its static analysis. Nothing is
+executed, so verdicts that need execution are taken as recorded.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _samples(scorecard: Scorecard, lines: Sequence[Line]) -> int:
 
 
 def _counts(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
-    """Ask that every item has its samples, each once: a dropped failure makes a share better."""
+    """Require each sample of every item exactly once: dropped failures would improve shares."""
     answered = Counter((line["item_id"], line.get("sample", 0)) for line in lines)
     of_item = Counter(str(name) for name, _ in answered)
     samples = _samples(scorecard, lines)
@@ -287,7 +287,7 @@ def _answers(
     found: Recomputed,
     reader: str,
 ) -> None:
-    """Have the suite read every answer again, without executing any."""
+    """Let the suite read every answer again, without executing any."""
     found_digest = graded_digest(suite)
     if found_digest != scorecard.suite_digest:
         if isinstance(suite, HeldoutSyntax):

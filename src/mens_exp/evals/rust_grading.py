@@ -1,14 +1,14 @@
 """Grade a Rust answer: compile it, run its tests in another process, and lint it with Clippy.
 
-The answer is compiled where it runs; its tests are compiled once, for all answers to a task. Each
-runs in a fresh sandbox, and a socket joins them. The tests' process gives the verdict, with a word
-that it alone knows. Where the function takes or gives what is no plain value (`rust_values.py`),
-answer and tests are one program, whose verdict is *trusting*.
+The answer is compiled where it runs; the tests are compiled once for all answers to a task. Each
+runs in a fresh sandbox, and a socket connects them. The tests' process reports the verdict with a
+secret word that only it knows. If the function's signature has types other than plain values
+(`rust_values.py`), answer and tests are one program, whose verdict is *trusting*.
 
-Lints are forced by rustc's ``--force-warn``, which no attribute of the source lowers, and a
-``clippy.toml`` of the program's own is empty. Clippy sets ``cfg(clippy)`` and does not look into
-most macros, so a source that names any of these could show it another program than the one that
-runs: it is not clean either.
+Lints are forced with rustc's ``--force-warn``, which no attribute of the source can lower, and the
+program gets an empty ``clippy.toml``. Clippy sets ``cfg(clippy)`` and does not expand most macros,
+so a source that uses any of these could show it a different program from the one that runs. Such a
+source does not count as clean.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _run_tests(
 
 
 def _run(sandbox: Sandbox, program: Program, limits: Limits, end: socket.socket) -> Execution:
-    """Run one side, and tell the other that it has ended."""
+    """Run one side, and notify the other when it has ended."""
     try:
         return sandbox.run(replace(program, channel=end.fileno()), limits)
     finally:

@@ -1,9 +1,9 @@
-"""suite=rust: functions in MultiPL-E's form, compiled by rustc and their tests run.
+"""suite=rust: Rust functions in MultiPL-E's form, compiled by rustc and graded by their tests.
 
-The prompt ends in an opening brace, and the tests close it and bring the main function. A
-completion may continue the prompt's function, or give the function whole, alone, in Markdown fences
-or between sentences. Braces are matched; whether it compiles is for the compiler.
-`rust_grading.py` runs answer and tests in processes of their own.
+The prompt ends with an opening brace; the tests close it and contain the main function. A
+completion may continue the prompt's function, or give the whole function, alone, in Markdown fences
+or between sentences. Braces are matched here; everything else is left to the compiler.
+`rust_grading.py` runs answer and tests in separate processes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def style_of_rust(completion: str, *, entry_point: str) -> Style:
 
 
 def without_comments(text: str) -> str:
-    """Return Rust less its comments, those of documentation too."""
+    """Return Rust source without comments, including doc comments."""
     return _TOKEN.sub(lambda one: "" if one[0].startswith(("//", "/*")) else one[0], text)
 
 

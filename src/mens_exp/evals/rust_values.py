@@ -1,8 +1,8 @@
 """The two programs that grade a Rust answer: one has the answer, the other its tests.
 
 The function that the tests call is a stand-in with the answer's signature. It sends its arguments
-to the answer's process, and makes the result anew from bytes. That needs a signature of plain
-values: numbers, texts, the library's collections, tuples, and references to these.
+to the answer's process, and reconstructs the result from bytes. This requires a signature of plain
+values: numbers, strings, standard collections, tuples, and references to these.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Signature:
 
 
 class _Other(Exception):  # noqa: N818  # no error: the signature is of another kind
-    """Something in the signature is no plain value."""
+    """A type in the signature is not a plain value."""
 
 
 class _Reader:

@@ -140,7 +140,7 @@ def _problems(spec: Spec, where: str) -> list[DataError]:
 
 
 def _of_condition(condition: SpecCondition, number: int, where: str) -> list[DataError]:
-    """Say whether a condition has what its mode needs, and that alone."""
+    """Check that a condition has exactly the fields of its mode."""
     needed, other = "base_url", "fixture"
     if condition["mode"] == Mode.FIXTURE_FILE:
         needed, other = other, needed
@@ -181,7 +181,7 @@ class SpecSuite:
         return digest({name: value for name, value in self.spec.items() if name != "conditions"})
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
-        """Read each answer and look for what its task expects."""
+        """Read each answer and search for its task's expected texts."""
         del runner
         tasks = {task["id"]: task for task in self.spec["tasks"]}
         return [_judged(tasks[one.item.id], one.text) for one in answers]
@@ -342,7 +342,7 @@ def _judge(completion: str) -> Judgement:
 
 
 def syntax_error(code: str) -> str | None:
-    """Say what keeps code from counting as parsed, or None when nothing does."""
+    """Return the reason why code does not count as parsed, or None."""
     tree = parsed(code)
     if isinstance(tree, str):
         return tree

@@ -1,4 +1,4 @@
-"""Looking at a study again as seeds are added: what it costs, and the test that allows for it.
+"""Sequential looks at a study as seeds are added: their error rate, and an always-valid test.
 
 A p-value under 0.05 is wrong in 5 % of studies when it is computed once, after a number of seeds
 that was fixed before. Computed after every further seed until it is under 0.05, it is wrong in a
@@ -97,7 +97,7 @@ def seeds_of_equal_signs(alpha: float) -> int:
 
 @functools.lru_cache(maxsize=64)
 def false_by_looks(counts: tuple[int, ...], alpha: float) -> float:
-    """Return how often Student's t calls no difference one at any of several looks.
+    """Return the false positive rate of Student's t over several looks.
 
     Simulated over 20,000 studies of normal differences, with a fixed draw.
 

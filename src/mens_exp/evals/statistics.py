@@ -1,9 +1,9 @@
-"""Paired statistics on seed means: intervals, tests, what a study can reach and what it cannot.
+"""Paired statistics on seed means: intervals, tests, and power.
 
 The unit is the seed. A seed's difference is the mean over all items of one arm minus that of the
 other; Student's t on these differences holds its level at five seeds, where a two-level percentile
-bootstrap does not (benchmarks/calibration.py). That is about these items. `crossed` is about items
-like these: it counts the items as a sample too (benchmarks/items.py).
+bootstrap does not (benchmarks/calibration.py). This concerns only these items. `crossed`
+generalises to similar items, by treating the items as a sample too (benchmarks/items.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A study: runs, grouped into arms, held against each other, as one record."""
+"""A study: runs grouped into arms and compared, as one record."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def conducted(
 def _base_and_tuned(
     path: Sequence[str], runs: Sequence[Scored], arm: Arm, settings: CompareConfig
 ) -> Comparison:
-    """Hold the tuned model of one arm against its own base."""
+    """Compare the tuned model of one arm with its own base."""
     sides = [Condition.BASE.value, Condition.TUNED.value]
     arms = [Arm(name=side, values={_ADAPTER: side}, trials=arm.trials) for side in sides]
     by_arm = {side: list(runs) for side in sides}
@@ -217,7 +217,7 @@ def _record(
 
 
 def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRecord) -> None:
-    """Let the guard say what confounds a contrast, and what of the machines differs."""
+    """Add the guard's findings: confounders of a contrast, and machine differences."""
     implied = _implied(arm, reference, factors)
     first = reference.trials[0]
     held = guard(arm.trials[0].side(), first.side(), factors, implied)
@@ -366,7 +366,7 @@ def _curves(runs: Sequence[Scored]) -> dict[str, Curve]:
 
 
 def _say_unknown(made: Comparison) -> None:
-    """Say why figures are null."""
+    """Record the reasons for null figures."""
     for contrast in made.contrasts:
         for name, kpi in contrast["kpis"].items():
             if kpi["verdict"] == Verdict.UNKNOWN and kpi["estimate"] is None:

@@ -1,7 +1,7 @@
-"""The interface of a suite: frozen items, a judge of answers, and a test of itself.
+"""The suite interface: frozen items, grading of answers, and a self-test.
 
-Also the runner of its programs in a sandbox, and the reader of benchmark files (one JSON object a
-line, gzipped or not).
+The module also contains the sandbox runner for programs, and the reader of benchmark files (one
+JSON object per line, gzipped or not).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Runner:
         return self.sandbox.kind
 
     def run(self, programs: Sequence[Program], *, limits: Limits | None = None) -> list[Execution]:
-        """Run programs and return what came of each, in their order.
+        """Run programs and return their results, in order.
 
         Args:
             programs: what to run.
@@ -58,7 +58,7 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One thing to ask.
+    """An item of a suite.
 
     Attributes:
         id: the suite's name for it.
@@ -97,7 +97,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """The judgement of an answer; a null was not measured, and `unknown` says why.
+    """The judgement of an answer; null means not measured, and `unknown` gives the reason.
 
     Attributes:
         compiles: whether it compiles, or parses.
@@ -170,7 +170,7 @@ class SelfTest:
 
 
 class Suite(Protocol):
-    """A frozen set of items and how answers to them are judged."""
+    """A frozen set of items and the grading of their answers."""
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class Suite(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the scores depend on: items, tests, limits."""
+        """SHA-256 of everything that scores depend on: items, tests, limits."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -192,7 +192,7 @@ class Suite(Protocol):
         """Judge answers, in their order; without a runner nothing is executed."""
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
-        """Judge the suite's own references and empty stubs; None where there is nothing to."""
+        """Grade the suite's own references and empty stubs; None if there are none."""
 
 
 _MOST_PROBLEMS: Final = 20

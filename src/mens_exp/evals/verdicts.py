@@ -1,4 +1,4 @@
-"""From the scores of two arms to intervals and verdicts, one KPI at a time."""
+"""Intervals and verdicts from the scores of two arms, per KPI."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _Pair:
 def compared(
     name: str, arm: ArmScores, reference: ArmScores, noise: NoiseRecord, rule: Rule
 ) -> KpiRecord:
-    """Hold two arms against each other on one KPI, paired by seed and by item.
+    """Compare two arms on one KPI, paired by seed and by item.
 
     The verdict is still open: `judge` gives it, over all arms together.
 
@@ -154,7 +154,7 @@ def compared(
 
 
 def incomparable(name: str, arm: ArmScores, reference: ArmScores, why: str) -> KpiRecord:
-    """Return the record of a KPI that says nothing of two arms beside each other.
+    """Return the record of a KPI that is not comparable between two arms.
 
     Args:
         name: of the KPI.
@@ -168,7 +168,7 @@ def incomparable(name: str, arm: ArmScores, reference: ArmScores, why: str) -> K
 
 
 def judge(records: Sequence[KpiRecord], rule: Rule) -> None:
-    """Give the verdicts on the primary KPI, one record an arm, corrected by Holm."""
+    """Set the verdicts on the primary KPI, one record per arm, with Holm's correction."""
     adjusted = statistics.holm([record["p"] for record in records])
     for record, p in zip(records, adjusted, strict=True):
         record["p_holm"] = p
@@ -375,7 +375,7 @@ def _found(record: KpiRecord, rule: Rule) -> str:
 
 
 def _beside(record: KpiRecord, rule: Rule) -> str:
-    """Explain an interval that seems to say otherwise than the verdict."""
+    """Explain an interval that seems to contradict the verdict."""
     low, high, p = record["low"], record["high"], record["p_holm"]
     assert p is not None, "a verdict has a p-value"
     if low is None or high is None or low == high:
