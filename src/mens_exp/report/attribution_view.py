@@ -181,7 +181,7 @@ def suggested_command(record: Attribution) -> Text:
 
 
 def headline(record: Attribution) -> str:
-    """Say what all modules at once cost beside the sum of the parts."""
+    """State the cost of quantizing all modules at once, next to the sum of the separate costs."""
     whole, parts = record.whole[record.configured], record.sum_of_parts
     return (
         f"All {len(record.modules)} modules in {record.configured}: KL {_nats(whole['kl'])}, loss "
@@ -191,7 +191,7 @@ def headline(record: Attribution) -> str:
 
 
 def page(record: Attribution) -> AttributionPage:
-    """Return what the page shows."""
+    """Return the content of the page."""
     return AttributionPage(
         maps=_maps(record),
         worst=_worst(record, "path"),

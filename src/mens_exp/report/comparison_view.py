@@ -1,6 +1,6 @@
 """A comparison as tables for the terminal, as Markdown, and as one self-contained HTML page.
 
-Pure functions of its record; the page runs no script and asks for nothing.
+All functions are pure functions of the record; the page has no scripts and no external resources.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDE = ("× seed noise", "paired ÷ unpaired", "look")  # columns of the verdic
 
 
 def headline(record: Comparison) -> str:
-    """Say in one sentence per arm what came of it on the primary KPI."""
+    """Summarise each arm's result on the primary KPI in one sentence."""
     said = []
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
@@ -49,7 +49,7 @@ def about(record: Comparison) -> str:
 
 
 def verdict_table(record: Comparison) -> RenderableType:
-    """Show the verdicts on the primary KPI, and what stands against taking them as evidence."""
+    """Show the verdicts on the primary KPI, and objections to their use as evidence."""
     heads, rows = _narrower(verdicts_grid(record))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"{record.primary} on {about(record)}: each arm minus {record.reference}"
@@ -119,7 +119,7 @@ def kpis_grid(contrast: ContrastRecord) -> Grid:
 
 
 def arms_grid(record: Comparison) -> Grid:
-    """Return the arms side by side: seeds, the primary KPI, and what each was given to spend."""
+    """Return the arms side by side: seeds, the primary KPI, and their budgets."""
     columns = [record.primary, *(name for name in _BUDGET if name != record.primary)]
     heads = ["arm", "seeds", "runs", *(name.replace("_", " ") for name in columns)]
     rows = [
@@ -144,7 +144,7 @@ def noise_grid(record: Comparison) -> Grid:
 
 
 def findings(record: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield what a reader must know of the verdicts, each with a colour."""
+    """Yield remarks that a reader needs to interpret the verdicts, each with a colour."""
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
         yield wording.visible(f"{one['arm']}: {kpi['verdict']}, {kpi['why']}{_more(kpi)}"), ""

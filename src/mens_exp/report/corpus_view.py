@@ -46,7 +46,7 @@ def render(report: CorpusReport) -> str:
         report: its record; what is null there is shown as absent, with the reason.
 
     Returns:
-        An HTML document that asks for nothing from anywhere; the same record gives the same text.
+        A self-contained HTML document; the same record gives the same text.
     """
     return rendered(
         "corpus.html.j2",

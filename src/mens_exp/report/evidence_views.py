@@ -48,7 +48,7 @@ _MARKS = {
 
 
 def inspection_view(found: Inspection) -> RenderableType:
-    """Show what an inspection found; of a verification, all that is not equal."""
+    """Show the findings of an inspection; for a verification, everything that is not equal."""
     parts: list[RenderableType] = [_title(found.path), _head(found)]
     if found.layers:
         parts += [_title("Layers"), _places(found.layers)]
@@ -84,7 +84,7 @@ def _chain(checks: Sequence[Check]) -> RenderableType:
 
 
 def verification_verdict(checks: Sequence[Check]) -> str:
-    """Say in a line how many values are as recorded."""
+    """Summarise in one line how many values match their records."""
     counts = dict.fromkeys(Outcome, 0)
     for check in checks:
         counts[Outcome(check["outcome"])] += 1
@@ -241,7 +241,7 @@ _WORST = 5  # tensors shown
 
 
 def parity_table(certificate: Certificate) -> Table:
-    """Put every comparison beside the others, the one that decides marked."""
+    """Show all comparisons side by side, with the deciding one marked."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = f"Parity: {verdict(certificate)}"
     table.add_column(f"against {certificate.reference}", overflow="fold")
@@ -262,7 +262,7 @@ def parity_table(certificate: Certificate) -> Table:
 
 
 def verdict(certificate: Certificate) -> str:
-    """Say in a line whether what was written is what was trained."""
+    """State in one line whether the output matches the trained model."""
     if certificate.passed:
         return "within the budget"
     over = "; ".join(certificate.exceeded()[:_WORST])

@@ -1,9 +1,9 @@
 """Plots of a run as inline SVG: its telemetry, and its KPIs during training.
 
-The same records give the same bytes: identifiers are salted by the plot's name, no date is
-written, and the reader's own matplotlib settings are set aside. Every colour is written as a
-CSS variable with a neutral fallback, so that a page can follow its reader's light or dark
-theme and the picture still reads where no such variable is defined.
+The same records give the same bytes: identifiers are salted with the plot's name, no date is
+written, and the user's matplotlib settings are ignored. Every colour is written as a CSS variable
+with a neutral fallback, so that a page can follow its reader's light or dark theme and the picture
+still reads where no such variable is defined.
 """
 
 from __future__ import annotations

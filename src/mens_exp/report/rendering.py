@@ -1,6 +1,6 @@
 """Render pages and model cards from the package's templates.
 
-A model card is Markdown with the YAML front matter that model hubs read; all text passes
+A model card is Markdown with the YAML front matter that model hubs read; all text is escaped by
 ``_plain``.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Render a page of the package's templates; a name that it lacks is an error.
+    """Render a page from the package's templates; an undefined name is an error.
 
     Args:
         template: the file, which escapes what it shows.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def space_table(record: SweepRecord) -> RenderableType:
-    """Say what a search draws from, and how."""
+    """Show the space of a search, and its sampling."""
     search = _of(record)
     table = Table(box=box.SIMPLE_HEAD, title="Search", title_justify="left", show_edge=False)
     table.add_column("key", no_wrap=True)
@@ -34,7 +34,7 @@ def space_table(record: SweepRecord) -> RenderableType:
 
 
 def best_table(record: SweepRecord) -> RenderableType:
-    """Say which trials no other is better than, and how many ended how."""
+    """Show the best (non-dominated) trials, and the number of trials by outcome."""
     search = _of(record)
     table = Table(box=box.SIMPLE_HEAD, title="Best", title_justify="left", show_edge=False)
     table.add_column("trial", justify="right")

@@ -38,7 +38,7 @@ _NEAR = 0.1  # a prediction this close to the measurement is called near
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One planned quantity beside what was measured.
+    """A planned quantity next to its measurement.
 
     Attributes:
         label: the quantity.
@@ -140,7 +140,7 @@ def scores(records: Records) -> tuple[list[str], list[tuple[str, list[str]]]]:
 
 
 def compared(records: Records) -> list[Compared]:
-    """The plan beside the measurements; empty when there is no plan."""
+    """The plan next to the measurements; empty when there is no plan."""
     plan = records.plan
     if plan is None:
         return []

@@ -137,7 +137,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """One KPI, base beside tuned.
+    """A KPI, base next to tuned.
 
     Attributes:
         label: the KPI's name.
@@ -197,7 +197,7 @@ class Outcome:
 
 
 def outcome_of(event: ItemEvent) -> Outcome:
-    """Say the most that is known of an answer: that it does the task, or that it parses."""
+    """Return the strongest known outcome of an answer: solves the task, or parses."""
     success, parses = event["task_success"], event["parses"]
     if success is not None:
         words = "passes" if success else event["outcome"] or "does not pass"
@@ -318,7 +318,7 @@ def parse_rate(records: Records) -> Pair:
 
 
 def peft_view(records: Records) -> str:
-    """Say how far the PEFT directory is from the trained model, and how much of it is rounding."""
+    """Describe the difference of the PEFT directory from the trained model, and rounding."""
     results, form = records.manifest.results, records.manifest.facts.get("compute_dtype")
     own, kernels = (results.get(f"peft_view_{name}") for name in ("difference", "kernels"))
     if own is None or kernels is None:
@@ -334,7 +334,7 @@ def peft_view(records: Records) -> str:
 
 
 def unsafe(records: Records) -> str:
-    """Say that programs ran without isolation, where they did."""
+    """Return a warning if programs ran without isolation."""
     if records.scorecard is None or records.scorecard.sandbox != "unsafe":
         return ""
     return "Programs ran without isolation (sandbox=unsafe): no evidence for a promotion."
@@ -364,7 +364,7 @@ def cost(records: Records) -> list[Cell]:
 
 
 def headline(records: Records) -> str:
-    """One sentence that says what came of the run."""
+    """A one-sentence summary of the run's result."""
     loss = val_loss(records)
     if loss.base.text and loss.tuned.text and records.status == "succeeded":
         steps = records.manifest.results.get("steps")

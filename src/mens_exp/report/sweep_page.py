@@ -1,9 +1,9 @@
 """A sweep as one self-contained HTML page: cells, parallel coordinates, verdicts, predictions.
 
-It asks for nothing from anywhere. The one script inside it sorts, filters and points; its hash
-stands in the page's policy, so that nothing else runs, whatever a completion holds. Every line of
-the parallel coordinates carries the number of its cell, so that the page can dim what its reader
-filters away.
+The page loads no external resources. Its only script sorts, filters and highlights; the page's
+content security policy contains the script's hash, so that nothing else runs, whatever a completion
+contains. Every line of the parallel coordinates carries the number of its cell, so that the page
+can dim filtered cells.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def page(review: SweepReview) -> str:
 
 
 def fragments(review: SweepReview) -> dict[str, str]:
-    """Render every drawing as a page of its own, by name; what cannot be drawn is left out."""
+    """Render every plot as a separate page, by name; plots without data are omitted."""
     style = resources.files("mens_exp.report").joinpath("templates/sweep.css").read_text("utf-8")
     parts = {"parallel_coordinates": _parallel(review)}
     if review.comparison is not None:

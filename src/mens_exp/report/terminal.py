@@ -1,6 +1,7 @@
-"""The plan before a run, its results and its problems, as the terminal shows them.
+"""Terminal output of a run: its plan, results and problems.
 
-Nothing here reads a model's text as markup, and control characters are shown, not obeyed.
+Model output is never interpreted as markup, and control characters are displayed instead of
+executed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _STYLES = {"better": "bold green", "worse": "bold red", "same": "dim", "unknown"
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:
-    """Say what will run, and what it is expected to take.
+    """Show the planned run and its expected cost.
 
     Args:
         plan: the contents of ``plan.json``. A number that is no exact count carries "≈" and
@@ -43,7 +44,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
 
 
 def result_table(records: Records) -> RenderableType:
-    """Put base beside tuned, and under it what the run cost."""
+    """Show base next to tuned, followed by the cost of the run."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
     table.title = "Result"
     table.add_column("")

@@ -1,7 +1,7 @@
 """Terminal views of sweeps, encoded documents, chats and the findings of task=doctor.
 
-Trained tokens are told by colour on a terminal, and by brackets in a pipe, in a file, and to an eye
-that does not see green.
+Trained tokens are marked by colour on a terminal, and also by brackets, for pipes, files and
+readers who cannot distinguish green.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SLURM = "slurm"
 
 
 def planned_table(record: SweepRecord) -> RenderableType:
-    """Say what a sweep will run, what it is expected to take, and which cells it leaves out."""
+    """Show a sweep's planned jobs, their expected cost, and omitted cells."""
     table = _table("Sweep", "cell", "what differs", "time", "memory", "disk", "contract")
     for job in record.jobs:
         cost = job["estimate"]
@@ -51,7 +51,7 @@ def planned_table(record: SweepRecord) -> RenderableType:
 
 
 def result_table(record: SweepRecord) -> RenderableType:
-    """Say what came of every job."""
+    """Show the result of every job."""
     table = _table("Sweep", "cell", "what differs", "state", "time", "memory", "loss", "why")
     for job in record.jobs:
         peaks = [one["peak_rss_bytes"] for one in job["attempts"] if one["peak_rss_bytes"]]
@@ -69,7 +69,7 @@ def result_table(record: SweepRecord) -> RenderableType:
 
 
 def job_line(record: SweepRecord, job: SweepJob, what: str, why: str | None) -> Text:
-    """Say in one line what has become of a job."""
+    """Describe the state of a job in one line."""
     done = sum(one["state"] == JobState.SUCCEEDED for one in record.jobs)
     differs = ", ".join(job["differs"])
     many = len(record.jobs) if record.search is None else record.search["n_trials"]

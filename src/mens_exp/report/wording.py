@@ -1,4 +1,4 @@
-"""Numbers and texts as a reader sees them: one spelling for every rendering.
+"""Formatting of numbers and texts, shared by every rendering.
 
 A text that comes from a model, a data file or an exception passes through :func:`visible`
 before it is shown, so that it can neither steer a terminal nor break a file's encoding.
@@ -47,7 +47,7 @@ _LABELS = {
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with control characters shown instead of obeyed.
+    r"""Return `text` with control characters made visible.
 
     Newlines and tabs stay; any other control character becomes its escape (``\x1b``), and a
     lone surrogate becomes U+FFFD, since neither UTF-8 nor a browser can carry it.

@@ -1,9 +1,9 @@
 """Write a run's HTML report, model card and the mens trainer's views next to its records.
 
-The page asks for nothing from anywhere: styles and plots are inside it and it runs no script. All
-text is escaped, since completions are whatever a model wrote. run_summary.json and
-training_skip_stats.json have the mens trainer's keys; ours are under the one key ``mens_exp``. A
-value that the manifest does not have is null, and ``mens_exp.unknown`` says why.
+The page is self-contained: styles and plots are inline, and it has no scripts. All text is escaped,
+because completions may contain anything. run_summary.json and training_skip_stats.json have the
+mens trainer's keys; our additions are under the key ``mens_exp``. Values missing from the manifest
+are null, and ``mens_exp.unknown`` gives the reasons.
 """
 
 from __future__ import annotations
