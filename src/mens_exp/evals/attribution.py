@@ -59,7 +59,7 @@ class Replay:
         for batch, outputs in zip(self.batches, self._outputs, strict=True):
             with self._replayed(outputs, range(layer)), torch.inference_mode():
                 hidden_MD = hidden_states(self.causal_lm, batch)
-            yield hidden_MD  # outside of the block, so that whoever stops asking leaves no trace
+            yield hidden_MD  # outside the block, so that an early exit has no effect
 
     def inputs_of(
         self, layer: int, modules: Collection[torch.nn.Module]
@@ -216,7 +216,7 @@ def attribute_modules(
 
     Args:
         subject: what is taken apart.
-        done: told how many modules are done, after each.
+        done: called after each module with the number of finished modules.
     """
     records: list[ModuleRecord] = []
     for layer in dict.fromkeys(one.layer for one in subject.modules):

@@ -47,7 +47,7 @@ class Row(TypedDict, total=False):
     Attributes:
         id: a name of its own; the number of the line without one.
         prompt: what is asked.
-        system: the system turn beside `prompt`.
+        system: the system turn for `prompt`.
         messages: the turns before the answer, instead of both.
         expected: text, texts (contains), a pattern (regex), a schema (json_schema), or anything
             that the function takes.

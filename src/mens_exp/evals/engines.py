@@ -67,7 +67,7 @@ class Completion:
 
     Attributes:
         text: without the stop text.
-        tokens_in: tokens of the prompt; None where nobody counted them.
+        tokens_in: tokens of the prompt; None if not counted.
         tokens_out: tokens generated, the end marker included; None as above.
         is_finished: whether it ended by itself, or at a stop text.
         latency_ms: until it was there; of a batch, all of it; None where it was there before.

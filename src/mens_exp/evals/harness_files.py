@@ -54,7 +54,7 @@ class TaskFiles:
         tasks: names of single tasks, sorted.
         names: those, and names of groups and tags.
         sha256: content hash of each file that the tasks are made of, by its path relative to the
-            directory, or by the path that the task files have for it where it lies elsewhere.
+            directory, or by the path in the task files if it is elsewhere.
     """
 
     directory: Path

@@ -308,7 +308,7 @@ def _error(checked: Checked) -> str:
 
 
 def _unrun(task: ProgramTask, text: str) -> Judgement:
-    """Say what can be told without running anything."""
+    """Return the static part of a judgement."""
     found = assemble(text, entry_point=task.entry_point, prompt=task.code)
     style = _style(found.style)
     unknown = dict.fromkeys(("success", "semantic", "outcome"), NO_SANDBOX)

@@ -33,7 +33,7 @@ class Evidence:
         why_exploratory: why none did.
         shared_seeds: seeds of an earlier cycle too.
         runs: that the cycle freezes; none of exploratory evidence, or of what its records deny.
-        unverifiable: what of it nobody can verify.
+        unverifiable: parts that cannot be verified.
     """
 
     name: str

@@ -71,7 +71,7 @@ class _NeededOfCondition(TypedDict):
 
 
 class SpecCondition(_NeededOfCondition, total=False):
-    """One model; `base_url` is the server's, `fixture` a file beside the specification."""
+    """One model; `base_url` is the server's, `fixture` a file next to the specification."""
 
     adapter_revision: str | None
     base_url: str

@@ -252,7 +252,7 @@ def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None
 
 @functools.cache  # a composition takes a third of a second, and a policy reads many studies
 def _learned_of(backend: str, is_random: bool, own: Path | None) -> dict[str, Any]:
-    """Return the learned settings of a run with nothing told but its backend.
+    """Return the learned settings of a run with only its backend given.
 
     Args:
         backend: an option.

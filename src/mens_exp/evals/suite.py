@@ -105,7 +105,7 @@ class Judgement:
         semantic: whether it does, and nothing in it holds the place of code.
         canonical: whether it is laid out as formatters do it.
         strict: whether it is code only.
-        errors: what is wrong with it, as a model that repairs it is told.
+        errors: its errors, in the form used in repair prompts.
         placeholder_hits: places that say that something is left to write.
         trivial: whether nothing is in it but what holds a place.
         richness: statements that do something, from 0 to 1.

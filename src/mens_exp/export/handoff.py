@@ -54,7 +54,7 @@ class Handoff:
         artifact_dir: directory of what is served.
         tokenizer_source: directory or file that holds the tokenizer, or the id of a model.
         prompt_format: how a conversation becomes a prompt, such as ``chatml``.
-        adapter_path: directory of the adapter, where one is served beside the base.
+        adapter_path: directory of the adapter, if one is served with the base.
         openai_base_url: address of a server that runs already.
         notes: what a reader should know.
         schema: always ``vox_external_serving_handoff_v1``.
@@ -94,7 +94,7 @@ def read_handoff(path: Path) -> Handoff:
     """Read a record.
 
     Args:
-        path: the file, or the directory that it lies in.
+        path: the file, or its directory.
 
     Raises:
         DataError: it is missing, is not JSON, or breaks one rule.

@@ -212,7 +212,7 @@ class MergedModel:
         unties: whether the head gets a weight of its own.
         tokenizer: whether the base's tokenizer goes with it; another one's ids were learned else.
         chat_template: a file that takes the place of the base's own template.
-        told: lines of the model card, in Markdown.
+        told: lines for the model card, in Markdown.
         model_card: of the run that trained the adapter.
     """
 

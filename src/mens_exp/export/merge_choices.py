@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from mens_exp.export.subject import MergeInputs
     from mens_exp.lora.low_rank import Delta
 
-# The meaning of merge.untie=false, for whoever reads what was merged.
+# The meaning of merge.untie=false, for users of the merged model.
 MOVED = (
     "head and input embedding are one tensor, so the input embedding moves by the head's delta "
     "too; this is not the model that was trained, and its loss differs"
 )
 
-_NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
+_NF4_BLOCK = 64  # the paper's, and that of trainers without a setting
 _FOUR_BIT = ("nf4", "fp4")
 _DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 

@@ -67,7 +67,7 @@ class Reference:
     """The outputs of a model on a probe, stored on disk."""
 
     def __init__(self, folder: Path, probe: Probe, nll: float) -> None:
-        """Keep where it lies; :func:`record` makes it."""
+        """Store its location; :func:`record_reference` creates it."""
         self.folder = folder
         self.probe = probe
         self.nll = nll
@@ -293,7 +293,7 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
     Args:
         directory: config.json and safetensors.
         memory_bytes: where the weights are larger, they stay on disk and are read layer by layer;
-            in another format than they compute in, from a copy beside the directory.
+            if their dtype differs from the compute dtype, from a copy next to the directory.
     """
     from transformers import AutoModelForCausalLM
 

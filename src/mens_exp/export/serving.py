@@ -172,7 +172,7 @@ def serving(model: Path, *, host: str, port: int, token_env: str = TOKEN_ENV) ->
         )
     is_chat = HfTokenizer.from_directory(model).has_own_template
     port = _free_port(host, port)
-    # The server calls a model by the text it was given, so it starts beside the directory.
+    # The server names a model by the given text, so it starts in the parent directory.
     process = own_process.spawn_python(
         ["-P", "-c", _ENTRY, name, host, str(port), token_env],
         output=_STDERR,  # its log; what is asked for is printed by the task

@@ -281,7 +281,7 @@ class MergeInputs:
         base: None for bare shards, as are the next two.
         model: config.json and headers of the base.
         shape: dimensions of the base.
-        run: that made the adapter, where it lies in one.
+        run: the run that made the adapter, if it is in one.
     """
 
     where: str

@@ -318,7 +318,7 @@ def histogram(
         title: what it shows.
         unit: of the lengths.
         found: the distribution.
-        marks: name -> length to draw a line at, where it lies within.
+        marks: name -> length to draw a line at, if it is in range.
     """
     caption = (
         f"{unit}; median {wording.count(found['p50'])}, "
@@ -360,7 +360,7 @@ def histogram(
 
 
 def _place(value: float, edges: list[float]) -> float | None:
-    """Return where a length lies, in bars from the left; None outside."""
+    """Return the position of a length, in bars from the left; None outside."""
     for number, (low, high) in enumerate(pairwise(edges)):
         if low <= value < high:
             return number + (value - low) / (high - low)

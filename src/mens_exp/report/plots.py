@@ -190,7 +190,7 @@ def _paint_validation(axes: Axes, records: Records) -> None:
 
 
 def _label_margin(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Write each label beside its line, pushed apart where two would overlap."""
+    """Write each label next to its line, moved apart if two would overlap."""
     low, high = axes.get_ylim()
     lowest = -1.0
     for value, text, color in sorted(ends):

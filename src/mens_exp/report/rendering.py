@@ -28,7 +28,7 @@ def rendered(template: str, **values: Any) -> str:
 
     Args:
         template: the file, which escapes what it shows.
-        values: what it shows, beside the program's version and the words it is said in.
+        values: its variables, in addition to the program's version and the wording functions.
     """
     page = _environment().get_template(template)
     return page.render(version=mens_exp.__version__, say=wording, **values)

@@ -31,7 +31,7 @@ _ORDER = (
     *("compile_at_1", "compile_at_n", "canonical", "strictness"),
 )
 _OTHER_TABLES = ("packages", "environment")
-_FOR_MACHINES = ("lora_init_layers_sha256",)  # hundreds of lines that nobody compares by eye
+_FOR_MACHINES = ("lora_init_layers_sha256",)  # hundreds of lines; not for reading by eye
 _DIFFERENCES = "differs_from_default"
 _NEAR = 0.1  # a prediction this close to the measurement is called near
 

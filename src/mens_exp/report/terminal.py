@@ -84,7 +84,7 @@ def _named_rows(title: str) -> Table:
 
 
 def completions(item_events: Sequence[ItemEvent], n: int = 3) -> RenderableType:
-    """Show the first `n` items: the prompt, then base beside tuned.
+    """Show the first `n` items: the prompt, then base next to tuned.
 
     Args:
         item_events: one mapping per item and condition.

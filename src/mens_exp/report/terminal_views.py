@@ -294,7 +294,7 @@ _CONTROL_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and
 
 
 def answer_columns(answers: Mapping[str, tuple[str, bool]], titles: Mapping[str, str]) -> Table:
-    """Lay answers beside each other.
+    """Lay out answers side by side.
 
     Args:
         answers: condition -> its text so far, and whether it is whole.

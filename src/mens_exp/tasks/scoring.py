@@ -293,7 +293,7 @@ def keep(
         run: the open run.
         runner: what executed answers.
         self_test: what came of the suite's own.
-        told: what the suite says beside.
+        told: further results of the suite.
     """
     settings, told = config.eval, told or Told()
     generation: dict[str, Any] = {
