@@ -11,7 +11,7 @@ from mens_exp.config.fields import setting, when
 
 
 class Composition(Enum):
-    """The order of the proxy stack's projections; F is one of n projections."""
+    """Order in which the proxy stack applies its n projections; F is a single projection."""
 
     residual = "residual"
     sequential = "sequential"
@@ -20,7 +20,7 @@ class Composition(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class BackendConfig:
-    """The trained graph: base model, quantizer and adapter put together."""
+    """The graph to train: base model, quantizer and adapter."""
 
     _target_: str = setting(MISSING, "Class of the backend; set by the option.")
     name: str = setting(
@@ -32,28 +32,28 @@ class BackendConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QloraConfig(BackendConfig):
-    """The full causal model, its base in 4 bits and frozen, LoRA trained."""
+    """Full causal model with a frozen 4-bit base; only the LoRA adapter is trained."""
 
     name: str = "qlora"
 
 
 @dataclass(kw_only=True, slots=True)
 class LoraGraphConfig(BackendConfig):
-    """The full causal model, its base unquantized and frozen, LoRA trained."""
+    """Full causal model with a frozen, unquantized base; only the LoRA adapter is trained."""
 
     name: str = "lora"
 
 
 @dataclass(kw_only=True, slots=True)
 class FullConfig(BackendConfig):
-    """The full causal model, every weight trained: the control arm."""
+    """Full causal model with every weight trained; this is the control arm."""
 
     name: str = "full"
 
 
 @dataclass(kw_only=True, slots=True)
 class BurnConfig(BackendConfig):
-    """The seeds' research lane: f32 throughout, LoRA on q, k and v, either tokenizer."""
+    """The research lane of the seeds: f32 throughout, LoRA on q, k and v, either tokenizer."""
 
     name: str = "burn"
     train_base: bool | None = setting(
@@ -65,7 +65,7 @@ class BurnConfig(BackendConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ProxyConfig(BackendConfig):
-    """The seeds' projection stack: the next token from the last one alone, without attention."""
+    """Projection stack of the seeds: predicts each token from the one before, without attention."""
 
     name: str = "proxy"
     composition: Composition = setting(
@@ -91,11 +91,11 @@ class ProxyConfig(BackendConfig):
 
 
 def trains_base(backend: BackendConfig, source: str) -> bool:
-    """Tell whether base weights learn beside the adapter.
+    """Return whether base weights are trained in addition to the adapter.
 
     Args:
         backend: the `backend` group.
-        source: of the model; from scratch, ``random``, there is nothing to keep.
+        source: the model's source; with ``random`` there are no pretrained weights to preserve.
     """
     if not isinstance(backend, BurnConfig):
         return False

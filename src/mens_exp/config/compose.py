@@ -1,4 +1,4 @@
-"""From override strings to a frozen, typed configuration, through Hydra's compose API."""
+"""Compose override strings into a frozen, typed configuration with Hydra's compose API."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ if TYPE_CHECKING:
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
-# Settings that our options make of other settings.
+# Settings whose values our options derive from other settings.
 _DEPENDENT = (
     ("trainer", "max_steps"),
     ("tokenizer", "name"),
     ("tokenizer", "allow_control_text"),
     ("optim", "lr"),
 )
-_PERMISSION = "allow_unrelated_rows"  # which runs of vox needed none before there was one
+_PERMISSION = "allow_unrelated_rows"  # older vox runs predate this setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """One composed cell: the values, and which option each group took.
+    """One composed cell: its values, and the option chosen for each group.
 
     Attributes:
-        overrides: what made it, as typed.
+        overrides: the overrides it was composed from, as typed.
         values: the configuration, without Hydra's own node.
-        choices: the option of each group; of several, their names with commas between.
-        whole: the same with Hydra's node, as Hydra composed it; None of a frozen cell.
-        number: of the cell in its sweep.
-        launcher: Hydra's node of the launcher.
-        launcher_option: the option of hydra/launcher.
-        sweeper: Hydra's node of the sweeper, with the chosen option under ``name``.
+        choices: the option of each group; several options are joined by commas.
+        whole: the configuration as Hydra composed it, with Hydra's node; None for a frozen cell.
+        number: index of the cell in its sweep.
+        launcher: Hydra's launcher node.
+        launcher_option: the chosen option of hydra/launcher.
+        sweeper: Hydra's sweeper node, with the chosen option under ``name``.
     """
 
     overrides: tuple[str, ...]
@@ -80,26 +80,26 @@ class Composed:
     launcher_option: str | None = None
     sweeper: dict[str, Any] = field(default_factory=dict)
 
-    # Asked for, not stored: each hashes the whole configuration, and few cells are asked.
+    # Computed on demand: each hashes the whole configuration, and few cells need one.
 
     @property
     def run_dir(self) -> str | None:
-        """The directory where Hydra would run it alone; None if it cannot be known."""
+        """The run directory that Hydra would use for a single run; None if unresolvable."""
         return _directory(self.whole, self.number, "run.dir")
 
     @property
     def sweep_dir(self) -> str | None:
-        """The directory where it runs as a cell of a sweep."""
+        """The run directory of this cell within a sweep."""
         return _directory(self.whole, self.number, "sweep.dir", "sweep.subdir")
 
     @property
     def sweep_root(self) -> str | None:
-        """The directory of that sweep."""
+        """The directory of the whole sweep."""
         return _directory(self.whole, self.number, "sweep.dir")
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    """Copy the configuration without Hydra's own node, interpolations resolved."""
+    """Return a copy without Hydra's own node, with interpolations resolved."""
     ours = _visible(config)
     OmegaConf.resolve(ours)
     return ours
@@ -117,18 +117,18 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def begin_command() -> None:
-    """Let the run directories of the command to come bear its own time."""
+    """Reset the start time, so that the next command's run directories carry its own time."""
     _start_utc.cache_clear()
 
 
 @functools.cache
 def _start_utc() -> str:
-    """Return the moment this command first named a directory, to the millisecond."""
+    """Return the time at which this command first named a directory, to the millisecond."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
 
 
 def prepare_hydra() -> None:
-    """Register the schemas, ``./conf``, and the resolvers that conf/config.yaml uses."""
+    """Register the schemas, ``./conf``, and the resolvers used by conf/config.yaml."""
     register()
     read_user_config()
     resolvers: dict[str, Any] = {
@@ -160,17 +160,17 @@ def _hydra() -> Iterator[None]:
 
 
 def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
-    """Print Hydra's answer to ``--help`` or ``--hydra-help``.
+    """Print Hydra's output for ``--help`` or ``--hydra-help``.
 
-    ``hydra.main`` would print the same, but copy all of its config groups for each of their
-    options, which takes longer than a plan.
+    ``hydra.main`` would print the same text, but it copies every config group once per option,
+    which takes longer than computing a plan.
 
     Args:
-        parser: of Hydra's flags.
-        parsed: the command, with ``help`` or ``hydra_help`` set.
+        parser: the parser of Hydra's flags.
+        parsed: the parsed command, with ``help`` or ``hydra_help`` set.
 
     Raises:
-        hydra.errors.HydraException: an override that Hydra refuses.
+        hydra.errors.HydraException: Hydra rejects an override.
     """
     with _hydra():
         hydra = GlobalHydra.instance().hydra
@@ -180,17 +180,17 @@ def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
 
 
 def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
-    """Run a task as Hydra runs one job: its directory, its logging, its callbacks.
+    """Run a task the way Hydra runs a single job: with its directory, logging and callbacks.
 
-    What was composed and checked is what runs. ``hydra.main`` would compose it twice more, which
-    is a third of the time of a plan.
+    Runs exactly the configuration that was composed and checked. ``hydra.main`` would compose it
+    twice more, which takes a third of the time of a plan.
 
     Args:
-        one: a composed configuration that is no cell of a sweep.
-        task: given the directory, which is there; returns an exit code.
+        one: a composed configuration that is not a cell of a sweep.
+        task: called with the run directory, which exists by then; returns an exit code.
 
     Raises:
-        SetupError: the directory cannot be made.
+        SetupError: the directory cannot be created.
     """
     config = one.whole
     assert config is not None, "a frozen cell is run by its sweep"
@@ -226,12 +226,12 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
     """Compose one configuration for each list of overrides.
 
     Args:
-        cells: the lists.
-        first: the number of the first one in its sweep.
+        cells: one list of overrides per cell.
+        first: index of the first cell in its sweep.
 
     Raises:
-        hydra.errors.HydraException: an override that Hydra itself refuses.
-        omegaconf.errors.OmegaConfBaseException: a value that its schema refuses.
+        hydra.errors.HydraException: Hydra itself rejects an override.
+        omegaconf.errors.OmegaConfBaseException: a schema rejects a value.
     """
     composed = []
     with _hydra():
@@ -253,7 +253,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
 
 
 def _settled(values: DictConfig) -> DictConfig:
-    """Resolve what depends on another setting, in place: processes that get it have no resolver."""
+    """Resolve interpolations in place, because the processes that receive it have no resolvers."""
     for group, key in _DEPENDENT:
         if OmegaConf.is_interpolation(values[group], key):
             values[group][key] = values[group][key]
@@ -284,7 +284,7 @@ def _option(config: DictConfig, kind: str) -> str | None:
 
 
 def _lists(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the groups that took a list of options, which Hydra leaves out of its choices."""
+    """Return the groups set to a list of options, which Hydra omits from its choices."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return {
         one.key_or_group: ",".join(map(str, value))
@@ -294,19 +294,19 @@ def _lists(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _directory(config: DictConfig | None, number: int, *parts: str) -> str | None:
-    """Resolve a run directory as Hydra will, for the job of that number."""
+    """Resolve the run directory that Hydra will use for the job with this number."""
     if config is None:
         return None
     try:
         with open_dict(config):
             config.hydra.job.num = number
         return str(Path(*(str(OmegaConf.select(config.hydra, part)) for part in parts)))
-    except OmegaConfBaseException:  # Hydra will tell
+    except OmegaConfBaseException:  # Hydra will report it
         return None
 
 
 def _visible(config: DictConfig) -> DictConfig:
-    """Copy without Hydra's node, keeping missing values missing."""
+    """Return a copy without Hydra's node; missing values stay missing."""
     visible: DictConfig = copied(config)
     visible._content.pop("hydra", None)  # type: ignore[union-attr]  # noqa: SLF001
     OmegaConf.set_struct(visible, None)
@@ -314,23 +314,23 @@ def _visible(config: DictConfig) -> DictConfig:
 
 
 def typed(values: DictConfig) -> RunConfig:
-    """Turn composed values into typed objects; nothing after this sees a DictConfig."""
+    """Convert composed values to typed objects; no later code handles a DictConfig."""
     run = OmegaConf.to_object(values)
     assert isinstance(run, RunConfig)
     return run
 
 
 def to_yaml(values: DictConfig) -> str:
-    """Write composed values as YAML, interpolations resolved."""
+    """Serialize composed values as YAML, with interpolations resolved."""
     return OmegaConf.to_yaml(values, resolve=True)
 
 
 def from_yaml(path: Path) -> DictConfig:
-    """Read a run's own config.yaml back into the schemas.
+    """Load a run's stored config.yaml into the schemas.
 
     Raises:
-        ConfigError: the file cannot be read, holds what the schemas do not accept, or names a
-            class that nobody here has vouched for.
+        ConfigError: the file cannot be read, does not match the schemas, or names a class that
+            is not trusted.
     """
     try:
         stored = _mapping_in(path)
@@ -358,9 +358,9 @@ def from_yaml(path: Path) -> DictConfig:
 
 
 def _mapping_in(path: Path) -> DictConfig:
-    """Read a file once, and give OmegaConf only bytes that the bounded parser took as a mapping.
+    """Read a file once; OmegaConf gets only bytes that the bounded parser accepted as a mapping.
 
-    OmegaConf parses a file that holds nothing but a text once more, without bounds.
+    OmegaConf parses a file that contains a single string a second time, without bounds.
     """
     data = path.read_bytes()
     bounded = parse_yaml(data, str(path))
@@ -371,7 +371,7 @@ def _mapping_in(path: Path) -> DictConfig:
 
 
 def _under_schemas(stored: DictConfig) -> DictConfig:
-    """Put stored values under the schemas that their groups' discriminators name."""
+    """Merge stored values into the schemas named by their groups' discriminators."""
     root = copied(_structured(RunConfig))
     assert isinstance(root, DictConfig)
     for group in stored:
@@ -391,7 +391,7 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
             root[group] = _under(_schema(str(group), node), node)
         else:
             root[group] = node
-    if "sandbox" not in stored:  # written before there was one
+    if "sandbox" not in stored:  # written before this group existed
         root["sandbox"] = SCHEMAS["sandbox"]["none"]
     tokenizer = stored.get("tokenizer")
     if isinstance(tokenizer, DictConfig) and _PERMISSION not in tokenizer:  # as above
@@ -406,7 +406,7 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 
 
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
-    """Return the schema of stored values; a class that is not ours has one of its own keys."""
+    """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
     if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
         return DictConfig(user_schema(group, values, name or group))
@@ -415,5 +415,5 @@ def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictCon
 
 @functools.cache
 def _structured(schema: type) -> DictConfig:
-    """Return the node of a schema, to be copied: making one takes longer than all else here."""
+    """Return the cached node of a schema, to be copied: creating one is the slowest step here."""
     return DictConfig(schema)

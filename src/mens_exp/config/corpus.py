@@ -11,7 +11,7 @@ from mens_exp.config.fields import Condition, section, setting, unless, when
 
 
 class DedupeBy(Enum):
-    """The part of a row that is compared."""
+    """The part of a row that deduplication compares."""
 
     response = "response"
     row = "row"
@@ -22,7 +22,7 @@ _NEAR = unless("corpus.dedupe.threshold", None, why="which looks for exact dupli
 
 @dataclass(kw_only=True, slots=True)
 class DedupeConfig:
-    """Settings of the step dedupe; the first row of each cluster stays."""
+    """Settings of the dedupe step; the first row of each cluster is kept."""
 
     by: DedupeBy = setting(
         DedupeBy.response,
@@ -61,7 +61,7 @@ class DedupeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DecontaminateConfig:
-    """The texts that the step decontaminate compares rows with; held-out rows of a split pass."""
+    """Texts that the decontaminate step compares rows with; it skips held-out rows of a split."""
 
     against: list[str] = setting(
         ["humaneval", "synthetic"],
@@ -108,7 +108,7 @@ class ReportConfig:
     )
 
 
-# By name; a test holds them against the steps and readers that there are.
+# By name; a test compares them with the steps and readers that exist.
 STEPS: Final = (
     *("extract", "validate", "generate", "canonical", "dedupe", "decontaminate"),
     *("split", "mix", "curriculum", "report"),
@@ -117,7 +117,7 @@ LANGUAGES: Final = ("python", "rust", "markdown")
 
 
 class SplitBy(Enum):
-    """The unit that stays on one side of the split."""
+    """The unit of the split; all rows of one unit go to the same side."""
 
     file = "file"
     project = "project"
@@ -133,7 +133,7 @@ class MixBy(Enum):
 
 
 class OnUnformatted(Enum):
-    """The treatment of a row whose code the formatter does not take."""
+    """The treatment of a row whose code the formatter rejects."""
 
     keep = "keep"
     drop = "drop"
@@ -141,7 +141,7 @@ class OnUnformatted(Enum):
 
 
 class DifficultyOrder(Enum):
-    """The rows of a curriculum that come first."""
+    """The rows that a curriculum puts first."""
 
     easiest_first = "easiest_first"
     hardest_first = "hardest_first"
@@ -175,7 +175,7 @@ COUNTS_TOKENS = Condition(
 
 @dataclass(kw_only=True, slots=True)
 class ExtractConfig:
-    """Settings of the step extract, which takes code from a directory, a file or a git checkout."""
+    """Settings of the extract step, which takes code from a directory, a file or a git checkout."""
 
     languages: list[str] = setting(
         ["python", "rust", "markdown"],
@@ -193,7 +193,7 @@ class ExtractConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ValidateConfig:
-    """The checks that the step validate makes of a row."""
+    """Checks that the validate step applies to each row."""
 
     on_bad_row: OnBadRow = setting(
         OnBadRow.error,
@@ -201,7 +201,7 @@ class ValidateConfig:
         "quarantine puts it into quarantine.jsonl with its place and reason and goes on.",
     )
     compile: bool = setting(
-        False,  # a fragment that names what is elsewhere parses, and compiles in no language
+        False,  # a fragment with undefined names parses, but does not compile
         "Compile Python and Rust too, each row in a sandbox (sandbox=…) by the language's own "
         "tool: Python's compiler, and rustc as a library of the edition 2021.",
     )
@@ -209,7 +209,7 @@ class ValidateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CanonicalConfig:
-    """Settings of the step canonical for Rust that rustfmt does not format."""
+    """Settings of the canonical step for Rust code that rustfmt cannot format."""
 
     on_bad_row: OnUnformatted = setting(
         OnUnformatted.keep,
@@ -220,7 +220,7 @@ class CanonicalConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    """Settings of the step generate, which adds rows of the families of data=synthetic."""
+    """Settings of the generate step, which adds rows from the families of data=synthetic."""
 
     rows: int = setting(1000, "Rows to add, no two alike (about a thousand a second).", ge=1)
     repair_frac: float = setting(
@@ -231,7 +231,7 @@ class GenerateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MixStepConfig:
-    """Settings of the step mix; after a split it draws train and leaves the other sides."""
+    """Settings of the mix step; after a split it samples only train."""
 
     by: MixBy = setting(
         MixBy.category,
@@ -260,7 +260,7 @@ class MixStepConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SplitStepConfig:
-    """Settings of the step split, which divides rows as data.val_frac and data.heldout_frac do."""
+    """Settings of the split step, which splits rows as data.val_frac and data.heldout_frac do."""
 
     by: SplitBy = setting(
         SplitBy.file,
@@ -273,7 +273,7 @@ class SplitStepConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CurriculumConfig:
-    """Settings of the step curriculum; after a split it orders train alone."""
+    """Settings of the curriculum step; after a split it sorts only train."""
 
     order: DifficultyOrder = setting(
         DifficultyOrder.easiest_first,

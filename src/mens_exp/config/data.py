@@ -1,4 +1,4 @@
-"""Sources of training pairs, the batches made from them, and the contract they must fulfil."""
+"""Sources of training pairs, batching, and the limits of the data contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEARNS_ENDS = unless("objective.labels", "last_k", why="which learns the end of
 
 @dataclass(kw_only=True, slots=True)
 class ContractConfig:
-    """Limits of the data-contract certificate; what is over one ends the run with exit code 4."""
+    """Limits of the data-contract certificate; exceeding one ends the run with exit code 4."""
 
     min_supervised_frac: float = setting(
         0.01,
@@ -40,7 +40,7 @@ class ContractConfig:
         le=1,
     )
     allow_untrained_end: bool = setting(
-        False,  # a model that never learns to stop is nearly always an accident
+        False,  # a model that never learns to stop is almost always a mistake
         "Train documents whose answer's end marker is not learned.",
         only_if=_LEARNS_ENDS,
     )
@@ -59,7 +59,7 @@ class ContractConfig:
         le=1,
     )
     probe: bool = setting(
-        True,  # the default of a certificate is to have it
+        True,  # certificates are on by default
         "Try packing, the shift of labels and gradient accumulation on a few of the run's own "
         "documents before step 1 (measured: 6 s of one core for SmolLM2); nothing that is "
         "trained changes.",
@@ -77,7 +77,7 @@ class RowFormat(Enum):
 
 
 class MixStop(Enum):
-    """When drawing rows of several sources ends."""
+    """The point at which sampling from several sources ends."""
 
     all_exhausted = "all_exhausted"
     first_exhausted = "first_exhausted"
@@ -92,7 +92,7 @@ class OnBadRow(Enum):
 
 
 class Truncation(Enum):
-    """The side of a document that is cut when it is too long."""
+    """The side on which a document that is too long is truncated."""
 
     right = "right"
     left = "left"
@@ -100,7 +100,7 @@ class Truncation(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class FilterConfig:
-    """The rows that are taken; null lets every row pass."""
+    """Filters on rows; null disables a filter."""
 
     min_rating: int | None = setting(
         None, "Lowest rating, 1 to 5; rows that nobody rated pass.", ge=1, le=5
@@ -126,7 +126,7 @@ class FilterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Settings that every source of rows has."""
+    """Settings common to all sources of rows."""
 
     source: str = setting(
         MISSING, "Where rows come from; set by the option.", contract=("data.train_file",)
@@ -213,14 +213,14 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class StdlibData(DataConfig):
-    """Documented functions of the running interpreter's standard library."""
+    """Documented functions of the standard library of the running interpreter."""
 
     source: str = "stdlib"
 
 
 @dataclass(kw_only=True, slots=True)
 class SyntheticData(DataConfig):
-    """Programming tasks in Python with verified solutions, drawn from a seed."""
+    """Python programming tasks with verified solutions, generated from a seed."""
 
     source: str = "synthetic"
     rows: int = setting(
@@ -243,9 +243,9 @@ class SyntheticData(DataConfig):
     )
 
     def rows_by_side(self) -> tuple[int, int, int]:
-        """Return the rows to train on, validate on and hold out.
+        """Return the number of training, validation and held-out rows.
 
-        A share is rounded, and is one row at least; train has the rest, which may be none.
+        Each share is rounded and is at least one row; train gets the rest, which may be zero.
         """
         val, heldout = (
             max(1, round(self.rows * share)) for share in (self.val_frac, self.heldout_frac)
@@ -255,7 +255,7 @@ class SyntheticData(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ColumnsConfig:
-    """The column of a file for each field; null leaves a field out."""
+    """The file's column for each field; null omits the field."""
 
     prompt: str | None = setting(None, "Column of the user's turn.")
     input: str | None = setting(None, "Column of what an instruction is about, as Alpaca has it.")
@@ -273,7 +273,7 @@ class ColumnsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class WrittenData(DataConfig):
-    """Rows that somebody wrote, some of which may be bad."""
+    """Rows from an external source, some of which may be malformed."""
 
     on_bad_row: OnBadRow = setting(
         OnBadRow.error,
@@ -292,7 +292,7 @@ class WrittenData(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RowsData(WrittenData):
-    """Rows in whichever format, from one place."""
+    """Rows of any supported format from a single source."""
 
     format: RowFormat = setting(
         RowFormat.auto,
@@ -331,7 +331,7 @@ class RowsData(WrittenData):
 
 @dataclass(kw_only=True, slots=True)
 class JsonlData(RowsData):
-    """Rows from files: lines or arrays of JSON, compressed or not, and tables."""
+    """Rows from files: JSON lines, JSON arrays or tables, optionally compressed."""
 
     source: str = "jsonl"
     path: Any = setting(
@@ -349,7 +349,7 @@ class JsonlData(RowsData):
 
 @dataclass(kw_only=True, slots=True)
 class HubData(RowsData):
-    """Rows from a dataset of the Hub; unless streamed, it is fetched whole, by task=plan too."""
+    """Rows from a Hub dataset; unless streamed, it is downloaded in full, also by task=plan."""
 
     source: str = "hub"
     id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")
@@ -366,7 +366,7 @@ class HubData(RowsData):
 
 @dataclass(kw_only=True, slots=True)
 class MixData(WrittenData):
-    """Rows of several sources, by weight: the training rows are drawn, the others left as are."""
+    """Weighted mix of several sources: training rows are sampled, the other sides unchanged."""
 
     source: str = "mix"
     sources: Any = setting(

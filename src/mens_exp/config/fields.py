@@ -1,7 +1,7 @@
-"""Declarations of settings: everything that is known about one stands where its field does.
+"""Declarations of settings: everything known about a setting is stated at its field.
 
-Validation, the contract, comparisons and the generated documentation read the declarations, and
-keep no table of settings.
+Validation, the contract, comparisons and the generated documentation all read these declarations
+instead of keeping their own tables of settings.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from mens_exp.errors import ConfigError
 
 TRAINING = frozenset({"train", "plan"})
-"""The tasks that read what a training run does."""
+"""The tasks that read the same settings as a training run."""
 
 _KEY = "declaration"  # in a field's metadata
-_DECLARED: dict[tuple[type, str], Declaration] = {}  # once they are put together
+_DECLARED: dict[tuple[type, str], Declaration] = {}  # cache of merged declarations
 
 
 class Effect(StrEnum):
-    """Effect of a setting on what a run learns; those with one are in the contract's digest."""
+    """Effect of a setting on what a run learns; settings with one are in the contract's digest."""
 
     TRAINING = "training"
     NOTHING = "nothing"
-    """It decides where, how fast, how often or under what name, or it permits or refuses a run."""
+    """It affects location, speed, frequency or naming, or permits or refuses a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Range:
     lt: float | None = None
 
     def accepts(self, value: float) -> bool:
-        """Tell whether ``value`` lies inside (NaN and infinity never do)."""
+        """Return whether ``value`` is within the range (NaN and infinity never are)."""
         return (
             math.isfinite(value)
             and (self.ge is None or value >= self.ge)
@@ -50,21 +50,21 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """Spell the bounds the way an error message shows them."""
+        """Format the bounds for an error message."""
         signs = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Condition:
-    """Condition on the rest of a configuration, without which a setting has no effect.
+    """Condition on other settings; unless it holds, a setting has no effect.
 
     Attributes:
-        holds: tells whether a whole configuration meets it.
-        words: completes "has no effect" for a configuration that does not.
+        holds: returns whether a whole configuration meets it.
+        words: completes "has no effect" for a configuration that does not meet it.
         needs: what would meet it, for the message.
-        tasks: the tasks in which it is judged; None is all of them.
-        remedy: what to do instead of dropping the setting.
+        tasks: the tasks in which it is checked; None means all of them.
+        remedy: advice to give instead of dropping the setting.
     """
 
     holds: Callable[[Any], bool]
@@ -82,15 +82,15 @@ def when(
     tasks: Iterable[str] | None = None,
     remedy: str | None = None,
 ) -> Condition:
-    """Return the condition that another setting has one of some values.
+    """Return the condition that another setting has one of the given values.
 
     Args:
-        key: dotted path of the other setting; one that the configuration lacks is null.
-        values: as YAML has them.
+        key: dotted path of the other setting; a key absent from the configuration counts as null.
+        values: the accepted values, as in YAML.
         why: completes the refusal, such as "which has no adapter".
         needs: what would meet it; None lists the values.
-        tasks: the tasks in which it is judged; None is all of them.
-        remedy: what to do instead of dropping the setting.
+        tasks: the tasks in which it is checked; None means all of them.
+        remedy: advice to give instead of dropping the setting.
     """
     return Condition(
         holds=lambda config: value_at(config, key) in values,
@@ -108,7 +108,7 @@ def unless(
     needs: str | None = None,
     tasks: Iterable[str] | None = None,
 ) -> Condition:
-    """Return the condition that another setting has none of some values; see :func:`when`."""
+    """Return the condition that another setting has none of the given values; see :func:`when`."""
     return Condition(
         holds=lambda config: value_at(config, key) not in values,
         words=lambda config: _with(config, key, why),
@@ -118,7 +118,7 @@ def unless(
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return the value of a setting by its dotted path, as YAML has it; null where it is absent."""
+    """Return the value at a dotted path, as in YAML; null if the key is absent."""
     node = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
@@ -126,7 +126,7 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as YAML has it, whose choices are texts."""
+    """Convert a value to its YAML form; enum members become strings."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -140,12 +140,12 @@ def _listed(values: tuple[Any, ...]) -> str:
 
 
 def _option(key: str) -> str:
-    """Return the spelling of a key on the command line, where options are chosen by their names."""
+    """Return the key as typed on the command line, where an option is chosen by its name."""
     return key.removesuffix(".name")
 
 
 class _Unset:
-    """No value: null is one."""
+    """Sentinel for "no value", since null is a value."""
 
     def __repr__(self) -> str:
         return "unset"
@@ -159,17 +159,17 @@ class Declaration:
     """Facts about one setting, or about a section and every setting in it.
 
     Attributes:
-        doc: what it decides, its unit, and where the default comes from.
+        doc: what it controls, its unit, and the source of its default.
         range: accepted interval of a number.
-        changes: its effect on what is learned; None is that of the section around it.
-        contract: parts of the fine-tune contract that are made of it, beside those of the
-            section around it, such as ``exec.seq_len``.
+        changes: its effect on what is learned; None inherits that of the enclosing section.
+        contract: parts of the fine-tune contract derived from it, such as ``exec.seq_len``, in
+            addition to those of the enclosing section.
         label: its name in reports; None is its key, with spaces.
-        aliases: what other fine-tuners call it, and who does, for messages.
-        read_by: tasks that read it, beside those that read the section around it.
-        only_if: conditions without which it has no effect, beside those of the section around it.
-        even_if: conditions of the section around it that it does not need.
-        idle: the value that it has to have where `only_if` is not met, whoever sets it. A setting
+        aliases: its names in other fine-tuners, and the tools that use them, for messages.
+        read_by: tasks that read it, in addition to those that read the enclosing section.
+        only_if: conditions without which it has no effect, in addition to the section's.
+        even_if: conditions of the enclosing section that do not apply to it.
+        idle: the value that it must have where `only_if` is not met, however it was set. A setting
             without one, and a section, must then not be set on the command line.
     """
 
@@ -198,9 +198,8 @@ def setting(
     """Declare one schema field.
 
     Args:
-        default: the value when nothing else is said; lists and mappings are copied for each
-            instance.
-        doc: what the field decides, its unit, and where the default comes from.
+        default: the default value; lists and mappings are copied for each instance.
+        doc: what the field controls, its unit, and the source of its default.
         ge: smallest accepted number.
         gt: exclusive lower bound.
         le: largest accepted number.
@@ -218,13 +217,13 @@ def setting(
 
 
 def section(kind: type, doc: str | None = None, **facts: Any) -> Any:
-    """Declare a field that holds a section: settings of a class of their own.
+    """Declare a field that holds a section: a group of settings with a separate class.
 
     Args:
-        kind: the class.
-        doc: what the section is for; None is the docstring of the class.
-        facts: the other attributes of :class:`Declaration`, which hold for every setting in the
-            section that does not state its own.
+        kind: the section's class.
+        doc: the purpose of the section; None uses the docstring of the class.
+        facts: the other attributes of :class:`Declaration`; they apply to every setting in the
+            section that does not override them.
     """
     about = _declaration(doc=doc or kind.__doc__ or "", **facts)
     return dataclasses.field(default_factory=kind, metadata={_KEY: about})
@@ -237,7 +236,7 @@ def _declaration(
     read_by: Iterable[str] = (),
     **facts: Any,
 ) -> Declaration:
-    """Make a declaration; one condition stands for a tuple of it."""
+    """Build a declaration; a single condition is accepted in place of a tuple."""
     only, even = (one if isinstance(one, tuple) else (one,) for one in (only_if, even_if))
     return Declaration(only_if=only, even_if=even, read_by=frozenset(read_by), **facts)
 
@@ -245,8 +244,8 @@ def _declaration(
 def declared(schema: type, name: str) -> Declaration:
     """Return the declaration of a field.
 
-    A class may give an inherited field another default; what it does not state anew is as its
-    parents declare it.
+    A class may give an inherited field a new default; facts that it does not restate are taken
+    from its parents' declarations.
     """
     if (schema, name) in _DECLARED:
         return _DECLARED[schema, name]
@@ -273,7 +272,7 @@ def _of(field: dataclasses.Field[Any]) -> Declaration | None:
 
 
 def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield every value of a typed configuration that lies outside its declared interval.
+    """Yield an error for every value of a typed configuration outside its declared interval.
 
     Args:
         node: the root, or one group.
@@ -296,13 +295,13 @@ def range_problems(node: Any, prefix: str = "") -> Iterator[ConfigError]:
 
 
 def in_range(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Tell whether a value lies in a field's declared interval; null always does."""
+    """Return whether a value is within a field's declared interval; null always is."""
     bounds = range_of(field)
     return bounds is None or value is None or bounds.accepts(value)
 
 
 def shown(value: object) -> str:
-    """Write a value as YAML has it, for a message."""
+    """Format a value as YAML, for a message."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value) or "''"

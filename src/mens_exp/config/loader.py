@@ -1,11 +1,11 @@
-"""Schemas under Hydra's ``/schema``, and a config loader that reads each choice of options once.
+"""Schemas under Hydra's ``/schema``, and a config loader that caches each choice of options.
 
-A group's schema is found by its *discriminator*: the one field whose value the option sets
-(``data.source``, ``logger.sink``); groups with a single schema have none.
+The schema of a group is selected by its *discriminator*: the one field whose value the option sets
+(``data.source``, ``logger.sink``). Groups with a single schema have none.
 
-Hydra reads some two hundred small files for one configuration and merges them, and does it again
-for the next. The cells of a sweep differ in values more than in options, so each starts from a copy
-of the merged options.
+Hydra reads and merges about two hundred small files for every configuration it composes. The cells
+of a sweep differ in values more often than in options, so each cell starts from a copy of the
+merged options.
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ DISCRIMINATORS = {
     "policy": "name",
 }
 
-# What the records of earlier runs call a schema.
+# Names of schemas in the records of earlier runs.
 _EARLIER = {"model": {"directory": "hf"}}
 
-# Fields that say which option is in force: to set one apart from its option would make the
-# record say one thing and the run do another. A model's rate is only the default of optim.lr.
+# Fields that identify the chosen option. Setting one independently of its option would make the
+# record disagree with the run. A model's rate is only the default of optim.lr.
 SET_BY_OPTION = frozenset(
     {"task.name", "tokenizer.name", "objective.labels", "model.default_lr"}
     | {f"{group}.{field}" for group, field in DISCRIMINATORS.items()}
@@ -153,7 +153,7 @@ SET_BY_OPTION = frozenset(
 
 @functools.cache
 def declarations() -> dict[str, tuple[Declaration, ...]]:
-    """Return the declarations of every setting and section by its dotted path.
+    """Return the declarations of every setting and section, keyed by dotted path.
 
     Several schemas of a group may declare one path.
     """
@@ -175,7 +175,7 @@ def _collect(schema: type, prefix: str, found: dict[str, list[Declaration]]) -> 
 
 
 def declarations_of(config: root.RunConfig, key: str) -> list[Declaration]:
-    """Return the declarations of a setting of a configuration, those around it first."""
+    """Return the declarations that apply to a setting, from the outermost section inwards."""
     found: list[Declaration] = []
     node: Any = config
     for part in key.split("."):
@@ -191,11 +191,11 @@ def declarations_of(config: root.RunConfig, key: str) -> list[Declaration]:
 
 @functools.cache
 def effect_of(path: str) -> Effect:
-    """Return the effect of a setting by its dotted path.
+    """Return the effect of a setting, given its dotted path.
 
-    A setting that is not ours (of a user's own option) has that of its group. One that is of no
-    group counts as one that changes what is learned: two runs are then told apart rather than
-    taken for one.
+    A setting of a user's own option has the effect of its group. One outside any group counts as
+    changing what is learned, so that two runs are considered different rather than wrongly
+    considered equal.
     """
     while path:
         stated = {one.changes for one in declarations().get(path, ())} - {None}
@@ -209,7 +209,7 @@ def effect_of(path: str) -> Effect:
 
 @functools.cache
 def labels() -> dict[str, str]:
-    """Return the names that reports give to settings, by the last part of their paths."""
+    """Return the display names of settings in reports, keyed by the last part of their paths."""
     return {
         path.rpartition(".")[2]: about.label
         for path, several in declarations().items()
@@ -220,7 +220,7 @@ def labels() -> dict[str, str]:
 
 @functools.cache
 def contract_parts(path: str) -> tuple[str, ...]:
-    """Return the parts of the contract that are made of a setting, by its dotted path."""
+    """Return the parts of the contract derived from a setting, given its dotted path."""
     parts: list[str] = []
     while path:
         parts += [part for one in declarations().get(path, ()) for part in one.contract]
@@ -228,18 +228,18 @@ def contract_parts(path: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts))
 
 
-_LAST = "root"  # where it is, the others are
+_LAST = "root"  # registered last, so its presence means that all are registered
 
 
 def register() -> None:
-    """Put every schema into Hydra's config store, once; each composition asks for it."""
+    """Add every schema to Hydra's config store once; called before each composition."""
     store = ConfigStore.instance()
     if f"{_LAST}.yaml" in store.repo.get("schema", {}):
         return
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
-    # Plugins that are installed store theirs when Hydra first looks for them; ours come after.
+    # Installed plugins register theirs when Hydra first searches for plugins; ours must come after.
     Plugins.instance()
     earlier = {name: sweep.LAUNCHERS[now] for name, now in sweep.EARLIER.items()}
     for name, launcher_schema in {**sweep.LAUNCHERS, **earlier}.items():
@@ -249,7 +249,7 @@ def register() -> None:
 
 
 def _open(schema: type) -> DictConfig:
-    """Let overrides add keys to the mappings whose keys the user chooses; no other takes any."""
+    """Allow new keys only in mappings whose keys the user chooses."""
     node = OmegaConf.structured(schema)
     assert isinstance(node, DictConfig)
     _open_within(node)
@@ -268,22 +268,22 @@ def _open_within(node: DictConfig) -> None:
 
 
 def is_open(node: Any) -> bool:
-    """Tell whether a node is a mapping whose keys the user chooses, such as lora.rank_pattern."""
+    """Return whether a node is a mapping with user-chosen keys, such as lora.rank_pattern."""
     if not isinstance(node, DictConfig):
         return False
     return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
 
 
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:
-    """Return the dataclass that stored ``values`` of ``group`` belong to.
+    """Return the dataclass for stored ``values`` of ``group``.
 
     Args:
         group: a config group.
         values: the group's stored values, as plain data.
-        name: for `callbacks`, the callback's own name.
+        name: the callback's name; used for `callbacks` only.
 
     Raises:
-        KeyError: the values name no known schema.
+        KeyError: no known schema matches the values.
     """
     schemas = SCHEMAS[group]
     if group == "callbacks":
@@ -294,14 +294,14 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
     return schemas[group]
 
 
-_MOST = 32  # choices of options that are kept, some hundred kilobytes each
-# Settings of Hydra's own that nothing else in its node is made of.
+_MOST = 32  # cached choices of options, a few hundred kilobytes each
+# Settings of Hydra's own node that no other part of the node depends on.
 _LEAVES = ("hydra.run.", "hydra.sweep.", "hydra.launcher.", "hydra.sweeper.")
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Results of reading and merging under one fingerprint of ``./conf``; ours never change."""
+    """Cached reads and merges for one fingerprint of ``./conf``; our own files never change."""
 
     fingerprint: Any = None
     files: dict[str, ConfigResult | None] = field(default_factory=dict)
@@ -312,7 +312,7 @@ _memory = _Memory()
 
 
 def copied(config: Container) -> Any:
-    """Return a copy of a node with all that it holds, in less than half of deepcopy's time."""
+    """Return a deep copy of a node, in less than half the time of deepcopy."""
     return pickle.loads(_pickled(config))  # noqa: S301  # written here
 
 
@@ -323,10 +323,10 @@ def _pickled(config: Container) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles the schemas of a user's own options too, which are in no module."""
+    """Pickler that also handles the schemas of a user's own options, which belong to no module."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return what such a class is found by in this process; all else is pickled as usual."""
+        """Return a process-local reference for such a class; pickle everything else as usual."""
         if not isinstance(value, type) or value.__module__ != "types":  # as make_dataclass has it
             return NotImplemented
         _own[id(value)] = value
@@ -341,7 +341,7 @@ def _own_class(number: int) -> type:
 
 
 def _remembered() -> _Memory:
-    """Return the memory, a new one where ``./conf`` has changed."""
+    """Return the cache, replaced by an empty one if ``./conf`` has changed."""
     global _memory  # noqa: PLW0603  # one for the process: Hydra makes a loader for each command
     fingerprint = user_fingerprint()
     if _memory.fingerprint != fingerprint:
@@ -350,7 +350,7 @@ def _remembered() -> _Memory:
 
 
 class CachingLoader(ConfigLoaderImpl):
-    """Composes as Hydra does, from copies of what it has composed before."""
+    """Config loader that composes like Hydra, starting from cached compositions."""
 
     def load_configuration(
         self,
@@ -360,7 +360,7 @@ class CachingLoader(ConfigLoaderImpl):
         from_shell: bool = True,  # Hydra's signature
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Return the configuration of the overrides; a known choice of options is only copied."""
+        """Return the composed configuration; a choice of options seen before is only copied."""
         parsed = OverridesParser.create().parse_overrides(overrides)
         choices = [one for one in parsed if self._is_choice(one)]
         values = [one for one in parsed if not self._is_choice(one)]
@@ -400,7 +400,7 @@ class CachingLoader(ConfigLoaderImpl):
 
 
 def _is_plain(override: Override) -> bool:
-    """Tell whether an override sets one value that nothing but its own key is made of."""
+    """Return whether an override sets a single value on which nothing else depends."""
     key = override.key_or_group
     is_change = not (override.is_add() or override.is_force_add() or override.is_delete())
     theirs = override.is_hydra_override() and "/" not in key
@@ -418,7 +418,7 @@ def _line(override: Override) -> str:
 
 
 def _record(overrides: Sequence[Override], config: DictConfig) -> None:
-    """Write what Hydra's node says of the command, and of the environment now."""
+    """Record the command and the current environment in Hydra's node."""
     ours = [one for one in overrides if not one.is_hydra_override()]
     node, naming = config.hydra, config.hydra.job.config.override_dirname
     node.overrides.hydra = [_line(one) for one in overrides if one.is_hydra_override()]
@@ -432,7 +432,7 @@ def _record(overrides: Sequence[Override], config: DictConfig) -> None:
 
 
 class _Files(CachingConfigRepository):
-    """A repository that keeps what it reads in ``cache``, without copying the one behind it."""
+    """Config repository that caches what it reads in ``cache``, without copying its source."""
 
     def __init__(
         self, repository: IConfigRepository, cache: dict[str, ConfigResult | None]
@@ -442,9 +442,9 @@ class _Files(CachingConfigRepository):
 
 
 class _Copies(_Files):
-    """Hands out copies: merging changes what it merges."""
+    """Repository that returns copies, because merging modifies its inputs."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Return a copy of what the file holds."""
+        """Return a copy of the file's contents."""
         read = self.delegate.load_config(config_path)
         return None if read is None else replace(read, config=copied(read.config))

@@ -1,4 +1,4 @@
-"""The linear layers that get an adapter, its shape, and its initialization."""
+"""LoRA settings: target layers, adapter shape and initialization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mens_exp.config.fields import Effect, setting, when
 
 
 class LoraVariant(Enum):
-    """The effect of the two matrices on a weight."""
+    """The way the two matrices modify a weight."""
 
     lora = "lora"
     rslora = "rslora"
@@ -28,7 +28,7 @@ class LoraInit(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """LoRA (arXiv:2106.09685): the update of a target is ``(alpha / r) · B A``, B zero at first."""
+    """LoRA (arXiv:2106.09685): a target's update is ``(alpha / r) · B A``, B initially zero."""
 
     name: str = setting(
         MISSING, "Name of the target group; set by the option.", changes=Effect.NOTHING
@@ -86,7 +86,7 @@ class LoraConfig:
         "error (arXiv:2310.08659).",
     )
     loftq_iters: int = setting(
-        1,  # with one, the base stays the plainly quantized one, and the adapter fits it exactly
+        1,  # with one, the base stays plainly quantized, and the adapter fits it exactly
         "Rounds of quantizing and decomposing in loftq; from the second on the base changes too.",
         ge=1,
         only_if=when("lora.init", "loftq"),
@@ -100,5 +100,5 @@ class LoraConfig:
 
     @property
     def start_changes_base(self) -> bool:
-        """Whether the base holds what the start left of its weights."""
+        """Whether the base holds the residual that initialization left of its weights."""
         return self.init is LoraInit.pissa or (self.init is LoraInit.loftq and self.loftq_iters > 1)

@@ -1,4 +1,4 @@
-"""The sources of ``data=mix``: each entry of the list as the `data` group that it stands for."""
+"""Sources of ``data=mix``: each list entry is converted to the `data` group it stands for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _OWN: Final = ("name", "weight", "source")
-# Rows to validate on are those of the whole mix, which says for all sources what is read how.
+# Validation rows belong to the whole mix, which sets how every source is read.
 _OF_THE_MIX: Final = {"val_path", "val_split"} | {
     field.name for schema in (DataConfig, WrittenData) for field in dataclasses.fields(schema)
 } - {"filter"}
-_ALONE: Final = {"streaming", "shuffle_buffer"}  # a mix draws from rows that it knows all of
+_ALONE: Final = {"streaming", "shuffle_buffer"}  # a mix must know all its rows to sample them
 _EXAMPLE: Final = "[{path:a.jsonl,weight:0.7},{path:b.jsonl,weight:0.3}]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixSource:
-    """One source: what the record calls it, its weight among the others, and its rows."""
+    """One source: its name in the record, its relative weight, and its rows."""
 
     name: str
     weight: float
@@ -38,17 +38,17 @@ class MixSource:
 
 
 def sources_of(config: MixData) -> list[MixSource]:
-    """Read the sources of a mix.
+    """Parse the sources of a mix.
 
     Args:
-        config: the `data` group. Each entry has a `weight` and the settings of a `data` option,
-            which its `source` names; a `path` means jsonl and an `id` hub. `name` is by default
-            the file, the id, or the option.
+        config: the `data` group. Each entry has a `weight` and the settings of the `data` option
+            named by its `source`; a `path` implies jsonl, and an `id` implies hub. `name` defaults
+            to the file, the id, or the option.
 
     Raises:
-        ConfigError: an entry is no such thing, a weight is no finite number above zero, or two
-            sources have one name.
-        Problems: several of them.
+        ConfigError: an entry is not a valid source, a weight is not a finite number above zero,
+            or two sources have the same name.
+        Problems: several of these.
     """
     if not isinstance(config.sources, list) or not config.sources:
         raise ConfigError(
@@ -84,11 +84,11 @@ def sources_of(config: MixData) -> list[MixSource]:
 
 
 def in_source(problem: MensError, number: int) -> MensError:
-    """Return a problem of one source's settings, told by their place in the mix.
+    """Rephrase a problem of one source's settings so that it refers to their place in the mix.
 
     Args:
-        problem: as the source alone would have it; what is not about ``data.…`` stays as it is.
-        number: of the source, from 0.
+        problem: as raised for the source alone; a problem outside ``data.…`` is unchanged.
+        number: index of the source, from 0.
     """
     where = problem.where or ""
     if not where.startswith("data."):

@@ -1,4 +1,4 @@
-"""The base model: the source of its frozen weights, its tokenizer, and activation checkpointing."""
+"""Base model settings: source of the frozen weights, tokenizer, and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mens_exp.config.fields import Effect, setting, unless, when
 
 
 class ModelFamily(Enum):
-    """Families that random weights are drawn for, as config.json's ``model_type``."""
+    """Model families available with random weights, as config.json's ``model_type``."""
 
     llama = "llama"
     gpt2 = "gpt2"
@@ -36,7 +36,7 @@ WITH_WINDOWS = (
 
 
 class WeightsDtype(Enum):
-    """Format that random weights are written in."""
+    """Storage format of random weights."""
 
     f32 = "f32"
     bf16 = "bf16"
@@ -44,7 +44,7 @@ class WeightsDtype(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Settings that every source of a base model has."""
+    """Settings common to all sources of a base model."""
 
     source: str = setting(MISSING, "Where weights come from; set by the option.")
     name: str = setting(
@@ -68,7 +68,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ShapedModel(ModelConfig):
-    """A model whose dimensions the configuration states."""
+    """A model whose dimensions are set in the configuration."""
 
     hidden_size: int = setting(MISSING, "Width of the residual stream.", ge=64)
     intermediate_size: int = setting(MISSING, "Width of the MLP.", ge=64)
@@ -81,7 +81,7 @@ class ShapedModel(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class BundledModel(ShapedModel):
-    """Weights that an installed Python package carries as a GGUF file."""
+    """Weights shipped as a GGUF file inside an installed Python package."""
 
     source: str = "bundled"
     distribution: str = setting(
@@ -140,7 +140,7 @@ class RandomModel(ShapedModel):
 
 @dataclass(kw_only=True, slots=True)
 class HfModel(ModelConfig):
-    """A model directory, or a model of the Hugging Face Hub: safetensors and tokenizer.json."""
+    """A model directory or a Hugging Face Hub model: safetensors and tokenizer.json."""
 
     source: str = "hf"
     name: str = "hf"
@@ -156,13 +156,13 @@ class HfModel(ModelConfig):
     )
 
 
-# Below it, activations of a usual micro-batch fit any GPU that computes in bf16, and computing
-# them again costs a third of a step (measured on CPU: experiments/LOG.md; on a GPU a guess).
+# Below this size, the activations of a usual micro-batch fit any GPU that computes in bf16, and
+# recomputing them costs a third of a step (measured on CPU: experiments/LOG.md; on a GPU a guess).
 _BILLION = 1_000_000_000
 
 
 class Checkpointing(Enum):
-    """When a decoder layer's activations are computed again in the backward pass."""
+    """When a decoder layer's activations are recomputed in the backward pass."""
 
     auto = "auto"
     on = "on"
@@ -170,10 +170,10 @@ class Checkpointing(Enum):
 
     @classmethod
     def read(cls, text: str) -> Checkpointing | None:
-        """Return what a value of ``model.gradient_checkpointing`` means, or None.
+        """Parse a value of ``model.gradient_checkpointing``; None if it is invalid.
 
-        YAML 1.1 reads a bare ``on`` as true and ``off`` as false, so both spellings are accepted;
-        that is also why the field is text: an Enum of OmegaConf's refuses truth values.
+        YAML 1.1 reads a bare ``on`` as true and ``off`` as false, so both spellings are accepted.
+        This is also why the field is a string: an OmegaConf Enum rejects booleans.
         """
         word = text.lower()
         return cls.__members__.get({"true": "on", "false": "off"}.get(word, word))
@@ -184,8 +184,8 @@ def checkpointing_wanted(setting: str, *, parameters: int, on_gpu: bool) -> bool
 
     Args:
         setting: auto, on or off, however spelled.
-        parameters: of the base model.
-        on_gpu: whether a GPU does the work.
+        parameters: number of parameters of the base model.
+        on_gpu: whether the run uses a GPU.
 
     Returns:
         For auto, whether a GPU trains a base of at least a billion parameters. On CPU, memory is
@@ -212,7 +212,7 @@ class TokenizerConfig:
         aliases={"chat_template": "Axolotl and TRL"},
     )
     date: str = setting(
-        "2024-07-26",  # what Llama 3's template falls back to
+        "2024-07-26",  # the fallback of Llama 3's template
         "The day, YYYY-MM-DD, that a chat template gets where it asks for today's date; fixed, so "
         "that the same rows are the same tokens tomorrow.",
     )

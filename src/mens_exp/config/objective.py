@@ -1,4 +1,4 @@
-"""The tokens that are learned, and the loss over them."""
+"""The supervised tokens, and the loss over them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting
 
-LABELLINGS = ("assistant", "causal", "last_k")  # what rows/encode knows how to label
+LABELLINGS = ("assistant", "causal", "last_k")  # the labelings that rows/encode implements
 
 
 class Turns(Enum):
-    """The assistant's turns that are learned."""
+    """The assistant turns that are supervised."""
 
     all = "all"
     last = "last"
@@ -21,7 +21,7 @@ class Turns(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Settings that every objective has, one of the user's own included."""
+    """Settings common to all objectives, including user-defined ones."""
 
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Its name in records; set by the option.")
@@ -44,7 +44,7 @@ class CrossEntropyConfig(ObjectiveConfig):
 
 @dataclass(kw_only=True, slots=True)
 class CausalObjective(CrossEntropyConfig):
-    """Every token is learned."""
+    """Causal language modeling: every token is supervised."""
 
     name: str = "causal"
     labels: str = "causal"
@@ -52,7 +52,7 @@ class CausalObjective(CrossEntropyConfig):
 
 @dataclass(kw_only=True, slots=True)
 class AssistantObjective(CrossEntropyConfig):
-    """The assistant's turns are learned, each with its end marker."""
+    """Supervise the assistant's turns, each with its end marker."""
 
     name: str = "assistant"
     labels: str = "assistant"
@@ -63,7 +63,7 @@ class AssistantObjective(CrossEntropyConfig):
 
 @dataclass(kw_only=True, slots=True)
 class LastKObjective(CrossEntropyConfig):
-    """The last tokens of each text are learned, its last answer's end marker included."""
+    """Supervise the last tokens of each text, including the end marker of its last answer."""
 
     name: str = "last_k"
     labels: str = "last_k"

@@ -14,10 +14,10 @@ DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training l
 
 
 def lr_beside(default_lr: float | None, parts: int = 1) -> float:
-    """Return the peak rate where none is named: that of the model, or a part of it.
+    """Return the default peak rate when none is set: the model's, divided by ``parts``.
 
     Args:
-        default_lr: of the model's option; None where it has none.
+        default_lr: the default of the model's option; None if it has none.
         parts: how many times smaller the optimizer's rate is than AdamW's.
     """
     return (DEFAULT_LR if default_lr is None else default_lr) / parts
@@ -25,7 +25,7 @@ def lr_beside(default_lr: float | None, parts: int = 1) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """Settings of every optimizer, also of the user's own; it works on the adapter alone."""
+    """Settings common to all optimizers, user-defined ones included; they train only the adapter."""
 
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
     name: str = setting("own", "The option's name; set by the option.", changes=Effect.NOTHING)
@@ -41,7 +41,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(OptimizerConfig):
-    """Further settings of our own optimizers."""
+    """Additional settings of the built-in optimizers."""
 
     betas: list[float] = setting([0.9, 0.999], "Decay of the two averages (torch's default).")
     weight_decay: float = setting(
@@ -54,7 +54,7 @@ class OptimConfig(OptimizerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class AdamwConfig(OptimConfig):
-    """AdamW (arXiv:1711.05101), both moments in f32."""
+    """AdamW (arXiv:1711.05101), with both moments in f32."""
 
     name: str = setting("adamw", "The option's name; set by the option.")
     eps: float = setting(
@@ -67,9 +67,9 @@ class AdamwConfig(OptimConfig):
 
 @dataclass(kw_only=True, slots=True)
 class Adamw8bitConfig(AdamwConfig):
-    """AdamW with moments in 8 bits, in blocks of 256 (arXiv:2110.02861).
+    """AdamW with 8-bit moments in blocks of 256 (arXiv:2110.02861).
 
-    Matrices of fewer than 4,096 elements keep f32 moments, which is bitsandbytes' own rule.
+    Matrices with fewer than 4,096 elements keep f32 moments, as is bitsandbytes' rule.
     """
 
     name: str = setting("adamw_8bit", "The option's name; set by the option.")
@@ -77,14 +77,14 @@ class Adamw8bitConfig(AdamwConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PagedAdamw8bitConfig(Adamw8bitConfig):
-    """The same, its moments in memory that the driver moves to the host when the GPU is full."""
+    """8-bit AdamW whose moments the driver pages to host memory when the GPU is full."""
 
     name: str = setting("paged_adamw_8bit", "The option's name; set by the option.")
 
 
 @dataclass(kw_only=True, slots=True)
 class LionConfig(OptimConfig):
-    """Lion (arXiv:2302.06675): the sign of an average, one f32 number a parameter."""
+    """Lion (arXiv:2302.06675): the sign of a moving average, one f32 value per parameter."""
 
     name: str = setting("lion", "The option's name; set by the option.")
     lr: float = setting(
@@ -99,7 +99,7 @@ class LionConfig(OptimConfig):
 
 
 DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60
-_DECIMALS = 9  # of a product of a fraction and steps; 0.07 * 100 is 7.000000000000001
+_DECIMALS = 9  # precision of fraction * steps: 0.07 * 100 is 7.000000000000001
 
 
 class ScheduleKind(Enum):
@@ -112,7 +112,7 @@ class ScheduleKind(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """Linear warm-up, then a decay to zero over the remaining steps (constant: none)."""
+    """Linear warm-up, then decay to zero over the remaining steps (constant: no decay)."""
 
     kind: ScheduleKind = setting(MISSING, "Shape of the decay; set by the option.")
     warmup_steps: int | None = setting(
@@ -136,7 +136,7 @@ class ScheduleConfig:
 
 
 def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return the optimizer steps of warm-up in a run of ``total_steps``."""
+    """Return the number of warm-up steps in a run of ``total_steps`` optimizer steps."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     frac = DEFAULT_WARMUP_FRAC if schedule.warmup_frac is None else schedule.warmup_frac

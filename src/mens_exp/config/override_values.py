@@ -1,7 +1,7 @@
-"""Check one override: its key, its type, its place in a sweep, and other tools' names for it.
+"""Check a single override: its key, type, place in a sweep, and the names used by other tools.
 
-Aliases are the names that other fine-tuners use for our settings, as their documentation has them;
-a message can then name ours. A name that several tools use stands for all of them.
+Aliases are the names that other fine-tuners document for settings that exist here, so that an
+error message can suggest ours. A name used by several tools covers all of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ELEMENTS = {
 
 
 def override_of(key: str, text: str) -> str:
-    """Return an override that sets a key to a text, quoted where Hydra would read it otherwise."""
+    """Return an override that sets a key to a string, quoted where Hydra would misread it."""
     plain = re.fullmatch(r"[A-Za-z./][A-Za-z0-9_./:-]*", text) and text.lower() not in _NO_TEXTS
     return f"{key}={text if plain else QuotedString(text=text, quote=Quote.single).with_quotes()}"
 
@@ -60,12 +60,12 @@ def override_of(key: str, text: str) -> str:
 def value_problems(
     override: Override, references: Sequence[DictConfig], unsure: set[str]
 ) -> list[ConfigError]:
-    """List what is wrong with one override of a value.
+    """List the problems of one override that sets a value.
 
     Args:
-        override: the override.
-        references: a composed configuration for each combination of options of the command.
-        unsure: groups whose option was refused; a key that some option of them has is let be.
+        override: the override to check.
+        references: one composed configuration per combination of the command's options.
+        unsure: groups whose option was refused; a key that any of their options has is accepted.
     """
     problems: dict[str, ConfigError] = {}
     for reference in references:
@@ -90,7 +90,7 @@ def _problems(override: Override, reference: DictConfig, unsure: set[str]) -> It
 
 
 def exists(config: DictConfig, key: str) -> bool:
-    """Tell whether a key is there to be set, as a value or as a mapping of values."""
+    """Return whether a key can be set, as a value or as a mapping of values."""
     node: Any = config
     for part in key.split("."):
         if not _is_closed(node) or part not in node.keys():  # noqa: SIM118  # as in _leaves
@@ -100,7 +100,7 @@ def exists(config: DictConfig, key: str) -> bool:
 
 
 def _is_closed(node: Any) -> bool:
-    """Tell whether a node is a mapping whose keys are given."""
+    """Return whether a node is a mapping with a fixed set of keys."""
     return isinstance(node, DictConfig) and not is_open(node)
 
 
@@ -120,7 +120,7 @@ def _deletion_problems(key: str) -> Iterator[ConfigError]:
 
 
 def _values(override: Override) -> list[Any]:
-    """Return each value that the override gives its key."""
+    """Return every value that the override assigns to its key."""
     if not override.is_sweep_override():
         return [override.value()]
     if not override.is_discrete_sweep():
@@ -186,7 +186,7 @@ def _node_at(config: DictConfig, key: str) -> Any:
 
 
 def _accepted(node: Any, value: Any) -> str:
-    """Say in words what a node of the configuration accepts."""
+    """Describe in words the values that a configuration node accepts."""
     if isinstance(node, EnumNode):
         names = list(node.enum_type.__members__)
         close = nearest(shown(value), names)
@@ -221,7 +221,7 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
 
 
 def _alias(key: str, found: str) -> ConfigError | None:
-    """Say what a setting of another fine-tuner is called here, where the key is one."""
+    """Return an error that names our equivalent if the key is another fine-tuner's setting."""
     peer = alias_of(key)
     if peer is None:
         return None
@@ -242,7 +242,7 @@ def _alias(key: str, found: str) -> ConfigError | None:
 
 
 def _expected_key(key: str, reference: DictConfig) -> str:
-    """Name the keys that could have been meant: those beside it, else of the same last name."""
+    """Suggest the keys that could have been meant: siblings, else keys with the same last name."""
     leaves = _leaves(reference)
     beside: list[str] = []
     parent = key
@@ -259,7 +259,7 @@ def _expected_key(key: str, reference: DictConfig) -> str:
 
 
 def _options_with(group: str, field: str) -> list[str]:
-    """Return the group's options whose schema has the field, where the group has several."""
+    """Return the options whose schema has the field, for a group with several schemas."""
     schemas = SCHEMAS.get(group, {})
     if len(schemas) < 2 or group == "callbacks":  # noqa: PLR2004
         return []
@@ -267,7 +267,7 @@ def _options_with(group: str, field: str) -> list[str]:
         return []
     cells = compose([[f"{group}={option}"] for option in group_options()[group]])
     owners = [c for c in cells if field in c.values[group].keys()]  # noqa: SIM118
-    # First the options that leave the key to the user, then those that are a choice of it.
+    # First the options that leave the key to the user, then those that set it themselves.
     owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
     return [owner.choices[group] or "" for owner in owners]
 
@@ -280,7 +280,7 @@ _OF_LOCAL = {field.name for field in fields(LocalLauncher)}
 
 
 def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
-    """Return the launcher that the overrides choose; None is a single run."""
+    """Return the launcher that the overrides select; None for a single run."""
     if not multirun:
         return None
     chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/launcher=")]
@@ -288,10 +288,10 @@ def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
 
 
 def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:
-    """Refuse the launcher `joblib`, and write the command for `local`, which does the same.
+    """Refuse the launcher `joblib`, and rewrite the command for `local`, its equivalent.
 
     Returns:
-        The overrides for `local`, so that the rest of the command is judged too, and the refusal.
+        The overrides for `local`, so that the rest of the command is checked too, and the refusal.
     """
     if launcher_of(texts, multirun=multirun) != _JOBLIB:
         return list(texts), []
@@ -313,11 +313,11 @@ def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], 
 
 
 def sweep_override_problems(override: Override, *, launcher: str | None) -> Iterator[ConfigError]:
-    """Yield what is wrong with an override that is meant for a whole sweep.
+    """Yield the problems of an override that applies to a whole sweep.
 
     Args:
         override: any override of the command.
-        launcher: of the sweep; None where there is none.
+        launcher: launcher of the sweep; None if there is none.
     """
     key, line = override.key_or_group, str(override.input_line)
     if key == "hydra.mode":
@@ -367,12 +367,12 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One foreign name.
+    """A name used by another tool.
 
     Attributes:
-        ours: the key or the group that it means here; None where we offer no such thing.
-        used_by: who calls it so.
-        how: what to write, where a key alone would not do.
+        ours: the equivalent key or group here; None if there is none.
+        used_by: the tools that use the name.
+        how: what to write instead, where a key alone would not suffice.
     """
 
     ours: str | None
@@ -387,7 +387,7 @@ _PEFT = "PEFT"
 _BNB = "bitsandbytes"
 _UN = "Unsloth"
 
-# Names of what is more, or other, than one setting of ours; the rest stand in the declarations.
+# Names that match no single setting here exactly; the rest are in the declarations.
 _OTHERS: dict[str, Alias] = {
     "adam_beta1": Alias("optim.betas", _HF, "optim.betas=[<beta1>,<beta2>]"),
     "adam_beta2": Alias("optim.betas", f"{_HF} and {_AX}", "optim.betas=[<beta1>,<beta2>]"),
@@ -436,7 +436,7 @@ _OTHERS: dict[str, Alias] = {
 
 
 def _of_settings() -> Iterator[tuple[str, Alias]]:
-    """Yield the names that declarations of settings say others have for them."""
+    """Yield the aliases that are stated in the declarations of settings."""
     for path, several in declarations().items():
         for about in several:
             for name, used_by in (about.aliases or {}).items():
@@ -447,5 +447,5 @@ ALIASES: dict[str, Alias] = {**dict(_of_settings()), **_OTHERS}
 
 
 def alias_of(key: str) -> Alias | None:
-    """Return what a key that we do not know means elsewhere; its last part counts."""
+    """Return the alias for an unknown key, looked up by its last part."""
     return ALIASES.get(key.rpartition(".")[2])

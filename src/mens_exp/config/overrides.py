@@ -1,8 +1,8 @@
-"""Check every override of a command and report all that is wrong with it at once.
+"""Check every override of a command and report all problems at once.
 
-Hydra alone stops at the first error, lets ``+key`` through until the typed objects are made,
-and exits with 1. Here each override is judged by itself, against the schemas of the options
-chosen; what is left is then composed cell by cell and judged by value.
+Hydra alone stops at the first error, accepts ``+key`` until the typed objects are created, and
+exits with 1. Here each override is first checked by itself against the schemas of the chosen
+options. The accepted ones are then composed cell by cell, and their values are checked.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One run of a command, composed and typed; a problem of its values may still be known.
+    """One run of a command, composed and typed; its values may still have known problems.
 
     Attributes:
-        composed: what it was composed to.
-        config: the same, typed.
-        number: its place in the sweep, from 0.
-        dropped: swept overrides that have no effect in it, and were left out.
+        composed: the composed configuration.
+        config: the same configuration, typed.
+        number: its index in the sweep, from 0.
+        dropped: swept overrides that were left out because they have no effect in this cell.
     """
 
     composed: Composed
@@ -66,13 +66,13 @@ class Faulty:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """The request of a command, and everything wrong with it.
+    """The checked request of a command, with all its problems.
 
     Attributes:
-        cells: those that could be typed.
-        problems: all of them, each once.
-        general: those of the command itself, whatever its cells.
-        faulty: the cells that cannot run, by their number.
+        cells: the cells that could be typed.
+        problems: all problems, each once.
+        general: problems of the command itself, independent of its cells.
+        faulty: the cells that cannot run, keyed by number.
     """
 
     cells: tuple[Cell, ...]
@@ -82,9 +82,9 @@ class Checked:
 
 
 def spelled_out(texts: Sequence[str]) -> list[str]:
-    """Return overrides with short forms as what they mean.
+    """Expand short forms of overrides.
 
-    ``adapter=<file>`` is the key ``adapter.file``, and ``path=[a,b]`` the text ``a,b``.
+    ``adapter=<file>`` becomes the key ``adapter.file``, and ``path=[a,b]`` the string ``a,b``.
     """
     return [_listed(_of_adapter(text)) for text in texts]
 
@@ -106,25 +106,25 @@ def check(
     drawn: Collection[str] = (),
     first: int = 0,
 ) -> Checked:
-    """Judge the overrides of one command.
+    """Check the overrides of one command.
 
     Args:
         texts: overrides as typed.
-        multirun: whether several values of one key mean several runs.
-        drawn: keys whose value a search has drawn: left out of a cell where they do nothing, even
-            where that is the only one.
-        first: the number of the first cell.
+        multirun: whether several values of a key mean several runs.
+        drawn: keys whose value was drawn by a search. Such a key is left out of a cell where it
+            has no effect, even if that is the only cell.
+        first: number of the first cell.
 
     Returns:
-        The cells that composed, in Hydra's own order, and all problems: of the overrides in
-        their order, then of the values that the accepted ones make.
+        The cells that could be composed, in Hydra's order, and all problems: first those of the
+        overrides, in their order, then those of the values that the accepted overrides produce.
     """
     own = tuple(user_config_problems())
-    if own:  # what ./conf adds cannot be told before it is in order
+    if own:  # what ./conf adds is unknown until it is valid
         return Checked(cells=(), problems=own, general=own)
     texts = spelled_out(texts)
     secrets = tuple(error for text in texts for error in _credentials(text))
-    if secrets:  # whatever else is said would name the value
+    if secrets:  # any other message would print the value
         return Checked(cells=(), problems=secrets, general=secrets)
     texts, late = without_joblib(texts, multirun=multirun)
     found: dict[str, list[MensError]] = {text: [] for text in texts}
@@ -167,7 +167,7 @@ def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:
 
 
 def _credentials(text: str) -> Iterator[ConfigError]:
-    """Yield that an override holds a credential, since every setting is recorded."""
+    """Yield an error for an override with a credential, because every setting is recorded."""
     told = looks_like_one(text)
     if told is not None:
         yield ConfigError(
@@ -180,7 +180,7 @@ def _credentials(text: str) -> Iterator[ConfigError]:
 
 
 def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Override]:
-    """Parse one override; what cannot be read, or is a sweep without ``-m``, is a problem."""
+    """Parse one override; invalid syntax, or a sweep without ``-m``, is added to the problems."""
     override = parsed_override(text, problems)
     if override is None:
         return []
@@ -190,7 +190,7 @@ def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Ove
 
 
 def parsed_override(text: str, problems: list[MensError]) -> Override | None:
-    """Parse one override; None, and a problem more, where it cannot be read."""
+    """Parse one override; if it is invalid, add the problem and return None."""
     try:
         override: Override = _parser().parse_overrides([text])[0]
     except HydraException as error:
@@ -213,7 +213,7 @@ def _parser() -> Any:
         del results_filter
         return list(group_options().get(group, ()))
 
-    # All that an override wants of a config loader, to expand glob(…).
+    # The only part of a config loader that an override needs, to expand glob(…).
     loader: Any = SimpleNamespace(get_group_options=options)
     return OverridesParser.create(config_loader=loader)
 
@@ -229,7 +229,7 @@ def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigErr
             remedy="add -m, or quote a value that contains a comma",
         )
     elif not override.is_discrete_sweep() or getattr(override.value(), "shuffle", False):
-        # An interval has no list; a shuffled list would come out otherwise when Hydra runs it.
+        # An interval has no list of values; Hydra would shuffle a list differently at run time.
         yield ConfigError(
             "a sweep must list its values, in order",
             where=where,
@@ -254,7 +254,7 @@ def _is_hydra(override: Override) -> bool:
 
 
 def _has_place(override: Override, references: Sequence[DictConfig]) -> bool:
-    """Tell whether the key is there to be set; one of a refused option may not be."""
+    """Return whether the key can be set; keys of a refused option may not exist."""
     if _is_group(override) or _is_hydra(override):
         return True
     return all(exists(reference, override.key_or_group) for reference in references)
@@ -284,7 +284,7 @@ def _group_problems(override: Override) -> list[ConfigError]:
 
 
 def _options_given(override: Override) -> list[Any]:
-    """Return each option that the override names; a list composes several."""
+    """Return every option that the override names; a list composes several."""
     if override.is_sweep_override():
         if not override.is_discrete_sweep():
             return []
@@ -300,7 +300,7 @@ def _expected_option(value: str, options: Sequence[str]) -> str:
 
 
 def _split(overrides: Sequence[Override]) -> list[list[str]]:
-    """Write one list of overrides for each cell, in the order of Hydra's own sweeper."""
+    """Expand the overrides into one list per cell, in the order of Hydra's own sweeper."""
     given: dict[str, list[str]] = {}
     for override in overrides:
         key = override.get_key_element()
@@ -312,7 +312,7 @@ def _split(overrides: Sequence[Override]) -> list[list[str]]:
 
 
 def _references(groups: Sequence[Override]) -> list[Composed]:
-    """Compose each combination of options, to judge the values of the command against."""
+    """Compose every combination of options, as references for checking the command's values."""
     try:
         return compose(_split([o for o in groups if not _is_hydra(o)]))
     except (HydraException, OmegaConfBaseException) as error:
@@ -326,7 +326,7 @@ def _references(groups: Sequence[Override]) -> list[Composed]:
 def _without_refused_hydra(
     overrides: tuple[Override, ...], problems: list[MensError]
 ) -> tuple[Override, ...]:
-    """Drop what Hydra refuses of its own settings, so that the rest can still be judged."""
+    """Drop the Hydra settings that Hydra rejects, so that the rest can still be checked."""
     theirs = [o for o in overrides if _is_hydra(o)]
     try:
         compose(_split(theirs)[:1])
@@ -337,7 +337,7 @@ def _without_refused_hydra(
 
 
 def _composed(given: _Given, made: list[Composed]) -> list[Composed]:
-    """Compose the cells, unless all overrides are options and ``made`` are just these."""
+    """Compose the cells; reuse ``made`` if the command overrides nothing but options."""
     cells = _split(given.overrides)
     are_these = given.first == 0 and [list(one.overrides) for one in made] == cells
     return made if are_these else compose(cells, first=given.first)
@@ -346,7 +346,7 @@ def _composed(given: _Given, made: list[Composed]) -> list[Composed]:
 def _sound(
     given: _Given, problems: list[MensError], made: list[Composed]
 ) -> tuple[_Given, list[Composed]]:
-    """Compose the cells, without Hydra's own settings where it is these that cannot be."""
+    """Compose the cells; if Hydra's own settings prevent it, compose without them."""
     try:
         return given, _composed(given, made)
     except (HydraException, OmegaConfBaseException):
@@ -356,10 +356,10 @@ def _sound(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """The overrides that are in order, and what the command names at all.
+    """The accepted overrides, and every key that the command names.
 
-    ``named`` keys are never called missing; ``swept`` ones may be without effect in some cells,
-    ``drawn`` ones in all.
+    ``named`` keys are never reported as missing. ``swept`` keys may have no effect in some cells,
+    and ``drawn`` keys in all of them.
     """
 
     overrides: tuple[Override, ...]
@@ -372,7 +372,7 @@ class _Given:
 def _cells(
     given: _Given, general: list[MensError], made: list[Composed]
 ) -> tuple[list[Cell], dict[int, Faulty]]:
-    """Compose the cells and judge the values of each."""
+    """Compose the cells and check the values of each."""
     cells: list[Cell] = []
     faulty: dict[int, Faulty] = {}
     idle: dict[int, tuple[str, ...]] = {}
@@ -398,7 +398,7 @@ def _cells(
 def _judged(
     given: _Given, one: Composed, number: int, dropped: tuple[str, ...] = ()
 ) -> tuple[Cell | None, list[MensError]]:
-    """Type a composed cell, and list what is wrong with its values."""
+    """Type a composed cell, and list the problems of its values."""
     missing = sorted(OmegaConf.missing_keys(one.values))
     if missing:
         return None, [_required(key) for key in missing if key not in given.named]
@@ -412,13 +412,13 @@ def _judged(
 
 
 def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:
-    """Return the swept keys that a cell refuses only because they do nothing in it."""
+    """Return the swept keys that a cell refuses only because they have no effect in it."""
     keys = [str(p.where) for p in problems if isinstance(p, NoEffectError)]
     return tuple(dict.fromkeys(key for key in keys if key in swept))
 
 
 def _reduced(given: _Given, cell: Cell, keys: Sequence[str], faulty: dict[int, Faulty]) -> Cell:
-    """Compose a cell without the swept keys that do nothing in it, and judge what is left."""
+    """Recompose a cell without the swept keys that have no effect in it, and check the result."""
     kept = [text for text in cell.composed.overrides if _key(text) not in keys]
     dropped = tuple(text for text in cell.composed.overrides if _key(text) in keys)
     one = compose([kept], first=cell.number)[0]

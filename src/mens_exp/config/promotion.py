@@ -1,4 +1,4 @@
-"""Settings of task=compare and task=promote, and the policies that decide a promotion."""
+"""Settings of task=compare and task=promote, and the promotion policies."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mens_exp.config.fields import Condition, setting, unless
 
 
 class CompareTest(Enum):
-    """The test behind a verdict."""
+    """The statistical test behind a verdict."""
 
     t = "t"
     sign_flip = "sign_flip"
 
 
 class CompareTarget(Enum):
-    """The items that a verdict is about."""
+    """The items that a verdict covers."""
 
     these_items = "these_items"
     items_like_these = "items_like_these"
 
 
 class Sequential(Enum):
-    """Whether a verdict allows for several looks at the same arms."""
+    """Whether a verdict corrects for repeated looks at the same arms."""
 
     none = "none"
     always_valid = "always_valid"
@@ -34,7 +34,7 @@ class Sequential(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class CompareConfig:
-    """The basis of a verdict, declared before the verdict is seen."""
+    """The basis of a verdict, fixed before the verdict is known."""
 
     primary: str | None = setting(
         None,
@@ -84,7 +84,7 @@ class CompareConfig:
         }
 
 
-# Of the reference's own rules (REFERENCE §10).
+# From the reference's rules (REFERENCE §10).
 _FLOORS = {
     "strictness": 0.95,
     "compile_pass_1": 0.90,
@@ -104,16 +104,16 @@ class Direction(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig:
-    """Settings that every policy has."""
+    """Settings common to all policies."""
 
     name: str = setting(MISSING, "Name of the policy; set by the option.")
 
 
 @dataclass(kw_only=True, slots=True)
 class BurnProductionPolicy(PolicyConfig):
-    """May the challenger's backend take the incumbent's place in production.
+    """Decide whether the challenger's backend replaces the incumbent's in production.
 
-    `open=<cycle>` freezes these values; KPI, direction and margin are the cycle's (`promote`).
+    `open=<cycle>` freezes these values; the cycle sets KPI, direction and margin (`promote`).
     """
 
     name: str = "burn_production"
@@ -141,7 +141,7 @@ class BurnProductionPolicy(PolicyConfig):
 
 @dataclass(kw_only=True, slots=True)
 class QloraPlateauPolicy(PolicyConfig):
-    """Has QLoRA come to its end, so that research into another model is due."""
+    """Decide whether QLoRA has plateaued, so that research into another model is due."""
 
     name: str = "qlora_plateau"
     backend: str = setting("qlora", "Backend of the arms.")
@@ -158,7 +158,7 @@ class QloraPlateauPolicy(PolicyConfig):
 
 @dataclass(kw_only=True, slots=True)
 class BurnRndPolicy(PolicyConfig):
-    """Is research into the challenger worth more."""
+    """Decide whether further research into the challenger is worthwhile."""
 
     name: str = "burn_rnd"
     challenger: str = setting("burn", "Backend under research.")
@@ -170,7 +170,7 @@ class BurnRndPolicy(PolicyConfig):
 
 @dataclass(kw_only=True, slots=True)
 class EvalGatePolicy(PolicyConfig):
-    """Is one arm fit to leave: thresholds, of which a missing metric fails."""
+    """Decide whether one arm may be released: thresholds, where a missing metric fails."""
 
     name: str = "eval_gate"
     arm: str | None = setting(None, "Arm to judge; null is the only one beside the reference.")
@@ -208,7 +208,7 @@ DECIDES = Condition(
 
 @dataclass(kw_only=True, slots=True)
 class PromoteConfig:
-    """Settings of task=promote besides its policy; all but `parity` are of open=<cycle>."""
+    """Settings of task=promote except its policy; all but `parity` belong to open=<cycle>."""
 
     parity: str | None = setting(
         None,

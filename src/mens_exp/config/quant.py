@@ -26,7 +26,7 @@ class ComputeDtype(Enum):
 
 
 class StorageDtype(Enum):
-    """Element type of the tensor that packed 4-bit codes lie in."""
+    """Element type of the tensor that stores the packed 4-bit codes."""
 
     u8 = "u8"
     bf16 = "bf16"
@@ -39,7 +39,7 @@ _READ = frozenset({"attribute"})
 
 @dataclass(kw_only=True, slots=True)
 class QuantConfig:
-    """Quantization by bitsandbytes, in four bits by blocks (QLoRA, arXiv:2305.14314) or eight."""
+    """Quantization with bitsandbytes: blockwise 4-bit (QLoRA, arXiv:2305.14314) or 8-bit."""
 
     quant_type: QuantType = setting(
         QuantType.nf4,
@@ -98,7 +98,7 @@ class QuantConfig:
 
     @property
     def is_four_bit(self) -> bool:
-        """Whether base weights are quantized to four bits, in blocks."""
+        """Whether base weights are quantized to 4 bits, in blocks."""
         return self.quant_type in {QuantType.nf4, QuantType.fp4}
 
     @property
@@ -108,5 +108,5 @@ class QuantConfig:
 
     @property
     def block(self) -> int:
-        """Weights that share a scale."""
+        """Number of weights that share a scale."""
         return self.block_size or 64

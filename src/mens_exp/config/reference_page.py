@@ -1,4 +1,4 @@
-"""docs/config.md, made from the schemas and the files of the config groups.
+"""Generator of docs/config.md, from the schemas and the files of the config groups.
 
 ``python -m mens_exp.config.reference_page`` prints it; ``make docs`` writes it.
 """
@@ -42,7 +42,7 @@ _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "tex
 
 
 def page() -> str:
-    """Return the whole page, the same for the same schemas and files."""
+    """Return the whole page; the output is deterministic for given schemas and files."""
     parts = [_HEAD, *_root(), *_sections(), *_tasks()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -67,7 +67,7 @@ def _root() -> Iterator[str]:
 
 
 def _nodes() -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
-    """Yield the nodes of the root that are no config group."""
+    """Yield the nodes of the root that are not config groups."""
     hints = get_type_hints(RunConfig)
     for field in dataclasses.fields(RunConfig):
         if field.name not in our_options() and dataclasses.is_dataclass(hints[field.name]):
@@ -98,7 +98,7 @@ def _options(group: str) -> Iterator[str]:
 
 
 def _opening(group: str, option: str) -> str:
-    """Return the line that an option's file opens with."""
+    """Return the first line of an option's file."""
     text = (config_directory() / group / f"{option}.yaml").read_text("utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     return lines[0].removeprefix("# ")
@@ -122,7 +122,7 @@ def _introduced(group: str, name: str, schema: Any, schemas: dict[str, type]) ->
 
 
 def _options_of(group: str, name: str) -> list[str]:
-    """Return the options whose files name a schema."""
+    """Return the options whose files use a schema."""
     entry = f"/schema/{group}/{name}@_here_"
     return [o for o in our_options()[group] if entry in _file(group, o).get("defaults", [])]
 
@@ -133,7 +133,7 @@ def _file(group: str, option: str) -> dict[str, Any]:
 
 
 def _settable(schema: Any) -> list[dataclasses.Field[Any]]:
-    """Return the keys of a schema without those that Hydra reads."""
+    """Return the keys of a schema except those that Hydra reads."""
     return [field for field in dataclasses.fields(schema) if not field.name.startswith("_")]
 
 
@@ -167,14 +167,14 @@ def _rows(schema: Any, fields: Any, prefix: str, group: str | None) -> Iterator[
 
 
 def _is_learned(schema: Any, key: str) -> bool:
-    """Tell whether a key changes what is learned; of our callbacks, only one does."""
+    """Return whether a key changes what is learned; only one built-in callback does."""
     if key.startswith("callbacks."):
         return schema is EarlyStoppingConfig
     return effect_of(key) is Effect.TRAINING
 
 
 def _said(schema: Any, name: str, setters: list[str]) -> Iterator[str]:
-    """Yield what is said of a key: its meaning, who sets it, what it needs, and its other names."""
+    """Yield the description of a key: its meaning, what sets it, what it needs, and its aliases."""
     yield _doc(schema, name)
     if setters:
         yield f"Set by {', '.join(f'`{one}`' for one in setters)}."
@@ -196,7 +196,7 @@ def _setters(group: str, key: str) -> list[str]:
 
 
 def _doc(schema: Any, name: str) -> str:
-    """Return what a key means, said by the class that declares it first if not by this one."""
+    """Return the doc of a key, from the class that first declares it if this one has none."""
     return declared(schema, name).doc
 
 

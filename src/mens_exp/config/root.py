@@ -1,4 +1,4 @@
-"""The whole configuration of one run."""
+"""The complete configuration of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from mens_exp.config.trainer import (
 
 
 class DeploymentTarget(Enum):
-    """The machine that the adapter is for."""
+    """The machine on which the adapter will be used."""
 
     workstation = "workstation"
     mobile_edge = "mobile_edge"
@@ -90,7 +90,7 @@ _COMPILES = Condition(
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """One run: every group composed, every value checked."""
+    """One run, with every group composed and every value checked."""
 
     seed: int = setting(
         42,
@@ -183,7 +183,7 @@ class RunConfig:
         idle=[],
     )
     verify: bool = setting(
-        False,  # a plain inspection reads and hashes nothing that is large
+        False,  # a plain inspection does not read or hash large files
         "Compute every hash and figure that path rests on again, back to its base model, and "
         "compare them with the records; a difference ends with exit code 4 (inspect).",
         changes=Effect.NOTHING,

@@ -1,4 +1,4 @@
-"""The search space of a search, read from a command in Hydra's own syntax for sweeps."""
+"""The search space, read from a command in Hydra's own sweep syntax."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TAGS = frozenset({"log"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """The drawn dimensions of a search, and its fixed overrides.
+    """The sampled dimensions of a search, and its fixed overrides.
 
     Attributes:
-        dimensions: one for each key that is drawn: the groups first, then choices, then numbers.
+        dimensions: one per sampled key: first the groups, then choices, then numbers.
         fixed: the other overrides.
-        problems: of overrides that cannot be drawn from.
+        problems: problems of overrides that cannot be sampled.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -32,12 +32,12 @@ class Space:
 
 
 def read_space(texts: Sequence[str]) -> Space:
-    """Split a command into what is drawn and what holds for all trials.
+    """Split a command into sampled dimensions and overrides fixed for all trials.
 
-    ``a,b``, ``choice(a,b)`` and ``glob(…)`` are choices; ``range(1,9)`` its whole numbers, the end
-    left out as everywhere in Hydra; ``interval(0.1,1)`` all numbers between, and
-    ``int(interval(1,64))`` the whole ones, both ends included; ``tag(log,…)`` draws evenly in the
-    logarithm.
+    ``a,b``, ``choice(a,b)`` and ``glob(…)`` are choices. ``range(1,9)`` is a range of integers,
+    which excludes its end as everywhere in Hydra. ``interval(0.1,1)`` is a range of real numbers
+    and ``int(interval(1,64))`` one of integers; both include their ends. ``tag(log,…)`` samples
+    uniformly in the logarithm.
     """
     dimensions: list[Dimension] = []
     fixed: list[str] = []
@@ -58,18 +58,18 @@ def read_space(texts: Sequence[str]) -> Space:
 
 
 def written(dimension: Dimension, value: str | float) -> str:
-    """Write a drawn value as an override."""
+    """Format a sampled value as an override."""
     return f"{dimension['key']}={_digits(dimension, value)}"
 
 
 def _digits(dimension: Dimension, value: str | float) -> str:
-    """Write a number as a person would, unless that leads out of the interval."""
+    """Format a number with few digits, unless rounding leaves the interval."""
     if not isinstance(value, float):
         return str(value)
     low, high = dimension["low"], dimension["high"]
     assert low is not None, "a number has two ends"
     assert high is not None, "a number has two ends"
-    # A step's multiples are not exact in binary; twelve digits write what was meant.
+    # A step's multiples are inexact in binary; twelve digits give the intended number.
     short = f"{value:.12g}" if dimension["step"] is not None else f"{value:.6g}"
     return short if low <= float(short) <= high else repr(value)
 
@@ -117,7 +117,7 @@ def _interval(
 
 
 def _range(value: RangeSweep, key: str, *, log: bool) -> Dimension | None:
-    """Return the dimension of an ascending range; None for one to be taken as a list."""
+    """Return the dimension of an ascending range; None if it should be treated as a list."""
     numbers = list(value.range())
     if len(numbers) < 2 or numbers[0] > numbers[-1]:  # noqa: PLR2004  # one value is no range
         return None

@@ -1,4 +1,4 @@
-"""Evaluation suites, the generation of answers, and the sandbox that executes them."""
+"""Evaluation suites, answer generation, and the sandbox that executes the answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mens_exp.config.fields import Condition, setting, unless, when
 
 
 class JsonlCheck(Enum):
-    """The comparison of an answer with the value that its row expects."""
+    """The comparison of an answer with its row's expected value."""
 
     exact = "exact"
     contains = "contains"
@@ -23,24 +23,24 @@ class JsonlCheck(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class SuiteConfig:
-    """Settings that every suite has."""
+    """Settings common to all suites."""
 
     executes: ClassVar[bool] = False
-    """Whether it executes what a model wrote, and so needs a sandbox."""
+    """Whether the suite executes model output, and so needs a sandbox."""
 
     name: str = setting(MISSING, "Name of the suite; set by the option.")
 
 
 @dataclass(kw_only=True, slots=True)
 class NoSuite(SuiteConfig):
-    """No scorecard."""
+    """No suite and no scorecard."""
 
     name: str = "none"
 
 
 @dataclass(kw_only=True, slots=True)
 class HeldoutSyntaxSuite(SuiteConfig):
-    """Greedy completions of held-out prompts: the share that parses as Python."""
+    """Greedy completions of held-out prompts, scored by the share that parses as Python."""
 
     name: str = "heldout_syntax"
     items: int = setting(16, "Held-out prompts, drawn by hash, the same for every seed.", ge=1)
@@ -54,7 +54,7 @@ class HeldoutSyntaxSuite(SuiteConfig):
 
 @dataclass(kw_only=True, slots=True)
 class AnsweredSuite(SuiteConfig):
-    """A suite whose items are all asked, whatever their length."""
+    """A suite that asks all its items, whatever their length."""
 
     max_new_tokens: int = setting(256, "Longest completion, in tokens (unverified guess).", ge=1)
     batch_size: int = setting(
@@ -64,7 +64,7 @@ class AnsweredSuite(SuiteConfig):
 
 @dataclass(kw_only=True, slots=True)
 class MiniPythonSuite(AnsweredSuite):
-    """Small tasks of families that nothing is trained on, some of them repairs; tests run."""
+    """Small tasks, including repairs, from families excluded from training; checked by tests."""
 
     executes: ClassVar[bool] = True
 
@@ -77,7 +77,7 @@ class MiniPythonSuite(AnsweredSuite):
 
 @dataclass(kw_only=True, slots=True)
 class HumanEvalSuite(AnsweredSuite):
-    """HumanEval, or a file in its form or MBPP's: functions to write, tests run."""
+    """HumanEval, or a file in its format or in MBPP's: functions to write, checked by tests."""
 
     executes: ClassVar[bool] = True
 
@@ -91,7 +91,7 @@ class HumanEvalSuite(AnsweredSuite):
 
 @dataclass(kw_only=True, slots=True)
 class RustSuite(AnsweredSuite):
-    """Rust functions in MultiPL-E's form, compiled by rustc and their tests run."""
+    """Rust functions in MultiPL-E's format, compiled with rustc and checked by their tests."""
 
     executes: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ class RustSuite(AnsweredSuite):
 
 @dataclass(kw_only=True, slots=True)
 class JsonlSuite(AnsweredSuite):
-    """Rows of your own, each answer held against what its row expects."""
+    """Custom rows; each answer is compared with the value that its row expects."""
 
     name: str = "jsonl"
     path: str | None = setting(
@@ -129,7 +129,7 @@ class JsonlSuite(AnsweredSuite):
 
 @dataclass(kw_only=True, slots=True)
 class LmEvalSuite(AnsweredSuite):
-    """Tasks of lm-evaluation-harness, from task files and data of this machine."""
+    """lm-evaluation-harness tasks, from local task files and data."""
 
     name: str = "lm_eval"
     path: str | None = setting(
@@ -161,7 +161,7 @@ class LmEvalSuite(AnsweredSuite):
 
 @dataclass(kw_only=True, slots=True)
 class ScorecardSpecSuite(SuiteConfig):
-    """A JSON specification of conditions and tasks; its conditions bring models of their own."""
+    """A JSON specification of conditions and tasks; each condition names its own model."""
 
     name: str = "scorecard_spec"
     path: str | None = setting(None, "The specification, a JSON file.")
@@ -178,7 +178,7 @@ class EngineKind(Enum):
 
 
 def asks_a_server(config: Any) -> bool:
-    """Tell whether a server answers, or models that a specification names."""
+    """Return whether a server answers, or the models named by a specification."""
     return config.eval.engine is EngineKind.openai or config.suite.name == "scorecard_spec"
 
 
@@ -210,7 +210,7 @@ _DRAWS = unless("eval.temperature", 0, needs="eval.temperature above 0")
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """The way a suite's items are answered, the same for every suite."""
+    """Generation settings for the answers to a suite's items, the same for every suite."""
 
     engine: EngineKind = setting(
         EngineKind.hf,
@@ -284,21 +284,21 @@ class EvalConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SandboxConfig:
-    """Settings that every option has."""
+    """Settings common to all sandboxes."""
 
     name: str = setting(MISSING, "Name of the sandbox; set by the option.")
 
 
 @dataclass(kw_only=True, slots=True)
 class NoSandbox(SandboxConfig):
-    """Nothing generated is executed: figures that need it are null, syntax is still measured."""
+    """Execute no generated code: figures that need it are null; syntax is still measured."""
 
     name: str = "none"
 
 
 @dataclass(kw_only=True, slots=True)
 class ExecutingSandbox(SandboxConfig):
-    """The limits of each program."""
+    """Resource limits of each program."""
 
     memory_mib: int = setting(
         512, "Memory of one program, all its processes together, in MiB.", ge=64, le=65_536
@@ -320,7 +320,7 @@ class ExecutingSandbox(SandboxConfig):
 
 @dataclass(kw_only=True, slots=True)
 class BubblewrapSandbox(ExecutingSandbox):
-    """No network, a read-only root, a private /tmp, no home; probed before it is used."""
+    """No network, a read-only root, a private /tmp and no home; probed before use."""
 
     name: str = "bubblewrap"
     processes: int = setting(32, "Processes and threads of one program at once.", ge=1, le=4_096)
@@ -328,6 +328,6 @@ class BubblewrapSandbox(ExecutingSandbox):
 
 @dataclass(kw_only=True, slots=True)
 class UnsafeSandbox(ExecutingSandbox):
-    """No isolation: a program can read, write and send what you can. No evidence for promotion."""
+    """No isolation: programs can read, write and send what you can. Not valid for promotion."""
 
     name: str = "unsafe"

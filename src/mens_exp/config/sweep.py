@@ -13,14 +13,14 @@ LOCAL_LAUNCHER = "local"
 
 
 class Invalid(Enum):
-    """The treatment of cells that are known beforehand to fail."""
+    """The treatment of cells that are known in advance to fail."""
 
     error = "error"
     skip = "skip"
 
 
 class Changes(Enum):
-    """The treatment of a job whose code or inputs differ from those at the sweep's launch."""
+    """The treatment of a job whose code or inputs have changed since the sweep was launched."""
 
     refuse = "refuse"
     accept = "accept"
@@ -28,7 +28,7 @@ class Changes(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """Settings of a sweep as a whole; the launcher's own settings are `hydra.launcher`."""
+    """Settings of a sweep as a whole; the launcher's settings are in `hydra.launcher`."""
 
     invalid: Invalid = setting(
         Invalid.error,
@@ -55,7 +55,7 @@ class SweepConfig:
 
 @dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
 class LocalLauncher:
-    """`hydra.launcher` of `hydra/launcher=local`: processes of this machine, one for each job."""
+    """`hydra.launcher` of `hydra/launcher=local`: one local process per job."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
     n_jobs: int = setting(
@@ -72,13 +72,13 @@ class LocalLauncher:
 
 
 SLURM = "slurm"
-# What earlier releases call an option; commands may still say so.
+# Option names of earlier releases; commands may still use them.
 EARLIER = {"submitit_slurm": SLURM}
 
 
 @dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
 class SlurmLauncher:
-    """`hydra/launcher=slurm`: one array of Slurm jobs, one task on one node each."""
+    """`hydra/launcher=slurm`: one Slurm job array, with one single-node task per job."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
     name: str = setting("mens_exp", "Name of the array in Slurm's queue.")
@@ -140,11 +140,11 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def launcher_settings(values: dict[str, Any], name: str) -> Launcher:
-    """Type the settings of a launcher.
+    """Convert the settings of a launcher to its typed form.
 
     Args:
-        values: Hydra's node of it, or what `launcher_values` stored of it.
-        name: the option of hydra/launcher, also by an earlier name.
+        values: Hydra's launcher node, or the values stored by `launcher_values`.
+        name: the option of hydra/launcher; earlier names are accepted.
     """
     schema = LAUNCHERS[EARLIER.get(name, name)]
     given = {field.name: values[field.name] for field in _settable(schema) if field.name in values}
@@ -152,7 +152,7 @@ def launcher_settings(values: dict[str, Any], name: str) -> Launcher:
 
 
 def launcher_values(launcher: Launcher) -> dict[str, Any]:
-    """Return the settings of a launcher as a record stores them."""
+    """Return the settings of a launcher in the form stored in records."""
     return {field.name: getattr(launcher, field.name) for field in _settable(type(launcher))}
 
 
@@ -164,14 +164,14 @@ OPTUNA = "optuna"
 
 
 class Sampler(Enum):
-    """The sampler of values."""
+    """The algorithm that samples values."""
 
     tpe = "tpe"
     random = "random"
 
 
 class Pruner(Enum):
-    """The pruner that ends trials early."""
+    """The pruner that stops unpromising trials early."""
 
     none = "none"
     median = "median"
@@ -209,11 +209,11 @@ class OptunaSweeper:
 
 
 def search_settings(node: dict[str, Any]) -> OptunaSweeper:
-    """Type the composed node of the sweeper."""
+    """Convert the composed sweeper node to its typed form."""
     return OptunaSweeper(**{one.name: node[one.name] for one in fields(OptunaSweeper)})
 
 
 def is_search(texts: list[str]) -> bool:
-    """Tell whether overrides choose the sweeper that searches."""
+    """Return whether the overrides select the sweeper that searches."""
     chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/sweeper=")]
     return bool(chosen) and chosen[-1] == OPTUNA

@@ -1,4 +1,4 @@
-"""Tasks and their settings, with merging and the parity budget of what is merged or exported."""
+"""Tasks and their settings, including merging and the parity budget of merges and exports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASKS = (
 
 
 class ExportFormat(Enum):
-    """The format that task=export writes."""
+    """The output format of task=export."""
 
     bundle = "bundle"
     peft = "peft"
@@ -31,7 +31,7 @@ class ExportFormat(Enum):
 
 
 class GgufDtype(Enum):
-    """The storage format of a model's matrices in a GGUF file."""
+    """Storage format of the matrices in a GGUF file."""
 
     f32 = "f32"
     f16 = "f16"
@@ -41,7 +41,7 @@ class GgufDtype(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    """One task; its option's YAML names it."""
+    """One task; the YAML of its option names it."""
 
     name: str = setting(MISSING, "The task's name; set by the option.")
 
@@ -66,7 +66,7 @@ class PushConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
-    """The destination of uploads by task=sync, and the time it waits."""
+    """The destination and the timeout of uploads by task=sync."""
 
     project: str | None = setting(
         None, "W&B project; null is each run's own logger.project, mens_exp where it had none."
@@ -83,7 +83,7 @@ class SyncConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AttributeConfig:
-    """The data that task=attribute measures on, and the allowed cost of its suggestion."""
+    """The data that task=attribute measures on, and the cost limit of its suggestion."""
 
     tokens: int = setting(
         1024,
@@ -112,7 +112,7 @@ class AttributeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """Settings of task=export besides `format` and `out`."""
+    """Settings of task=export other than `format` and `out`."""
 
     checkpoints: bool = setting(
         False,
@@ -149,7 +149,7 @@ class GgufConfig:
 
 
 class OllamaForm(Enum):
-    """The form of the model that a Modelfile for Ollama names."""
+    """The kind of model that an Ollama Modelfile refers to."""
 
     merged = "merged"
     adapter = "adapter"
@@ -157,7 +157,7 @@ class OllamaForm(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OllamaConfig:
-    """Settings of task=export format=ollama besides its Modelfile; format=gguf writes one too."""
+    """Settings of task=export format=ollama except its Modelfile, which format=gguf writes too."""
 
     form: OllamaForm = setting(
         OllamaForm.merged,
@@ -167,7 +167,7 @@ class OllamaConfig:
 
 
 class ExportKind(Enum):
-    """Kinds of what task=export writes."""
+    """Kinds of output of task=export."""
 
     bundle = "a run packed whole"
     adapter = "an adapter"
@@ -178,7 +178,7 @@ _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3, Expo
 
 
 def export_kind(config: Any) -> ExportKind:
-    """Return the kind of what task=export writes."""
+    """Return the kind of output that task=export writes."""
     if config.format is ExportFormat.bundle:
         return ExportKind.bundle
     of_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.adapter
@@ -198,13 +198,13 @@ EXPORT = frozenset({"export"})
 WRITES_ADAPTER = _writes(ExportKind.adapter)
 WRITES_MERGED = _writes(ExportKind.merged)
 WRITES_WEIGHTS = _writes(ExportKind.adapter, ExportKind.merged)
-# The schemas' deltas are compared as they stand; any other graph is run on a text.
+# The deltas of adapter formats are compared directly; any other graph is run on a text.
 RUNS_GRAPH = unless("format", "bundle", "v2", "v3", tasks=EXPORT)
 
 
 @dataclass(kw_only=True, slots=True)
 class ServeConfig:
-    """Settings of the server of task=serve."""
+    """Settings of the server started by task=serve."""
 
     host: str = setting(
         "127.0.0.1",
@@ -221,7 +221,7 @@ class ServeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class InspectConfig:
-    """The checks that task=inspect repeats."""
+    """Checks that task=inspect repeats."""
 
     replay_steps: int = setting(
         3,
@@ -247,7 +247,7 @@ class MergeDtype(Enum):
 
 
 class MergeBase(Enum):
-    """The weights that the delta is added to."""
+    """The weights to which the delta is added."""
 
     original = "original"
     dequantized = "dequantized"
@@ -255,7 +255,7 @@ class MergeBase(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class MergeConfig:
-    """The output of task=merge; `out` names the directory, or in a subset the file."""
+    """The output of task=merge; `out` is the directory, or for a subset the file."""
 
     mode: MergeMode | None = setting(
         None,
@@ -287,7 +287,7 @@ class MergeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class BudgetConfig:
-    """The largest allowed difference of an output from the trained model; null sets no limit."""
+    """Largest allowed differences between an output and the trained model; null sets no limit."""
 
     mean_kl: float | None = setting(
         0.005,
@@ -319,7 +319,7 @@ class BudgetConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ParityConfig:
-    """The certificate that a merge or an export carries, parity.json."""
+    """parity.json, the certificate that accompanies a merge or an export."""
 
     tokens: int = setting(
         2048,

@@ -1,6 +1,6 @@
 """The training loop: Trainer arguments, checkpoints, callbacks, the kept adapter, and loggers.
 
-The names of Trainer arguments are Lightning's own. Loggers mirror the JSON record.
+Trainer arguments have Lightning's names. Loggers mirror the JSON record.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ DEFAULT_STEPS = 60  # measured: four minutes of SmolLM2 on two cores
 
 
 def steps_beside(max_epochs: int) -> int:
-    """Return the bound on steps where none is named: epochs that are named are the budget."""
+    """Return the default step limit: none if epochs are set, since they are then the budget."""
     return -1 if max_epochs > 0 else DEFAULT_STEPS
 
 
 class Strategy(Enum):
-    """The way the processes of a run share its work."""
+    """The way in which the processes of a run divide its work."""
 
     one = "one"
     ddp = "ddp"
@@ -30,7 +30,7 @@ class Strategy(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    """The part of lightning.Trainer's arguments that an experiment sets."""
+    """The arguments of lightning.Trainer that an experiment sets."""
 
     accelerator: str = setting(
         MISSING,
@@ -128,7 +128,7 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes of the run, on all machines."""
+        """Number of processes of the run, on all machines."""
         return self.devices * self.num_nodes
 
 
@@ -141,7 +141,7 @@ _SAVES = Condition(
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """The interval of saved training states, and the number of states that stay."""
+    """The interval between saved training states, and the number of states kept."""
 
     every_n_steps: int = setting(
         20,
@@ -162,7 +162,7 @@ class CheckpointConfig:
 
 
 class Selection(Enum):
-    """The adapter of a run that is written, scored and reported."""
+    """The adapter of a run that is saved, scored and reported."""
 
     last = "last"
     best = "best"
@@ -170,7 +170,7 @@ class Selection(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
-    """The adapter that is the run's result, and the one that a merge reads."""
+    """The adapter that a run produces, and the one that a merge reads."""
 
     file: str | None = setting(
         None,
@@ -211,7 +211,7 @@ class CallbackConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EarlyStoppingConfig(CallbackConfig):
-    """When a run ends before its last step, because validation no longer improves."""
+    """Early stopping: end a run when validation no longer improves."""
 
     patience: int = setting(
         3,
@@ -226,14 +226,14 @@ class EarlyStoppingConfig(CallbackConfig):
 
 @dataclass(kw_only=True, slots=True)
 class FiniteGuardConfig(CallbackConfig):
-    """When a loss or gradient that is not finite stops the run."""
+    """Stop a run when a loss or gradient is not finite."""
 
     check_every_n_steps: int = setting(1, "Optimizer steps between checks.", ge=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class MemoryConfig(CallbackConfig):
-    """The interval at which freed memory goes back to the system."""
+    """The interval at which freed memory is returned to the operating system."""
 
     trim_every_n_steps: int = setting(
         2, "Optimizer steps between returns of freed pages (measured: experiments/LOG.md).", ge=1
@@ -242,7 +242,7 @@ class MemoryConfig(CallbackConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ProgressConfig(CallbackConfig):
-    """The terminal output during training."""
+    """Terminal output during training."""
 
     plain_every_n_steps: int = setting(
         10, "Optimizer steps between lines where the output is no terminal.", ge=1
@@ -251,7 +251,7 @@ class ProgressConfig(CallbackConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ScorecardConfig(CallbackConfig):
-    """The interval at which a run scores itself on its suite while it trains."""
+    """The interval at which a run is scored on its suite during training."""
 
     every_n_steps: int | None = setting(
         None,
@@ -274,7 +274,7 @@ class ScorecardConfig(CallbackConfig):
 
 
 class WandbMode(Enum):
-    """Whether the W&B client talks to a server."""
+    """Whether the W&B client connects to a server."""
 
     offline = "offline"
     online = "online"
@@ -282,21 +282,21 @@ class WandbMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class LoggerConfig:
-    """Settings that every sink has."""
+    """Settings common to all loggers."""
 
     sink: str = setting(MISSING, "Name of the sink; set by the option.")
 
 
 @dataclass(kw_only=True, slots=True)
 class NoLogger(LoggerConfig):
-    """The JSON record only."""
+    """No logger other than the JSON record."""
 
     sink: str = "none"
 
 
 @dataclass(kw_only=True, slots=True)
 class WandbLogger(LoggerConfig):
-    """Weights & Biases, offline unless told otherwise."""
+    """Weights & Biases, offline by default."""
 
     sink: str = "wandb"
     mode: WandbMode = setting(

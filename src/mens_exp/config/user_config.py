@@ -1,13 +1,14 @@
 """User options in ``./conf``: discovery, schemas for user classes, and checks of untrusted configs.
 
-Its files add options to our groups and never replace one of ours: two options of one name would
-make a command mean another thing in another directory, so that is an error. A YAML that names a
-class and inherits from nothing gets a schema made of its own keys and values, so that a misspelled
-key is an error with the nearest name. Hydra reads ``./conf`` after our own directory.
+Files in ``./conf`` add options to our groups and never replace ours. Two options of the same name
+would give a command different meanings in different directories, so that is an error. A YAML that
+names a class and inherits from nothing gets a schema made from its own keys and values, so that a
+misspelled key is an error that suggests the nearest name. Hydra searches ``./conf`` after our own
+directory.
 
-A stored config.yaml may come from somebody else. It may name our classes, Lightning's and torch's,
-each at its group's own place, and beyond these only what ``./conf`` of the working directory names
-too, which is how the user vouches for it. The same holds for a model whose own code would run.
+A stored config.yaml may come from someone else. It may name our classes, Lightning's and torch's,
+each in the place of its group. Any other class must also be named in ``./conf`` of the working
+directory, which is how the user declares it trusted. The same holds for a model with remote code.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.config_source import ConfigResult
 
-# What every class of a group has; the rest is the user's.
+# The fields that every class of a group has; the others are the user's.
 CLASS_GROUPS: dict[str, type] = {
     "backend": BackendConfig,
     "callbacks": CallbackConfig,
@@ -48,16 +49,16 @@ CLASS_GROUPS: dict[str, type] = {
 
 
 def user_schema(group: str, values: Mapping[str, Any], where: str) -> type:
-    """Make the schema of one option.
+    """Build the schema of a user's option.
 
     Args:
         group: `backend`, `callbacks`, `objective` or `optim`.
-        values: what the option's YAML, or a stored configuration, sets.
+        values: the values set by the option's YAML or by a stored configuration.
         where: the file, for messages and for the documentation of its settings.
 
     Raises:
-        ConfigError: a key is no name, or is one that Hydra keeps for itself.
-        Problems: several are.
+        ConfigError: a key is not a valid name, or is reserved by Hydra.
+        Problems: several of these.
     """
     Problems.raise_if(list(key_problems(values, where)))
     base: Any = CLASS_GROUPS[group]
@@ -72,7 +73,7 @@ def user_schema(group: str, values: Mapping[str, Any], where: str) -> type:
 
 
 def key_problems(values: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
-    """Yield every key of an option that names no argument of a class."""
+    """Yield an error for every key of an option that is not a valid argument name."""
     for key in values:
         is_name = isinstance(key, str) and key.isidentifier() and not key.startswith("_")
         if not is_name and key not in {"_target_", "defaults"}:
@@ -98,7 +99,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _default(value: Any) -> Any:
-    """Return the empty value of a type; the option's own file sets the real one."""
+    """Return the empty value of a type; the option's own file sets the actual one."""
     return [] if isinstance(value, list) else {} if isinstance(value, dict) else value
 
 
@@ -106,14 +107,14 @@ _frozen: Path | None = None
 
 
 def config_directory() -> Path:
-    """Return the directory of our config groups, in an installed wheel or in a checkout."""
+    """Return the directory of our config groups, for an installed wheel or a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parents[1] / "conf"
 
 
 def user_directory() -> Path | None:
-    """Return ``./conf`` of the working directory, where there is one and it is not ours."""
+    """Return ``./conf`` of the working directory, if it exists and is not our own."""
     if _frozen is not None:
         return _frozen
     here = Path.cwd() / "conf"
@@ -122,8 +123,8 @@ def user_directory() -> Path | None:
 
 @contextmanager
 def frozen_as(copy: Path | None) -> Iterator[None]:
-    """Read ``./conf`` from a copy inside the block, whatever becomes of the original."""
-    global _frozen  # noqa: PLW0603  # Hydra's plugins are classes that it makes itself
+    """Read ``./conf`` from a copy within the context, whatever happens to the original."""
+    global _frozen  # noqa: PLW0603  # Hydra instantiates its plugin classes itself
     before, _frozen = _frozen, copy
     try:
         yield
@@ -133,7 +134,7 @@ def frozen_as(copy: Path | None) -> Iterator[None]:
 
 @functools.cache
 def our_options() -> dict[str, tuple[str, ...]]:
-    """List our config groups, each with its options, from the files that are there."""
+    """List our config groups and their options, from the files on disk."""
     root = config_directory()
     groups: dict[str, list[str]] = {}
     for file in sorted(root.rglob("*.yaml")):
@@ -144,7 +145,7 @@ def our_options() -> dict[str, tuple[str, ...]]:
 
 
 def group_options() -> dict[str, tuple[str, ...]]:
-    """List every config group with the options it has, ours first."""
+    """List every config group and its options, ours first."""
     own: dict[str, list[str]] = {}
     for file in _own_files():
         group, _, option = file.with_suffix("").as_posix().partition("/")
@@ -164,7 +165,7 @@ def _own_files() -> list[Path]:
 
 
 def user_fingerprint() -> tuple[Any, ...]:
-    """Tell one state of ``./conf`` from another: where it is, and its files with size and time."""
+    """Return a fingerprint of ``./conf``: its path, and the size and time of each file."""
     root = user_directory()
     if root is None:
         return ()
@@ -173,7 +174,7 @@ def user_fingerprint() -> tuple[Any, ...]:
 
 
 def user_config_problems() -> Iterator[ConfigError]:
-    """Yield what would make a file of ``./conf`` do nothing, or not what it says."""
+    """Yield the problems that make a file of ``./conf`` ineffective or misleading."""
     root = user_directory()
     if root is None:
         return
@@ -204,7 +205,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             )
     elif len(file.parts) > 1 and group != "hydra" and group not in our_options():
         close = nearest(group, our_options())
-        if close is not None:  # any other folder is none of our business
+        if close is not None:  # unrelated folders are ignored
             yield ConfigError(
                 "is in no config group", where=where, found=group, expected=f"such as {close}"
             )
@@ -215,7 +216,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
 
 
 def _read(file: Path) -> dict[str, Any] | str:
-    """Read a file's mapping, or say why there is none."""
+    """Read a file's mapping, or return the reason why there is none."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), file.name)
     except DataError as error:
@@ -228,7 +229,7 @@ def _read(file: Path) -> dict[str, Any] | str:
 
 
 def targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted place and the value of every ``_target_``, however deep."""
+    """Yield the dotted path and the value of every ``_target_``, at any depth."""
     if isinstance(values, dict):
         for key, value in values.items():
             if key == "_target_":
@@ -271,19 +272,19 @@ _SCHEMAS = "schema/own/"
 
 
 class UserSource(FileConfigSource):
-    """The files of ``./conf``, and under ``schema/own`` the schemas made of them."""
+    """Config source for the files of ``./conf``, with their schemas under ``schema/own``."""
 
     @staticmethod
     def scheme() -> str:
-        """Name the kind of source."""
+        """Return the scheme of this source."""
         return _SCHEME
 
     def is_config(self, config_path: str) -> bool:
-        """Tell whether there is such a file, or the file that such a schema is made of."""
+        """Return whether the file exists, or the file from which such a schema is made."""
         return super().is_config(config_path.removeprefix(_SCHEMAS))
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one file and name its schema in it, or make a schema."""
+        """Read a file and add the name of its schema, or make a schema."""
         result = super().load_config(config_path.removeprefix(_SCHEMAS))
         file = PurePosixPath(config_path.removeprefix(_SCHEMAS)).with_suffix("")
         config = result.config
@@ -309,23 +310,23 @@ class UserSource(FileConfigSource):
 
 
 def _is_class(group: str, config: DictConfig) -> bool:
-    """Tell whether a file names a class and inherits from no option, whose schema would hold."""
+    """Return whether a file names a class and inherits from no option with a schema."""
     others = [entry for entry in config.get("defaults") or [] if entry != "_self_"]
     return group in CLASS_GROUPS and "_target_" in config and not others
 
 
 class UserSearchPath(SearchPathPlugin):
-    """Puts ``./conf`` of the working directory behind ours."""
+    """Search-path plugin that adds ``./conf`` of the working directory after our own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the directory, where there is one."""
+        """Add the directory, if it exists."""
         directory = user_directory()
         if directory is not None:
             search_path.append("./conf", f"{_SCHEME}://{directory}")
 
 
 def read_user_config() -> None:
-    """Let Hydra look into ``./conf`` from now on; doing so again changes nothing."""
+    """Add ``./conf`` to Hydra's search path; idempotent."""
     plugins = Plugins.instance()
     plugins.register(UserSource)
     plugins.register(UserSearchPath)
@@ -337,14 +338,14 @@ _PLACE = re.compile(rf"(({_GROUPS})|callbacks\.\w+)\._target_")
 
 
 def refuse_untrusted(values: Any, file: Path) -> None:
-    """Refuse a stored configuration that could run something nobody here has vouched for.
+    """Refuse a stored configuration that could run untrusted code.
 
     Args:
-        values: the configuration, as plain data, nothing of it resolved.
-        file: where it was read from, for messages.
+        values: the configuration as plain data, with nothing resolved.
+        file: the file it was read from, for messages.
 
     Raises:
-        ConfigError: it names such a class, or refers to the environment.
+        ConfigError: it names an untrusted class, or refers to the environment.
         Problems: several of these.
     """
     found = [*_targets(values, file), *_references(values, file), *_remote_code(values, file)]
@@ -371,7 +372,7 @@ def _targets(values: Any, file: Path) -> Iterator[ConfigError]:
 
 
 def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
-    """Yield the code of a model that would run because another's command once allowed it."""
+    """Yield an error for a model's remote code, which an earlier command may have allowed."""
     model = values.get("model") if isinstance(values, dict) else None
     if not isinstance(model, dict) or model.get("trust_remote_code") is not True:
         return
@@ -387,7 +388,7 @@ def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
 
 
 def _functions(values: Any, file: Path) -> Iterator[ConfigError]:
-    """Yield a suite's own function: a file that would be run because another's command named it."""
+    """Yield an error for a suite's function: a file that would run because of another's command."""
     suite = values.get("suite") if isinstance(values, dict) else None
     if isinstance(suite, dict) and suite.get("function") is not None:
         yield ConfigError(
@@ -400,7 +401,7 @@ def _functions(values: Any, file: Path) -> Iterator[ConfigError]:
 
 
 def _references(values: Any, file: Path, place: str = "") -> Iterator[ConfigError]:
-    """Yield what would be looked up when read, such as a variable of the environment."""
+    """Yield the values that would be resolved when read, such as environment variables."""
     if isinstance(values, dict | list):
         pairs = values.items() if isinstance(values, dict) else enumerate(values)
         for key, value in pairs:

@@ -1,4 +1,4 @@
-"""Rules over typed values: ranges, values that must agree, settings without effect."""
+"""Validation of typed values: ranges, values that must agree, settings without effect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from mens_exp.config.fields import Condition, Declaration
     from mens_exp.config.root import RunConfig
 
-# Groups whose options set keys of the others.
+# Groups whose options set keys of other groups.
 _BUNDLES = frozenset({"preset", "experiment"})
 _EVERYWHERE = frozenset({"task", "hydra", "sweep"})
 
 
 def _reads(task: str) -> frozenset[str]:
-    """Return the settings, sections and groups whose declarations name a task."""
+    """Return the settings, sections and groups whose declarations list a task."""
     naming = {
         path
         for path, several in declarations().items()
@@ -39,7 +39,7 @@ _READ_OF_THE_BASE = frozenset({"model", "tokenizer", "quant", "lora", "backend"}
 
 
 def problems_of(config: RunConfig) -> list[MensError]:
-    """List everything wrong with typed values that can be told without looking at files."""
+    """List all problems of typed values that can be found without reading files."""
     problems: list[MensError] = [*range_problems(config), *_idle_values(config, config)]
     rules = (
         training.trainer_problems,
@@ -72,7 +72,7 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
     Args:
         name: the task's name.
         keys: override keys as given, without ``+`` or ``~``.
-        path: the run that the task reads; for ``base`` the command's own model counts.
+        path: the run that the task reads; with ``base``, the command's own model is used.
     """
     reads = TASK_READS[name] | _read_beside(name, path)
     problems: list[MensError] = []
@@ -92,7 +92,7 @@ def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None)
 
 
 def _read_beside(name: str, path: str | None) -> frozenset[str]:
-    """Return what a task reads of the command where `path` names no run with its own."""
+    """Return the settings that a task reads from the command if `path` names no run of its own."""
     if path == "base":
         return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
     if name != "evaluate" or path is None or path == "latest":
@@ -103,10 +103,10 @@ def _read_beside(name: str, path: str | None) -> frozenset[str]:
 
 
 def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensError]:
-    """List explicit overrides that other values of the configuration leave without effect.
+    """List explicit overrides that have no effect given the rest of the configuration.
 
-    Each is refused once, by the first condition that is not met. What the task does not read is
-    left to :func:`unread_overrides`.
+    Each is refused once, by the first condition that is not met. Overrides that the task does not
+    read are left to :func:`unread_overrides`.
 
     Args:
         config: the whole configuration.
@@ -134,7 +134,7 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
 
 
 def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield values that have no effect and are not the ones that such settings have."""
+    """Yield errors for values that have no effect and differ from the required idle value."""
     for field in dataclasses.fields(node):
         value, path = getattr(node, field.name), f"{prefix}{field.name}"
         inner = value.items() if isinstance(value, dict) else ()

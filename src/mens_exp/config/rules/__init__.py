@@ -1,1 +1,1 @@
-"""Rules over the typed values of one group each; `validate` runs them all."""
+"""Rules over typed values, one group per rule; `validate` runs them all."""

@@ -1,4 +1,4 @@
-"""Rules of the steps of task=corpus: their order and their settings."""
+"""Rules for the steps of task=corpus: their order and their settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-# Step -> steps that cannot come before it, and why.
+# Step -> the steps that cannot precede it, and why.
 _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
     "extract": (frozenset(STEPS), "it reads source files, and no rows of another step"),
     "generate": (
@@ -39,7 +39,7 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
 
 
 def corpus_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what keeps task=corpus from being done."""
+    """Yield the problems that prevent task=corpus from running."""
     if config.task.name != "corpus":
         return
     corpus = config.corpus

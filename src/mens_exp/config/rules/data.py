@@ -1,4 +1,4 @@
-"""Rules of `data`: the split, and the needs of each source of rows."""
+"""Rules for `data`: the split, and the requirements of each source of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mens_exp.errors import MensError
 
 _FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
-# The columns without which rows of a format have nothing to learn from.
+# Columns without which rows of a format have no supervised tokens.
 _NEEDED = {
     RowFormat.pair: ("prompt", "response"),
     RowFormat.alpaca: ("prompt", "response"),
@@ -37,7 +37,7 @@ _NEEDED = {
 
 
 def data_problems(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with `data`."""
+    """Yield the problems of `data`."""
     data = config.data
     shares = data.val_frac + data.heldout_frac
     if shares >= 1:
@@ -63,7 +63,7 @@ def data_problems(config: RunConfig) -> Iterator[MensError]:
 
 
 def _of_source(data: DataConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with what one source needs."""
+    """Yield the problems specific to one source."""
     least, most = data.filter.min_chars, data.filter.max_chars
     if least is not None and most is not None and least > most:
         yield ConfigError(
@@ -88,7 +88,7 @@ def _of_source(data: DataConfig) -> Iterator[ConfigError]:
 
 
 def _streamed(config: RunConfig, data: RowsData) -> Iterator[ConfigError]:
-    """Yield what rows that are read while training cannot have."""
+    """Yield the settings that streamed rows do not support."""
     if config.task.name in {"train", "plan"}:
         if config.trainer.max_steps <= 0:
             yield ConfigError(
@@ -117,7 +117,7 @@ def _streamed(config: RunConfig, data: RowsData) -> Iterator[ConfigError]:
 
 
 def _mix(data: MixData) -> Iterator[MensError]:
-    """Yield what is wrong with a mix and with each of its sources."""
+    """Yield the problems of a mix and of each of its sources."""
     if data.stop is MixStop.budget and data.budget_tokens is None:
         yield ConfigError(
             "is needed with data.stop=budget",

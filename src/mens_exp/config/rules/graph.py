@@ -1,4 +1,4 @@
-"""Rules of the trained graph: backend, model dimensions, quantization and adapters."""
+"""Rules for the trained graph: backend, model dimensions, quantization and adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWN_IDS_ONLY = frozenset({"qlora", "lora", "full", "proxy"})  # the planner's g
 
 
 def backend_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `backend`, alone and beside the other groups."""
+    """Yield the problems of `backend`, by itself and in combination with the other groups."""
     if isinstance(config.backend, ProxyConfig):
         yield from _proxy(config, config.backend)
     if config.tokenizer.name == "vox":
@@ -63,7 +63,7 @@ def _is_pretrained(config: RunConfig) -> bool:
 
 
 def _encodes_for_it(config: RunConfig) -> bool:
-    """Tell whether the task puts ids into the command's own model."""
+    """Return whether the task feeds token ids to the command's own model."""
     return config.task.name in {"train", "plan"} or config.path == "base"
 
 
@@ -79,7 +79,7 @@ def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
 
 
 def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what the proxy's own LoRA has no place for."""
+    """Yield the settings that the proxy's own LoRA does not support."""
     lora = config.lora
     usual: dict[str, tuple[Any, Any]] = {
         "targets": (lora.targets, [PROXY_STACK]),
@@ -104,7 +104,7 @@ BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/b
 
 
 def model_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `model`, its dimensions all in their intervals."""
+    """Yield the problems of `model`, assuming that its dimensions are within their ranges."""
     model = config.model
     if Checkpointing.read(model.gradient_checkpointing) is None:
         yield ConfigError(
@@ -175,15 +175,15 @@ def _shared_heads(model: RandomModel) -> Iterator[ConfigError]:
         )
 
 
-# What each of ours is built on; a backend of the user's own may be built on either.
+# The base of each built-in backend; a user's own backend may use either.
 _QUANTIZED = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for other devices
 
 
 def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `quant`, alone and under the chosen backend."""
+    """Yield the problems of `quant`, by itself and with the chosen backend."""
     quant, name = config.quant, config.backend.name
-    trains = config.task.name != "attribute"  # which builds no backend, and has a rule of its own
+    trains = config.task.name != "attribute"  # attribute builds no backend, and has a separate rule
     if trains and quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
         yield ConfigError(
             f"backend={name} has {'no' if quant.is_quantized else 'a'} quantized base",
@@ -217,7 +217,7 @@ def _bases(backend: str) -> str:
 
 
 def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
-    """Yield what the stack, quantized once and read from its compute copy, has no use for."""
+    """Yield settings unused by the stack, which is quantized once and read from a compute copy."""
     if quant.quant_type is QuantType.int8:
         yield ConfigError(
             "the proxy stack is defined over 4-bit projections",
@@ -236,7 +236,7 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
 
 
 def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `lora`."""
+    """Yield the problems of `lora`."""
     lora = config.lora
     yield from _target_problems(lora.targets)
     yield from _pattern_problems(lora)

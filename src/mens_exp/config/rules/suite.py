@@ -1,4 +1,4 @@
-"""Rules of suites, answers and the sandbox, with the settings that have no effect."""
+"""Rules for suites, generation and the sandbox, including settings that have no effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def suite_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `suite` and `eval`."""
+    """Yield the problems of `suite` and `eval`."""
     yield from _files(config)
     settings = config.eval
     if settings.samples > 1 and settings.temperature == 0:
@@ -44,13 +44,13 @@ def suite_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def scorecard_of(config: RunConfig) -> ScorecardConfig | None:
-    """Return the callback that scores while training runs, None where it was left out."""
+    """Return the callback that scores during training; None if it is disabled."""
     found = [one for one in config.callbacks.values() if isinstance(one, ScorecardConfig)]
     return found[0] if found else None
 
 
 def _keeping(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what keeps the answers that pass from becoming rows."""
+    """Yield the problems that prevent passing answers from being kept as rows."""
     if config.task.name != "evaluate":
         yield ConfigError(
             "answers are kept by task=evaluate alone",
@@ -77,7 +77,7 @@ def _keeping(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _while_training(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with the scorecard during training."""
+    """Yield the problems of the scorecard during training."""
     node = scorecard_of(config)
     if node is None or node.every_n_steps is None:
         return
@@ -105,12 +105,12 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
 def late_scorecard_problems(
     config: RunConfig, total_steps: int, bound: str
 ) -> Iterator[ConfigError]:
-    """Yield a problem where training ends before its first scorecard.
+    """Yield a problem if training ends before the first scorecard.
 
     Args:
         config: the whole configuration.
         total_steps: optimizer steps of the run.
-        bound: what makes it so long, for the message.
+        bound: the setting that determines this length, for the message.
     """
     node = scorecard_of(config)
     if node is not None and node.every_n_steps is not None and node.every_n_steps > total_steps:
@@ -123,7 +123,7 @@ def late_scorecard_problems(
 
 
 def _files(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with a suite that is read from a file."""
+    """Yield the problems of a suite that is read from a file."""
     suite = config.suite
     files = JsonlSuite | LmEvalSuite | RustSuite | ScorecardSpecSuite
     if isinstance(suite, files) and suite.path is None:
@@ -154,7 +154,7 @@ def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
             expected="<file>.py:<name>",
         )
     if config.task.name != "evaluate":
-        # A stored configuration may be another's, and must name nothing that would be run.
+        # A stored configuration may come from someone else, and must not name code to be run.
         yield ConfigError(
             "a function of yours is called by task=evaluate alone",
             where="suite.check",
@@ -164,7 +164,7 @@ def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
 
 
 def _elsewhere(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what only the graph at hand can do."""
+    """Yield the features that only the local graph supports."""
     engine = config.eval.engine.value
     if config.task.name != "evaluate":
         yield ConfigError(

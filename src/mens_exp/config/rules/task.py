@@ -1,4 +1,4 @@
-"""Rules of tasks: the settings that each needs, and those that have no effect on it."""
+"""Rules for tasks: the settings that each requires, and those that have no effect on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def task_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what the chosen task lacks."""
+    """Yield the requirements that the chosen task does not meet."""
     name = config.task.name
     if name in _READS_A_PATH and config.path is None and not _brings_models(config):
         yield ConfigError(
@@ -93,7 +93,7 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what leaves nothing to attribute, or nothing to sort by."""
+    """Yield the problems that leave nothing to attribute, or no criterion to sort by."""
     if config.quant.quant_type not in {QuantType.nf4, QuantType.fp4}:
         yield ConfigError(
             "has no 4-bit error to attribute",
@@ -119,7 +119,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _brings_models(config: RunConfig) -> bool:
-    """Tell whether what is evaluated stands in the suite's own file."""
+    """Return whether the suite's own file names the models to evaluate."""
     return config.task.name == "evaluate" and config.suite.name == "scorecard_spec"
 
 
@@ -128,7 +128,7 @@ def _reads_a_model(config: RunConfig) -> bool:
 
 
 def merge_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with the inputs of a merge."""
+    """Yield the problems of a merge's inputs."""
     if config.task.name != "merge":
         return
     if config.adapter.file is not None:
@@ -188,7 +188,7 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
 
 
 def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield a rule for several looks, or about other items, that the test does not have."""
+    """Yield the sequential rules, or comparisons on other items, that the test does not support."""
     for group, one in (("compare", config.compare), ("promote", config.promote)):
         if one.sequential is Sequential.always_valid and one.test is CompareTest.sign_flip:
             yield ConfigError(
@@ -225,7 +225,7 @@ _ANY = f"{_DECIDES}, or open=<cycle>, or replay=true"
 
 
 def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what the task lacks, and what contradicts."""
+    """Yield the task's missing or contradictory settings."""
     if config.task.name != "promote":
         return
     if config.ledger is None:

@@ -1,4 +1,4 @@
-"""Rules of training: trainer, sharding, optimizer, schedule, objective, checkpoints, kept adapter.
+"""Rules for training: trainer, sharding, optimizer, schedule, objective, checkpoints, kept adapter.
 
 trainer=fsdp shards the frozen decoder layers of a causal model, and nothing else.
 """
@@ -23,7 +23,7 @@ ACCELERATORS = ("auto", "cpu", "gpu")
 
 
 def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `trainer`."""
+    """Yield the problems of `trainer`."""
     trainer = config.trainer
     if trainer.max_steps <= 0 and trainer.max_epochs <= 0:
         yield ConfigError(
@@ -48,7 +48,7 @@ def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _shared(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what several processes cannot share out among them."""
+    """Yield the problems of dividing the work among several processes."""
     trainer, several = config.trainer, config.trainer.world_size
     if trainer.strategy is Strategy.one:
         for name in ("devices", "num_nodes"):
@@ -75,16 +75,16 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
             )
 
 
-_BACKENDS = ("qlora", "lora")  # whose base is frozen, and a model of transformers
+_BACKENDS = ("qlora", "lora")  # backends with a frozen transformers model as base
 
 
 def can_be_sharded(config: RunConfig) -> bool:
-    """Tell whether trainer=fsdp suits a run as it is, however its codes are stored."""
+    """Return whether a run supports trainer=fsdp as it is, however its codes are stored."""
     return next(_of_the_run(config), None) is None
 
 
 def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what of a run cannot be in parts."""
+    """Yield the parts of a run that cannot be sharded."""
     if config.trainer.strategy is not Strategy.fsdp:
         return
     yield from _of_the_run(config)
@@ -140,10 +140,10 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `optim`."""
+    """Yield the problems of `optim`."""
     optim = config.optim
     if not isinstance(optim, OptimConfig):
-        return  # an optimizer of the user's own, which judges its values itself
+        return  # a user-defined optimizer checks its own values
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):  # noqa: PLR2004
         yield ConfigError(
             "two decay rates are needed",
@@ -154,7 +154,7 @@ def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `schedule`."""
+    """Yield the problems of `schedule`."""
     schedule, trainer = config.schedule, config.trainer
     if schedule.warmup_steps is not None and schedule.warmup_frac is not None:
         yield ConfigError(
@@ -169,16 +169,16 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator[ConfigError]:
-    """Yield a problem where warm-up never ends.
+    """Yield a problem if warm-up never ends.
 
     Args:
         config: the whole configuration.
         total_steps: optimizer steps of the run.
-        bound: what makes it so long, for the message.
+        bound: the setting that determines this length, for the message.
     """
     schedule = config.schedule
     steps = schedule.warmup_steps
-    # By fraction it is shorter by itself, but for a run of one step, which then is all warm-up.
+    # A fraction scales with the run, except in a run of one step, which is then all warm-up.
     if steps is not None and warmup_steps(schedule, total_steps) >= total_steps:
         yield ConfigError(
             "warm-up lasts as long as the run",
@@ -189,7 +189,7 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
 
 
 def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with `objective`."""
+    """Yield the problems of `objective`."""
     if config.objective.labels not in LABELLINGS:
         yield ConfigError(
             "unknown labelling rule",
@@ -214,7 +214,7 @@ _REPAIRS = frozenset({"repair_depth", "repair_stalled"})
 
 
 def adapter_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what `adapter.select=best` and early stopping lack."""
+    """Yield the unmet requirements of `adapter.select=best` and early stopping."""
     needing: list[tuple[str, str | None]] = []
     if config.adapter.select is Selection.best:
         needing.append(("adapter.select", "best"))
@@ -228,7 +228,7 @@ def adapter_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _kpi(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield why the KPI that the best adapter is chosen by is never measured, or cannot choose."""
+    """Yield the reasons why the KPI for the best adapter is never measured, or cannot decide."""
     from mens_exp.artifacts.metrics import METRICS
 
     name = config.adapter.metric
@@ -271,7 +271,7 @@ def _kpi(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _lacking(config: RunConfig) -> str | None:
-    """Say what a KPI needs that the configuration does not have."""
+    """Describe a KPI's requirement that the configuration does not meet."""
     name, settings = config.adapter.metric, config.eval
     if config.suite.name == "heldout_syntax" and name in _EXECUTED:
         return "a suite that executes answers, such as suite=mini_python"
