@@ -1,1 +1,1 @@
-"""Actions, costs and problems of a run before it starts; torch-free."""
+"""Preview a run before it starts: its actions, costs and problems; does not import torch."""

@@ -1,7 +1,7 @@
-"""Backend specifications: the graphs that can be trained, and what each asks of a contract.
+"""Backend specifications: the trainable graphs, and what each requires of a contract.
 
-The table holds those that are planned and those that are built; the config groups say which of
-them are here.
+The table lists both planned and implemented backends; the config groups determine which of them
+are available.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class BackendSpec:
     """One trainable graph.
 
     Attributes:
-        name: the backend that computes it.
+        name: the backend that implements it.
         method: adapter method, ``lora`` or ``qlora``; ``full`` has no adapter.
-        bases: what the base weights may be stored as; ``none`` is as they are.
-        targets: what the adapter sits on: the full causal graph, or the proxy stack.
+        bases: supported storage of the base weights; ``none`` means unquantized.
+        targets: the part that the adapter is applied to: the full causal graph, or the proxy stack.
         graph_id: name of the graph in records; the proxy's depends on its composition.
-        depth: what of the model is computed, for people.
-        needs_layout: whether it reads weights by name, so that the family has to be known.
-        tokenizers: whose ids it takes; ids of its own mean nothing to pretrained weights.
+        depth: a human-readable description of the part of the model that is computed.
+        needs_layout: whether it reads weights by name, which requires a known family.
+        tokenizers: accepted tokenizers; other token ids mean nothing to pretrained weights.
     """
 
     name: str
@@ -102,19 +102,19 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
 
 
 def spec_for(method: str, *, quantized: bool, targets: str) -> BackendSpec | None:
-    """Return the kernel that computes a method on a base, the first of several; None without."""
+    """Return the first backend that supports a method on a base; None if there is none."""
     asked = (method, quantized, targets)
     fitting = (k for k in BACKEND_SPECS.values() if (k.method, k.quantized, k.targets) == asked)
     return next(fitting, None)
 
 
 def available() -> frozenset[str]:
-    """Return the backends that the config groups offer, ours and the user's own."""
+    """Return the backends that the config groups offer, built-in and user-defined."""
     return frozenset(group_options().get("backend", ()))
 
 
 def readers_of_names() -> tuple[str, ...]:
-    """Return what is here and reads weights by name, as it is typed; they want a known family."""
+    """Return the settings, as typed, that read weights by name and so require a known family."""
     here = available()
     backends = (
         f"backend={one.name}" + (" with tokenizer=hf" if len(one.tokenizers) > 1 else "")

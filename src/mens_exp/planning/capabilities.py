@@ -1,4 +1,4 @@
-"""docs/capabilities.md: what goes with what, as the planner answers it.
+"""docs/capabilities.md: supported combinations, as determined by the planner.
 
 ``python -m mens_exp.planning.capabilities`` prints the page; a test compares it with the file.
 """
@@ -30,7 +30,7 @@ _BASES = ("nf4", "fp4", "int8", "none")
 _TOKENIZERS = ("hf", "vox")
 _TARGETS = ("workstation", "mobile_edge")
 
-# What the planner does not decide: how weights come in, and what goes out.
+# Not decided by the planner: how weights are imported and exported.
 _WEIGHTS = {
     "qlora": "whole checkpoint, by transformers",
     "proxy": "embedding and one projection a layer, by name",
@@ -55,7 +55,7 @@ _PARITY = {
 
 
 def page() -> str:
-    """Return the whole page, Markdown."""
+    """Return the whole page as Markdown."""
     lines = [
         "# What goes with what",
         "",
@@ -147,7 +147,7 @@ def _layout_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _target_rows() -> Iterator[tuple[str, ...]]:
-    """Find each limit by asking the planner for more and more."""
+    """Find each limit by asking the planner for increasing values."""
     for target in _TARGETS:
         limits = (
             _most(target, "seq_len", (512, 8192)),

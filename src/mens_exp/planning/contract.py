@@ -1,8 +1,8 @@
-"""The fine-tune contract: what a run means, apart from where and how it is recorded.
+"""The fine-tune contract: the meaning of a run, independent of where and how it is recorded.
 
-Two runs with one digest learn the same thing from the same data. The parts carry the names that
-decide which kernel runs; `settings` holds every setting that changes what is learned, so that a
-field cannot be forgotten (:mod:`mens_exp.planning.semantics`).
+Two runs with the same digest learn the same thing from the same data. The parts contain the values
+that determine which backend runs. `settings` holds every setting that changes what is learned, so
+that no field can be forgotten (:mod:`mens_exp.planning.semantics`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-_VERSION = 1  # raise it when the same meaning gets another digest
+_VERSION = 1  # increment when the same meaning gets a different digest
 _DIGESTED = ("model", "data", "adapter", "quant", "exec", "settings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPart:
-    """The frozen base, by what identifies its content.
+    """The frozen base, identified by its content.
 
     Attributes:
-        hf_repo: id of the hub, or path of a directory; None for other sources.
-        weights_sha256: of the file, where the configuration pins it.
-        config_sha256: of a directory's config.json.
-        tokenizer_sha256: of a directory's tokenizer.json.
+        hf_repo: Hub id, or path of a directory; None for other sources.
+        weights_sha256: SHA-256 of the weights file, if the configuration pins it.
+        config_sha256: SHA-256 of a directory's config.json.
+        tokenizer_sha256: SHA-256 of a directory's tokenizer.json.
     """
 
     hf_repo: str | None = None
@@ -57,11 +57,11 @@ class ModelPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPart:
-    """The data to learn from.
+    """The training data.
 
     Attributes:
-        train_file: SHA-256 over the files of rows; None for other sources.
-        generated_from: what a generated corpus depends on beside the settings.
+        train_file: SHA-256 over the row files; None for other sources.
+        generated_from: inputs of a generated corpus other than the settings.
         tokenizer_mode: ``hf`` or ``vox``.
     """
 
@@ -72,7 +72,7 @@ class DataPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPart:
-    """The part that learns: ``lora`` or ``qlora``, on the full graph or on the proxy stack."""
+    """The trained part: ``lora`` or ``qlora``, on the full graph or on the proxy stack."""
 
     method: str
     rank: int
@@ -83,7 +83,7 @@ class AdapterPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantPart:
-    """The storage of the base: a quantizer's name, or ``none``."""
+    """The storage of the base: the name of a quantizer, or ``none``."""
 
     base: str
     double_quant: bool
@@ -91,10 +91,10 @@ class QuantPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecPart:
-    """Execution of the training; None leaves a choice open, or is no part of the graph in question.
+    """Execution settings of training; None leaves a choice open, or does not apply to the graph.
 
-    The last five belong to the proxy stack: strictness about its keys, the largest share of rows
-    that may be skipped, the head alone, how many middle layers, and how many last targets.
+    The last five apply to the proxy stack: strict key matching, the largest share of rows that may
+    be skipped, training the head only, the number of middle layers, and the number of last targets.
     """
 
     seq_len: int
@@ -114,7 +114,7 @@ class ExecPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArtifactPart:
-    """The output that stays, and the machine it is for."""
+    """The artifact that a run keeps, and the machine it is meant for."""
 
     adapter_schema_version: int = 3
     deployment_target: str = "workstation"
@@ -122,13 +122,13 @@ class ArtifactPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvenancePart:
-    """The source of the base; unknown is None.
+    """The origin of the base; unknown values are None.
 
     Attributes:
         base_family: model_type of the base.
-        upstream_model_id: id of the hub, path of a directory, or the name of another source.
-        license_class: the weights' licence as their publisher names it.
-        attribution_required: whether that asks for a notice of origin.
+        upstream_model_id: Hub id, path of a directory, or the name of another source.
+        license_class: the weights' licence, as named by their publisher.
+        attribution_required: whether the licence requires attribution.
     """
 
     base_family: str | None = None
@@ -138,7 +138,7 @@ class ProvenancePart:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Why a part is None, by its name."""
+        """The reason why each None part is unknown, keyed by its name."""
         reasons = {
             "base_family": "the model's files could not be read",
             "upstream_model_id": "the model has no name",
@@ -155,8 +155,8 @@ class FineTuneContract:
     """The meaning of a run.
 
     Attributes:
-        settings: every setting that changes what is learned, by dotted path, content hashes in
-            the place of files' names.
+        settings: every setting that changes what is learned, by dotted path; file names are
+            replaced by content hashes.
     """
 
     model: ModelPart
@@ -172,23 +172,23 @@ class FineTuneContract:
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of everything that changes what is learned.
 
-        A None is left out, so that a choice that did not exist yet changes no older digest.
+        None values are omitted, so that adding a setting does not change older digests.
         """
         return recorded_digest({"version": _VERSION, **dataclasses.asdict(self)})
 
     def record(self) -> dict[str, Any]:
-        """Return the parts as plain JSON, for manifest and plan."""
+        """Return the parts as plain JSON, for the manifest and the plan."""
         return {"version": _VERSION, "digest": self.digest, **dataclasses.asdict(self)}
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Why a part of the record is null, by its dotted path in a manifest."""
+        """The reason why each null part of the record is unknown, by dotted path in a manifest."""
         reasons = self.provenance.unknown
         return {f"contract.provenance.{name}": why for name, why in reasons.items()}
 
 
 def recorded_digest(record: Mapping[str, Any]) -> str:
-    """Return the digest of a contract as a manifest has it, whatever digest stands there."""
+    """Recompute the digest of a contract stored in a manifest, ignoring the digest stored there."""
     learned = {name: _known(record.get(name) or {}) for name in _DIGESTED}
     return digest({"version": record.get("version"), **learned})
 
@@ -198,13 +198,13 @@ def _known(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def contract_of(config: RunConfig) -> FineTuneContract:
-    """Build the contract of a configuration; files are hashed where they can be read."""
+    """Build the contract of a configuration; files that can be read are hashed."""
     settings = learned_settings(config)
-    settings["lora.targets"] = sorted(set(config.lora.targets))  # their order means nothing
+    settings["lora.targets"] = sorted(set(config.lora.targets))  # their order is irrelevant
     model, data = _model_part(config), _data_part(config)
     for path, content in _contents(config).items():
         if content is not None:
-            settings[path] = content  # where a file lies means nothing
+            settings[path] = content  # the location of a file is irrelevant
     kernel = BACKEND_SPECS.get(config.backend.name)
     trainer = config.trainer
     return FineTuneContract(
@@ -236,7 +236,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
 
 
 def _proxy_part(config: RunConfig) -> dict[str, Any]:
-    """Return what belongs to the proxy stack, where it is the graph."""
+    """Return the values of the proxy stack, if it is the graph."""
     backend, objective = config.backend, config.objective
     if not isinstance(backend, ProxyConfig):
         return {}
@@ -260,7 +260,7 @@ def _model_part(config: RunConfig) -> ModelPart:
 
 
 def _contents(config: RunConfig) -> dict[str, Any]:
-    """Return the content of every file that a setting names, by the setting's path."""
+    """Return the content of every file named by a setting, keyed by the setting's path."""
     template = config.tokenizer.chat_template
     return {
         "data.path": _rows_hash(config, "path"),
@@ -271,24 +271,24 @@ def _contents(config: RunConfig) -> dict[str, Any]:
 
 
 def _sources(config: RunConfig) -> list[dict[str, Any]] | None:
-    """Return the sources of a mix, each path replaced by the content of its files."""
+    """Return the sources of a mix, with each path replaced by the content of its files."""
     if not isinstance(config.data, MixData):
         return None
     try:
         sources = sources_of(config.data)
     except MensError:
-        return None  # validation says so
+        return None  # reported by validation
     found = []
     for entry, source in zip(config.data.sources, sources, strict=True):
         path = _files_hash(source.data.path) if isinstance(source.data, JsonlData) else None
-        # Nor does it mean anything how a source is called.
+        # The name of a source is irrelevant too.
         settings = {name: value for name, value in entry.items() if name != "name"}
         found.append(settings if path is None else {**settings, "path": path})
     return found
 
 
 def _rows_hash(config: RunConfig, name: str) -> str | None:
-    """Hash the files of rows that a setting names, in their order; None where one is not read."""
+    """Hash the row files named by a setting, in order; None if one cannot be read."""
     if not isinstance(config.data, JsonlData) or not getattr(config.data, name):
         return None
     return _files_hash(getattr(config.data, name))
@@ -298,7 +298,7 @@ def _files_hash(names: Any) -> str | None:
     try:
         files = resolve_files(names, "data.path")
     except MensError:
-        return None  # preflight says so
+        return None  # reported by preflight
     hashes = [_hash(file) for file in files]
     return None if None in hashes else digest(hashes)
 
@@ -320,11 +320,11 @@ def _hash(path: Path) -> str | None:
     try:
         return sha256_file(path) if path.is_file() else None
     except OSError:
-        return None  # preflight says so, by name
+        return None  # reported by preflight, by name
 
 
 def origin_of(config: RunConfig) -> ProvenancePart:
-    """Say where the base comes from; its licence is the configuration's, or the model card's."""
+    """Return the origin of the base; the licence is from the configuration or the model card."""
     model = config.model
     family, licence = None, model.license if isinstance(model, BundledModel) else None
     try:
@@ -334,7 +334,7 @@ def origin_of(config: RunConfig) -> ProvenancePart:
         else:
             family = family_for(model).model_type
     except MensError:
-        pass  # preflight says why
+        pass  # preflight reports the reason
     return ProvenancePart(
         base_family=family,
         upstream_model_id=getattr(model, "id", None) or model.name,

@@ -1,8 +1,7 @@
 """Plan a run: its tokens, steps, time, memory and disk; torch-free, about a second at most.
 
-Tokens are counted from a warm cache, else estimated. The figures of memory and time are estimates
-by formula; each says what it rests on, and a figure nothing is known about is null with the
-reason.
+Tokens are counted from a warm cache, or else estimated. Memory and time are estimated by formula,
+and each figure states its basis. A figure that cannot be estimated is null, with the reason.
 """
 
 from __future__ import annotations
@@ -53,20 +52,20 @@ if TYPE_CHECKING:
     from mens_exp.planning.forecast import Disk, Forecast
     from mens_exp.rows.cache import CacheKey, TokenCounts
 
-# measured: the stdlib rows' length-weighted mean is 218, 328, 425 and 452 tokens where documents
-# are cut at 256, 512, 1,024 and 2,048.
+# measured: the length-weighted mean of the stdlib rows is 218, 328, 425 and 452 tokens if documents
+# are truncated at 256, 512, 1,024 and 2,048.
 _STDLIB_TYPICAL, _STDLIB_SCALE = 470, 430
-_TEMPLATE_TOKENS = 40  # a chat template's own, of each exchange
-# measured: 4,000 generated rows of each kind, characters of prompt and response; under SmolLM2's
-# tokenizer the longest of them has 476 tokens less the template's, and the mean length of the row
-# that a token lies in is 1.1 times the mean.
+_TEMPLATE_TOKENS = 40  # tokens that a chat template adds to each exchange
+# measured: 4,000 generated rows of each kind, in characters of prompt and response. With SmolLM2's
+# tokenizer the longest has 476 tokens without the template's, and the token-weighted mean length
+# of a row is 1.1 times the plain mean.
 _WRITING_CHARS, _REPAIR_CHARS = 515, 845
 _GENERATED_LONGEST, _GENERATED_SPREAD = 520, 1.1
-_STDLIB_SHARE = 0.33  # measured: characters of rows over bytes of source read
+_STDLIB_SHARE = 0.33  # measured: characters of rows per byte of source read
 
 
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
-    """Count tokens: exactly from a warm cache, else from characters or file sizes."""
+    """Count tokens: exactly from a warm cache, else estimated from characters or file sizes."""
     data = config.data
     is_whole = not asked(data.filter)
     if is_whole and isinstance(data, StdlibData) and not stdlib.is_cached(cache):
@@ -129,7 +128,7 @@ def _of_generator(data: SyntheticData) -> dict[str, Any]:
 
 
 def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
-    """Estimate from the first rows, and how large a part of the files these are."""
+    """Estimate from the first rows, scaled by the fraction of the files that they make up."""
     about = rows.record()
     files, read = about["streaming"].get("file_bytes", {}), about["streaming"]["first_rows"]
     scale, basis = 1.0, f"of the first {read['rows']} rows, estimated; the others are not read"
@@ -167,8 +166,8 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
 
 
 def _contract(config: RunConfig, cache: Path, key: CacheKey, counts: TokenCounts) -> dict[str, Any]:
-    """Return the token part of the data contract where an earlier run has made it."""
-    from mens_exp.corpus import contract_rules, data_contract  # a cold plan does without
+    """Return the token part of the data contract, if an earlier run has created it."""
+    from mens_exp.corpus import contract_rules, data_contract  # unused by a cold plan
 
     known = data_contract.known_token_part(cache, key, counts)
     if known is None:
@@ -188,12 +187,12 @@ def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
 
 
 def _document_tokens(rows: Rows, side: Side, seq_len: int) -> array[float]:
-    """Estimate the documents of a side; of rows on disk this reads them."""
+    """Estimate the document lengths of a side; for rows on disk this reads them."""
     return array("d", (min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)))
 
 
 def _lengths(documents: Sequence[float]) -> dict[str, int]:
-    """Return the longest document, and the mean length of the one that a token lies in."""
+    """Return the longest document, and the token-weighted mean document length."""
     squares = sum(length**2 for length in documents)
     return {
         "longest_tokens": round(max(documents, default=0.0)),
@@ -202,7 +201,7 @@ def _lengths(documents: Sequence[float]) -> dict[str, int]:
 
 
 def steps_of(config: RunConfig, blocks: int | None) -> int | None:
-    """Return optimizer steps, or None when only max_epochs bounds them and blocks are unknown."""
+    """Return optimizer steps, or None if only max_epochs limits them and blocks are unknown."""
     trainer = config.trainer
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs > 0 and blocks is not None:
@@ -212,7 +211,7 @@ def steps_of(config: RunConfig, blocks: int | None) -> int | None:
 
 
 def bound_of(config: RunConfig, blocks: int | None) -> str | None:
-    """Return the setting that ends the run; None where two are set and blocks are unknown."""
+    """Return the setting that ends the run; None if two are set and blocks are unknown."""
     trainer = config.trainer
     if trainer.max_epochs <= 0 or trainer.max_steps <= 0:
         return "trainer.max_steps" if trainer.max_steps > 0 else "trainer.max_epochs"
@@ -223,7 +222,7 @@ def bound_of(config: RunConfig, blocks: int | None) -> str | None:
 
 
 def epochs_of(config: RunConfig, blocks: int | None, steps: int | None) -> float | None:
-    """Return the passes over the training data that some steps are; None where that is unknown."""
+    """Return the number of passes over the training data in ``steps``; None if unknown."""
     if not blocks or steps is None:
         return None
     per_step = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
@@ -233,7 +232,7 @@ def epochs_of(config: RunConfig, blocks: int | None, steps: int | None) -> float
 
 
 def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
-    """Plan a run from its configuration and what the caches already hold."""
+    """Plan a run from its configuration and the current contents of the caches."""
     shape = shape_of(config.model)
     data = count_tokens(config, cache)
     effective = config.data.micro_batch_size * config.trainer.accumulate_grad_batches
@@ -289,7 +288,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
 
 
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
-    """Say what the command means: the groups' choices, and the planner's answer."""
+    """Describe the meaning of the command: the groups' choices, and the planner's answer."""
     made = execution_plan(contract_of(config), environment_of(config)).record()
     return {
         "model": _name(config.model),
@@ -312,7 +311,7 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
 
 
 def _layout(family: Family) -> dict[str, Any]:
-    """Say whether the names of weights are verified, and what refuses where they are not."""
+    """Describe whether the names of weights are verified, and what is refused if they are not."""
     return {
         "model_type": family.model_type,
         "verified": family.verified,
@@ -347,7 +346,7 @@ def _disk(written: Disk, cache: Path) -> dict[str, Any]:
 
 
 def _lora(config: RunConfig) -> str:
-    """Say what the adapter is, in one line; what is as usual is left out."""
+    """Describe the adapter in one line; default values are omitted."""
     if config.backend.name == "full":
         return "none"
     lora = config.lora
@@ -361,7 +360,7 @@ def _lora(config: RunConfig) -> str:
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
-    """Count training sequences: what packing cannot go below, or the rows where each is padded."""
+    """Count training sequences: the minimum reachable by packing, or the rows if each is padded."""
     if config.data.packing:
         return int(-(-data["train_tokens"] // config.data.seq_len))
     rows: int | None = data["train_rows"]
@@ -369,7 +368,7 @@ def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
 
 
 def _name(model: ModelConfig) -> str:
-    """Name what is trained; of the hub, the commit as well."""
+    """Name the trained model; for a Hub model, with its commit."""
     if not isinstance(model, HfModel) or hub.local(model.id) is not None:
         return model.name
     if not hub.describe(model).shards:
@@ -378,7 +377,7 @@ def _name(model: ModelConfig) -> str:
 
 
 def _download(model: ModelConfig) -> int:
-    """Count the bytes of weights that have to come from the hub first."""
+    """Count the bytes of weights that must first be downloaded from the Hub."""
     if not isinstance(model, HfModel) or not hub.describe(model).shards:
         return 0
     return hub.bytes_to_download(model)

@@ -1,8 +1,8 @@
-"""Forecast what a run takes on this machine: memory and time with intervals, disk, shares.
+"""Forecast the cost of a run on this machine: memory and time with intervals, disk, sharing.
 
-Memory and time carry the intervals that earlier runs give. Sizes on disk follow by formula from the
-shapes alone. A run of several processes is sized for each, with the strategy that fits;
-task=attribute holds two copies of the base, and what its layers gave.
+The intervals of memory and time come from earlier runs. Disk sizes follow by formula from the
+shapes alone. A run of several processes is sized per process, and for each strategy with whether
+it fits. task=attribute needs memory for two copies of the base and for the outputs of its layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mens_exp.planning.machine import Machine
 
 _F32, _BF16 = 4, 2
-_RECORDS = 20_000_000  # telemetry, report and offline mirror of a run: 5 MB in the main job
+_RECORDS = 20_000_000  # a run's telemetry, report and offline mirror: 5 MB in the main job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +54,11 @@ class Disk:
 
     Attributes:
         adapter: the adapter in our schema, f32.
-        peft: the same for PEFT.
+        peft: the adapter in PEFT's format.
         checkpoint: one training state: adapter and optimizer.
-        checkpoints_kept: states on disk at one time, one more being written.
-        checkpoints_saved: states written over the whole run, None where steps are unknown.
-        base: a copy of the base that has to be made or downloaded into the cache.
+        checkpoints_kept: states on disk at the same time, including one being written.
+        checkpoints_saved: states written over the whole run; None if the steps are unknown.
+        base: a copy of the base that must be created or downloaded into the cache.
         merged: a merged model in bf16, which only an export writes.
     """
 
@@ -72,7 +72,7 @@ class Disk:
 
     @property
     def in_run(self) -> int:
-        """Bytes in the run directory at the worst moment."""
+        """Peak number of bytes in the run directory."""
         return (
             self.adapter + self.peft + self.checkpoint * (self.checkpoints_kept + 1) + _RECORDS
             if self.checkpoints_kept
@@ -80,12 +80,12 @@ class Disk:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the sizes as plain JSON."""
         return {**asdict(self), "in_run": self.in_run}
 
 
 def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Disk:
-    """Size what a run writes."""
+    """Estimate the disk space that a run needs."""
     parameters = trained_parameters(config, shape)
     moments, _ = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     whole = shape.linear_parameters + shape.embedding_parameters
@@ -104,10 +104,10 @@ def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Dis
 
 
 def _base(config: RunConfig, weights: int, cache: Path) -> int:
-    """Return bytes of the base that are not here yet."""
+    """Return the bytes of the base that are not on disk yet."""
     model = config.model
     if isinstance(model, HfModel):
-        is_known = bool(hub.describe(model).shards)  # else its dimensions alone are
+        is_known = bool(hub.describe(model).shards)  # otherwise only its dimensions are known
         return hub.bytes_to_download(model) if is_known else weights * _BF16
     if ready_directory(model, cache):
         return 0
@@ -119,7 +119,7 @@ _GIB = 1 << 30
 
 
 def device_of_plan(config: RunConfig) -> machine.Machine:
-    """Describe the device that a run is planned for: this machine's, or of the size asked for."""
+    """Describe the device that a run is planned for: this machine's or of the requested size."""
     here = machine.look(config.trainer.accelerator)
     gib = config.trainer.device_gib
     if gib is None:
@@ -134,7 +134,7 @@ def device_of_plan(config: RunConfig) -> machine.Machine:
 
 
 def for_all_on_a_machine(config: RunConfig, one: int, kind: str) -> int:
-    """Return bytes that a device must hold: a GPU those of one process, a CPU those of all."""
+    """Return the bytes a device must hold: one process's on a GPU, all processes' on a CPU."""
     return one * (config.trainer.devices if kind == "cpu" else 1)
 
 
@@ -145,19 +145,19 @@ def shared(
     expected: Memory,
     device: machine.Machine,
 ) -> dict[str, Any] | None:
-    """Say who shares the work and what each takes; None where one process is asked for.
+    """Describe how the processes share the work and what each needs; None for a single process.
 
-    ``fits`` says of each strategy whether the device holds it: true, false, or null where that is
-    within the estimate's interval, or where the device's memory is unknown. A strategy that the
-    run cannot have is left out.
+    ``fits`` states for each strategy whether it fits on the device: true, false, or null if that
+    is within the estimate's interval or the device's memory is unknown. Strategies that the run
+    does not support are omitted.
 
     Args:
         config: the whole configuration.
-        shape: of the model.
-        documents: lengths of what is trained on.
-        expected: the forecast of the strategy that is chosen; the others differ from it as their
-            formulas do.
-        device: that each process computes on.
+        shape: shape of the model.
+        documents: lengths of the training documents.
+        expected: the forecast of the chosen strategy; the others are scaled by the ratios of
+            their formulas.
+        device: the device of each process.
     """
     trainer = config.trainer
     if trainer.strategy is Strategy.one:
@@ -199,7 +199,7 @@ def shared(
 
 
 def _under(config: RunConfig, strategy: Strategy) -> RunConfig:
-    """Return the run under another strategy, with as many processes; one is one."""
+    """Return the run under another strategy with the same number of processes, or a single one."""
     trainer = replace(config.trainer, strategy=strategy)
     if strategy is Strategy.one:
         trainer = replace(trainer, devices=1, num_nodes=1)
@@ -213,12 +213,12 @@ def _fits(low: int, high: int, free: int | None) -> bool | None:
 
 
 _F32_BYTES = 4  # bytes
-_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, loaded kernels: as for training
+_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, loaded kernels: as in training
 _SPREAD = 0.3  # unverified guess
 
 
 def attribution_memory(config: RunConfig, shape: Shape) -> Memory:
-    """Estimate it by formula, in bytes."""
+    """Estimate the memory of attribution by formula, in bytes."""
     compute = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32_BYTES
     weights = shape.linear_parameters + shape.embedding_parameters
     kept = config.attribute.tokens * shape.num_hidden_layers * shape.hidden_size
@@ -239,8 +239,8 @@ def attribution_memory(config: RunConfig, shape: Shape) -> Memory:
     )
 
 
-_ALIKE = 0.95  # of the longest document: all are about as long
-_RECENT = 20  # runs that an interval is taken from; older ones ran older code
+_ALIKE = 0.95  # above this fraction of the longest, all documents have about the same length
+_RECENT = 20  # most recent runs used for an interval; older ones ran older code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,11 +248,11 @@ class Forecast:
     """The predicted cost of a run.
 
     Attributes:
-        memory: the estimate, corrected and bounded by earlier runs where there are enough.
-        formula: the peak by formula alone, as a probe of the run would see it.
-        runs: ids of the earlier runs of like size that the forecast rests on.
-        pace: the rate of computing.
-        per_token: training operations for one token.
+        memory: the estimate, corrected and bounded by earlier runs if there are enough.
+        formula: the peak by formula alone, as a probe of the run would measure it.
+        runs: ids of the earlier runs of similar size used for the forecast.
+        pace: the throughput.
+        per_token: training operations per token.
     """
 
     memory: Memory
@@ -263,13 +263,13 @@ class Forecast:
 
 
 def tokens_per_step(config: RunConfig) -> int:
-    """Return the tokens of one optimizer step, full blocks taken."""
+    """Return the number of tokens in one optimizer step, assuming full blocks."""
     data = config.data
     return data.seq_len * data.micro_batch_size * config.trainer.accumulate_grad_batches
 
 
 def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
-    """Return the lengths of documents as the plan's data part tells them; unknown is the limit."""
+    """Return the document lengths in the plan's data part; unknown lengths are set to the limit."""
     limit = config.data.seq_len
     longest, typical = data.get("longest_tokens"), data.get("typical_tokens")
     return Documents(
@@ -282,7 +282,7 @@ def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
 def forecast(
     config: RunConfig, shape: Shape, documents: Documents, machine: Machine, cache: Path
 ) -> Forecast:
-    """Estimate memory and pace of a run."""
+    """Estimate the memory and throughput of a run."""
     sizes = {"parameters": shape.parameters, "tokens_per_step": tokens_per_step(config)}
     known = [
         one
@@ -302,7 +302,7 @@ def forecast(
 
 
 def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: Machine) -> float:
-    """Return training operations for one token."""
+    """Return training operations per token."""
     adapter, linears = trained_parameters(config, shape), frozen_linears(config, shape)
     if isinstance(config.backend, ProxyConfig):
         return throughput_model.proxy_flop_per_token(

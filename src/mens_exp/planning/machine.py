@@ -1,9 +1,9 @@
 """This machine and this process, without importing torch: devices, cores, rank, memory in use.
 
-What only torch or the driver can tell (whether a library loads, whether a kernel runs) is not
-guessed here: `task=doctor` tries it. The first process of a run keeps the record. It starts the
-others on its own machine; several machines are started by torchrun, which sets the rank in the
-environment. Resident and peak memory of the process and of its GPU are in bytes.
+Facts that only torch or the driver can determine (whether a library loads, whether a kernel runs)
+are not guessed here; `task=doctor` tests them. The first process of a run writes the record. It
+starts the other processes on its own machine. On several machines, torchrun starts them and sets
+the rank in the environment. Resident and peak memory of the process and of its GPU are in bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-_ASK_S = 3.0  # nvidia-smi answers in a tenth of a second where the driver is well
+_ASK_S = 3.0  # nvidia-smi takes a tenth of a second with a healthy driver
 _QUERY = "name,memory.total,memory.free,compute_cap"
 _LIBRARY = re.compile(r"libbitsandbytes_(cpu|cuda\d+|rocm\d+|xpu\d*)\.")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -28,17 +28,17 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The device a run would compute on; unknown is None.
+    """The device a run would compute on; unknown values are None.
 
     Attributes:
         kind: ``cpu`` or ``cuda``.
-        name: as the system spells it.
-        total_bytes: its memory.
-        free_bytes: what is free of it now.
+        name: as reported by the system.
+        total_bytes: total memory.
+        free_bytes: memory that is currently free.
         capability: CUDA compute capability, such as ``9.0``.
-        has_bf16: whether it multiplies bf16 in hardware.
+        has_bf16: whether it has bf16 matrix products in hardware.
         torch: version of the installed torch.
-        torch_cuda: CUDA version that torch was built for; None is a CPU build.
+        torch_cuda: CUDA version that torch was built for; None for a CPU build.
         libraries: names of the libraries in bitsandbytes (``cpu``, ``cuda128``); None without it.
     """
 
@@ -54,7 +54,7 @@ class Machine:
 
 
 def look(accelerator: str) -> Machine:
-    """Describe the device that ``trainer.accelerator`` would take.
+    """Describe the device that ``trainer.accelerator`` would select.
 
     Args:
         accelerator: ``auto``, ``cpu`` or ``gpu``.
@@ -90,13 +90,13 @@ def look(accelerator: str) -> Machine:
 
 
 def space(path: Path) -> tuple[Path, int]:
-    """Return the nearest directory of a path that exists, and the bytes free there."""
+    """Return the nearest existing parent directory of a path, and the bytes free there."""
     existing = next(parent for parent in (path, *path.resolve().parents) if parent.is_dir())
     return existing, shutil.disk_usage(existing).free
 
 
 def gpu_ids() -> tuple[str, ...]:
-    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """List the GPUs available to this process, as named in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
@@ -104,7 +104,7 @@ def gpu_ids() -> tuple[str, ...]:
 
 
 def _gpu() -> tuple[str, int, int, str] | None:
-    """Ask the driver about the first GPU."""
+    """Query the driver about the first GPU."""
     try:
         name, total, free, capability = _ask(_QUERY)[0].split(", ")
         return name, int(total) << 20, int(free) << 20, str(float(capability))
@@ -113,12 +113,12 @@ def _gpu() -> tuple[str, int, int, str] | None:
 
 
 def _ask(query: str) -> list[str]:
-    """Return the driver's answer, a line for each GPU; none where there is no driver."""
+    """Return the driver's answer, one line per GPU; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
-        done = subprocess.run(  # noqa: S603  # the driver's own program, by its full path
+        done = subprocess.run(  # noqa: S603  # the driver's own executable, by its full path
             [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -131,7 +131,7 @@ def _ask(query: str) -> list[str]:
 
 
 def _torch() -> tuple[str | None, str | None]:
-    """Read torch's version and CUDA version from its own version.py, without importing it."""
+    """Read torch's version and CUDA version from its version.py, without importing it."""
     try:
         distribution = metadata.distribution("torch")
         text = Path(str(distribution.locate_file("torch/version.py"))).read_text("utf-8")
@@ -143,7 +143,7 @@ def _torch() -> tuple[str | None, str | None]:
 
 
 def _libraries() -> frozenset[str] | None:
-    """List the compiled libraries that came with bitsandbytes."""
+    """List the compiled libraries installed with bitsandbytes."""
     try:
         folder = Path(str(metadata.distribution("bitsandbytes").locate_file("bitsandbytes")))
         names = [file.name for file in folder.iterdir()]
@@ -167,7 +167,7 @@ def _processor() -> tuple[str, set[str] | None]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return total and free memory, as far as the container allows."""
+    """Return total and free memory, subject to the container's limits."""
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     limit = _number(_CGROUP / "memory.max")
@@ -176,7 +176,7 @@ def _host_memory() -> tuple[int, int]:
         return total, free
     try:
         statistics = (_CGROUP / "memory.stat").read_text("ascii").split()
-        used -= int(statistics[statistics.index("inactive_file") + 1])  # given back when needed
+        used -= int(statistics[statistics.index("inactive_file") + 1])  # reclaimable page cache
     except (OSError, ValueError, IndexError):
         pass
     return min(total, limit), max(0, min(free, limit - used))
@@ -190,7 +190,7 @@ def _number(path: Path) -> int | None:
 
 
 def cores() -> int:
-    """Count the cores that this process may use, at least one."""
+    """Return the number of cores available to this process, at least one."""
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
         return max(1, min(allowed, psutil.cpu_count(logical=False) or 1))
@@ -198,7 +198,7 @@ def cores() -> int:
 
 
 def may_use_gpu(accelerator: str) -> bool:
-    """Tell whether a GPU may do the work; asking torch itself would take seconds."""
+    """Return whether a GPU may be used; importing torch to find out would take seconds."""
     if accelerator == "auto":
         return shutil.which("nvidia-smi") is not None
     return accelerator == "gpu"
@@ -212,10 +212,10 @@ class Rank:
     """One of the processes that train together.
 
     Attributes:
-        rank: its number among all, from 0.
-        world_size: processes on all machines.
-        local_rank: its number on its machine.
-        local_world_size: processes on its machine.
+        rank: its index among all processes, from 0.
+        world_size: number of processes on all machines.
+        local_rank: its index on its machine.
+        local_world_size: number of processes on its machine.
     """
 
     rank: int
@@ -225,12 +225,12 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that keeps the record."""
+        """Whether this is the process that writes the record."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others."""
+        """Whether there are no other processes."""
         return self.world_size == 1
 
 
@@ -238,7 +238,7 @@ ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def of_torchrun() -> Rank | None:
-    """Return what torchrun says this process is; None where it did not start it, or it alone."""
+    """Return the rank set by torchrun; None without torchrun or for a single process."""
     said = [os.environ.get(name, "") for name in _VARIABLES]
     numbers = said[:4]
     if not all(said) or not all(text.isdecimal() for text in numbers):

@@ -1,10 +1,10 @@
 """Estimate the peak memory of a training process, component by component, on CPU and on CUDA.
 
-What the backward pass keeps is counted tensor by tensor, as autograd's hooks show it on the real
-graph (experiments/memory_model); what an allocator adds to that is measured. Trained parameters are
-counted without building the backend. Of a sharded base (trainer=fsdp), codes of decoder layers are
-shared out, their scales are not: bitsandbytes keeps these with the weight. Embedding, last norm,
-head and all that is trained are whole in every process.
+Tensors saved for the backward pass are counted one by one, as autograd's hooks show them on the
+real graph (experiments/memory_model). The allocator's overhead is measured. Trained parameters are
+counted without building the backend. With a sharded base (trainer=fsdp), the codes of decoder
+layers are sharded but their scales are not, because bitsandbytes keeps scales with the weight. The
+embedding, the last norm, the head and all trained parameters are replicated in every process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.layout.targets import LinearModule
 
-BUCKETS = "gradient buckets"  # what only several processes have
+BUCKETS = "gradient buckets"  # only with several processes
 NESTED_BLOCK = 256  # bitsandbytes' own; asserted in tests/quant
 
 _F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
-# Bytes a parameter of the moments, by the optimizer's class name.
+# Bytes of moments per parameter, by the optimizer's class name.
 _MOMENTS = {
     "AdamW": 8.0,
     "Adam": 8.0,
@@ -51,23 +51,24 @@ _MOMENTS = {
     "Lion8bit": 1.0 + _F32 / 256,
     "SGD": 4.0,
 }
-_MOMENTS_UNKNOWN = 8.0  # Adam's; the user's own optimizer
+_MOMENTS_UNKNOWN = 8.0  # Adam's; for a user-defined optimizer
 # measured: chunks of 512 instead of 64 positions took 177 MB more, 8 bytes a logit; plus the bf16
 # logits, which the smaller chunk's peak hides.
 _LOGITS = 10
 
 # measured: experiments/memory_model, SmolLM2-135M on CPU
-# Computed again, one layer's activations come and go thirty times and leave larger holes; the
-# heap then keeps the scores of every layer though each is freed. It is glibc's: with
-# MALLOC_MMAP_THRESHOLD_=1000000, 2 x 1,024 tokens took 1.29 instead of 2.42 GB, one run each.
+# With checkpointing, one layer's activations are allocated and freed thirty times and leave larger
+# holes; the heap then retains the scores of every layer although each is freed. This is glibc's
+# behaviour: with MALLOC_MMAP_THRESHOLD_=1000000, 2 x 1,024 tokens took 1.29 instead of 2.42 GB,
+# one run each.
 _CPU_KEPT_RECOMPUTED = 2.7
 _CPU_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, Lightning, loaded kernels
-_MAPPED = 2  # bytes a weight of the checkpoint's file, resident as long as it is mapped
-_CPU_F32_EXTRA = 130_000_000  # measured: an f32 base built takes so much more than its numbers
-# resident bytes for one byte that autograd keeps: its own, and the holes that temporaries leave
+_MAPPED = 2  # bytes per weight of the checkpoint's file, resident while it is mapped
+_CPU_F32_EXTRA = 130_000_000  # measured: memory of a built f32 base beyond its weights
+# Resident bytes per byte that autograd saves: the byte itself, and holes left by temporaries.
 _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
-# measured: SmolLM2 with checkpointing, where nothing else hides them, took 380 MB more on documents
-# of sixteen lengths than on documents of one: each shape keeps its own oneDNN kernels.
+# measured: SmolLM2 with checkpointing, where no larger peak hides them, took 380 MB more with
+# documents of sixteen lengths than of one: oneDNN caches separate kernels for each shape.
 _KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 24_000_000, 32, 16
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
@@ -85,8 +86,8 @@ class Documents:
 
     Attributes:
         longest: the longest.
-        typical: mean length of the document that a token lies in.
-        varied: whether there are documents of many lengths.
+        typical: token-weighted mean document length.
+        varied: whether the documents have many different lengths.
     """
 
     longest: int
@@ -94,9 +95,9 @@ class Documents:
     varied: bool = True
 
     def squares(self, sequences: int, seq_len: int) -> float:
-        """Return the sum of squared lengths in the largest micro-batch, where attention pays.
+        """Return the sum of squared lengths in the largest micro-batch, the cost of attention.
 
-        One document is the longest there is, what is left is typical.
+        Assumes one document of the greatest length; the rest are of typical length.
         """
         longest = min(self.longest, seq_len)
         return longest**2 + (sequences * seq_len - longest) * min(self.typical, seq_len)
@@ -107,11 +108,11 @@ class Memory:
     """An estimate of peak memory: bytes, by component.
 
     Attributes:
-        components: what adds up to the estimate.
+        components: bytes by component; their sum is the estimate.
         low: lower bound of the interval.
-        high: its upper bound.
-        outside: the part of the estimate that the probe of a run does not see.
-        basis: what it rests on.
+        high: upper bound of the interval.
+        outside: the part of the estimate that the probe of a run does not measure.
+        basis: the basis of the estimate.
     """
 
     components: dict[str, int]
@@ -126,7 +127,7 @@ class Memory:
         return sum(self.components.values())
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the estimate as plain JSON."""
         return {
             "estimate": self.estimate,
             "low": self.low,
@@ -137,15 +138,15 @@ class Memory:
 
 
 def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
-    """Return bits of a weight with its share of the scales (arXiv:2305.14314, section 3).
+    """Return bits per weight, including its share of the scales (arXiv:2305.14314, section 3).
 
-    An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
-    256 of them, it is 0.127. A weight of eight bits shares an f32 scale with its row. One that is
-    not quantized is in the compute format.
+    An f32 scale per block of 64 adds half a bit; quantized to 8 bits, with an f32 scale for each
+    256 of them, it adds 0.127. In 8-bit quantization, the weights of a row share one f32 scale.
+    Unquantized weights are in the compute format.
 
     Args:
         quant: the `quant` group.
-        rows_per_weight: rows over weights, which only eight bits ask for.
+        rows_per_weight: number of rows divided by number of weights; used only for 8 bits.
     """
     if quant.quant_type is QuantType.int8:
         return 8 + 32 * rows_per_weight
@@ -157,16 +158,16 @@ def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
 
 
 def dense_experts(config: RunConfig, shape: Shape) -> int:
-    """Count the weights of experts that stay in the compute format though a base is quantized.
+    """Count the expert weights that stay in the compute format although the base is quantized.
 
-    bitsandbytes quantizes linear modules, and transformers holds experts as tensors.
+    bitsandbytes quantizes linear modules, and transformers stores experts as tensors.
     """
     is_whole = config.quant.is_quantized and config.backend.name != "proxy"
     return shape.expert_parameters if is_whole else 0
 
 
 def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
-    """Return bytes of an optimizer's state, and whether they lie in pageable host memory.
+    """Return the bytes of an optimizer's state, and whether they are in pageable host memory.
 
     Args:
         target: class of the optimizer.
@@ -177,12 +178,12 @@ def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
 
 
 def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
-    """Return the modules that get an adapter; none where a target is wrong, which is told."""
+    """Return the modules that get an adapter; empty if a target is invalid (reported elsewhere)."""
     return () if target_problems(config.lora, shape) else chosen(config.lora, shape)
 
 
 def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
-    """Tell whether activations are computed again in the backward pass."""
+    """Return whether activations are recomputed in the backward pass."""
     return checkpointing_wanted(
         config.model.gradient_checkpointing,
         parameters=shape.parameters,
@@ -191,12 +192,12 @@ def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
 
 
 def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) -> Memory:
-    """Estimate the peak of a training process.
+    """Estimate the peak memory of a training process.
 
     Args:
         config: the run.
-        shape: dimensions of its base.
-        documents: what it trains on.
+        shape: dimensions of the base model.
+        documents: lengths of the training documents.
         kind: ``cpu`` or ``cuda``.
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
@@ -211,7 +212,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     sizes = [shape.size_of(one) for one in shape.family.projections if one.slot is None]
     bits = bits_per_weight(config.quant, sum(o for o, _ in sizes) / sum(o * i for o, i in sizes))
     dense = dense_experts(config, shape)
-    # Where every weight learns, the base is what is counted as learned.
+    # If every weight is trained, the base is counted among the trained parameters.
     frozen = 0 if config.backend.name == "full" else 1
     components = {
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
@@ -220,7 +221,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
         "gradients": parameters * _F32,
-        # They are summed in buckets of their own, all of them together as large.
+        # Gradients are reduced in separate buckets, which together have the same size.
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **_sums_of_experts(config, shape, width=width, again=again),
@@ -240,8 +241,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         components = in_parts(config, components, bits=bits, layers=layers, kind=kind)
     total = sum(components.values())
     below, above = _CPU_SPREAD if on_cpu else _CUDA_SPREAD
-    # Only documents that are surely there count for the lower bound, and no page of a file, which
-    # the system can take back.
+    # The lower bound counts only documents that are certain to occur, and no file-backed pages,
+    # which the system can reclaim.
     sure = total - round(factor["attention scores"] * kept["attention scores"])
     sure -= components.get("weights file, mapped", 0)
     return Memory(
@@ -257,18 +258,18 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
 
 
 def compares(config: RunConfig) -> bool:
-    """Tell whether a run is compared with transformers before its first step."""
+    """Return whether a run is compared with transformers before its first step."""
     return config.data.contract.probe and config.backend.name != "proxy"
 
 
 def _comparison(
     config: RunConfig, shape: Shape, components: Mapping[str, int], kept: Mapping[str, float]
 ) -> dict[str, int]:
-    """Return what the comparison with transformers before step 1 needs beyond training.
+    """Return the memory that the comparison with transformers before step 1 needs beyond training.
 
-    It holds f32 copies of the unquantized weights, and neither moments nor long activations. Of a
-    base that is not quantized these are another base or two, and it is left out where they do not
-    fit.
+    It holds f32 copies of the unquantized weights, but neither moments nor long activations. For
+    an unquantized base the copies amount to one or two more bases, and the comparison is skipped
+    if they do not fit.
     """
     if not (compares(config) and config.quant.is_quantized) or is_in_parts(config):
         return {}
@@ -282,12 +283,12 @@ def _process(config: RunConfig) -> str:
 
 
 def _holes(kept: Mapping[str, float], factor: Mapping[str, float]) -> float:
-    """Return what an allocator holds beside what is kept."""
+    """Return the allocator's overhead on top of the saved tensors."""
     return sum((factor[name] - 1) * value for name, value in kept.items())
 
 
 def _kernels(documents: Documents) -> float:
-    """Return what the kernels of all shapes take; holes of larger tensors have room for them."""
+    """Return the memory of the kernels of all shapes; holes of larger tensors can hold them."""
     shapes = -(-documents.longest // _BUCKET) if documents.varied else 1
     return float(_KERNELS_PER_SHAPE * min(shapes, _MOST_SHAPES))
 
@@ -301,57 +302,57 @@ def _kept(
     on_cpu: bool,
     again: bool,
 ) -> dict[str, float]:
-    """Return what the backward pass keeps, by kind, in bytes."""
+    """Return the bytes saved for the backward pass, by kind."""
     sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
     if not config.data.packing:
         seq_len = min(seq_len, documents.longest)
     tokens, layers = sequences * seq_len, shape.num_hidden_layers
     stack = proxy_stack(config, shape)
-    if stack is not None:  # no attention: of each projection its input, the norm's, and A's output
+    if stack is not None:  # no attention: per projection its input, the norm's, and A's output
         one = width * (2 * shape.hidden_size + config.lora.r) + _F32 * shape.hidden_size
         return {"activations": float(tokens * len(stack.middle) * one), "attention scores": 0.0}
     per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
     scores = 0.0
-    if on_cpu and config.data.packing:  # elsewhere a fused kernel keeps none
+    if on_cpu and config.data.packing:  # otherwise a fused kernel saves none
         squares = documents.squares(sequences, config.data.seq_len)
         scores = shape.num_attention_heads * squares * width
-    if again:  # a layer's input for each, and all of one layer at a time
+    if again:  # the input of every layer, and everything in one layer at a time
         inputs = tokens * layers * shape.hidden_size * width
         return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
     return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
 
 
 def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
-    """Return what one decoder layer keeps of one token on average, attention scores apart.
+    """Return the average bytes that a decoder layer saves per token, without attention scores.
 
-    Read off the saved tensors of the real graph: the residual in f32 for each of two norms;
+    Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
     query, key and value (and their fused kernel's output); gate, up and their activation; for
-    each input of an adapter what dropout left of it and the mask; A's output for each target.
+    each input of an adapter, the result of dropout and its mask; A's output for each target.
     """
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     pairs = shape.num_key_value_heads * shape.head_dim
     is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
     total = 2.0 * _F32 * shape.hidden_size
     total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
-    total += width * wide * (3 if is_gated else 5)  # the tanh form of GELU keeps its steps
+    total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
     every_module = modules_of(config, shape)
     modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
     inputs = {one.reads: one.width for one in modules}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 else 0
     adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
-    if config.quant.quant_type is QuantType.int8:  # whose layers keep their inputs as they were
-        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
+    if config.quant.quant_type is QuantType.int8:  # its layers save their inputs unchanged
+        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which saves them
         every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}
         adapters += width * sum(w for reads, w in every.items() if reads not in shared)
     return total + adapters / shape.num_hidden_layers
 
 
 def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
-    """Return what adapted experts take beside themselves.
+    """Return the additional memory of adapted experts.
 
-    PEFT computes with ``W + s·B A``, which the backward pass needs again, and whose gradient is as
-    large; that is there for one layer at a time.
+    PEFT computes with ``W + s·B A``, which the backward pass needs again and whose gradient is
+    just as large; both exist for one layer at a time.
     """
     if config.backend.name in {"full", "proxy"}:
         return {}
@@ -368,7 +369,7 @@ def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool
 
 
 def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
-    """Return what the plain weights take that are kept beside those of a residual."""
+    """Return the memory of plain weights that are kept in addition to those of a residual."""
     if not config.lora.start_changes_base:
         return {}
     weights = sum(one.out * one.width for one in modules_of(config, shape))
@@ -376,7 +377,7 @@ def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict
 
 
 def _head_positions(config: RunConfig) -> int:
-    """Return positions whose logits exist at one time; all, where an objective does not say."""
+    """Return the positions whose logits exist at the same time; all for an unknown objective."""
     if isinstance(config.objective, CrossEntropyConfig):
         return config.objective.chunk_tokens
     return config.data.seq_len * config.data.micro_batch_size
@@ -386,26 +387,26 @@ EXPERTS_DENSE = "experts, not quantized"
 
 WHOLE = "base, whole while it is loaded or scored"
 _CODE_BITS = 4
-# Layers that are whole at one time: the one that computes, the one fetched ahead of it, and the
-# buffer that its parts arrive in. By PyTorch's code (fully_shard); not measured on a GPU.
+# Layers that are gathered at the same time: the one computing, the one prefetched, and the
+# all-gather buffer. From PyTorch's code (fully_shard); not measured on a GPU.
 _AT_ONCE = 3
 _RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "framework")
 
 
 def is_in_parts(config: RunConfig) -> bool:
-    """Whether several processes share out the base."""
+    """Return whether the base is sharded across processes."""
     return config.trainer.strategy is Strategy.fsdp and config.trainer.world_size > 1
 
 
 def in_parts(
     config: RunConfig, components: dict[str, int], *, bits: float, layers: int, kind: str
 ) -> dict[str, int]:
-    """Return the components of one of several processes from those of one that holds all.
+    """Convert the components of an unsharded process to those of one of several.
 
     Args:
         config: the whole configuration.
-        components: bytes by component, the base whole.
-        bits: of a weight of the base, its share of the scales among them.
+        components: bytes by component, with the whole base.
+        bits: bits per weight of the base, including its share of the scales.
         layers: decoder layers.
         kind: "cpu" or "cuda".
     """
@@ -420,10 +421,10 @@ def in_parts(
         "gathered layers": min(_AT_ONCE, layers) * (codes + dense) // layers,
     }
     alone = sum(components.get(name, 0) for name in _RESTING)
-    if kind == "cpu":  # at the least, one process of a machine loads while others hold their part
+    if kind == "cpu":  # at least one process of a machine loads while the others hold their shards
         many, resting = config.trainer.devices, sum(parts.get(name, 0) for name in _RESTING)
         peak = (alone + (many - 1) * resting) // many
-    else:  # it is loaded in the host's memory, and scored by the first process alone
+    else:  # loaded in host memory, and scored by the first process only
         peak = alone if config.suite.name != "none" else 0
     return parts | {WHOLE: max(0, peak - sum(parts.values()))}
 
@@ -431,7 +432,7 @@ def in_parts(
 def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
     """Return the proxy's stack; None for other backends.
 
-    A checkpoint that is made here is whole, and so is taken to be one whose headers are not here.
+    A checkpoint created here is complete. One whose headers are not available is assumed to be.
 
     Raises:
         MensError: the stack cannot be built, or a directory's headers cannot be read.
@@ -444,7 +445,7 @@ def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
 
 
 def trained_parameters(config: RunConfig, shape: Shape) -> int:
-    """Count the parameters that learn; of a family that is not verified, no norms and biases."""
+    """Count trained parameters; norms and biases only for a verified family."""
     base = shape.parameters + shape.small_parameters
     if config.backend.name == "full":
         return base
@@ -457,7 +458,7 @@ def trained_parameters(config: RunConfig, shape: Shape) -> int:
 
 
 def frozen_linears(config: RunConfig, shape: Shape) -> int:
-    """Count the weights of linear layers that a token goes through, the head left out."""
+    """Count the weights of the linear layers that a token passes through, without the head."""
     stack = proxy_stack(config, shape)
     if stack is None:
         return shape.linear_parameters
@@ -465,7 +466,7 @@ def frozen_linears(config: RunConfig, shape: Shape) -> int:
 
 
 def described_modules(config: RunConfig, shape: Shape) -> str:
-    """Say in a line which modules learn."""
+    """Describe the adapted modules in one line."""
     if config.backend.name == "full":
         return "every weight"
     stack = proxy_stack(config, shape)

@@ -1,6 +1,6 @@
-"""Messages of the planner and the preflight checks about runs, and files of models and adapters.
+"""Messages of the planner and of the preflight checks: runs, model files and adapter files.
 
-Each says what is wrong, what was found, what is accepted and what to do next.
+Each states the problem, the value found, the accepted values and what to do next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-MOST_NAMES = 32  # of missing keys; the rest is a number
+MOST_NAMES = 32  # missing keys that are listed; the rest are only counted
 MOST_LAST_TARGETS = 64  # REFERENCE section 2: ce_last_k
 
 COMPARISON = (
@@ -35,7 +35,7 @@ def quantized_base_needs_qlora(base: str, method: str) -> ConfigError:
 
 
 def qlora_needs_quantized_base(kernel: str) -> ConfigError:
-    """Gate 1, the other way round: without a quantized base it is plain LoRA."""
+    """Gate 1, the converse: qlora without a quantized base is plain LoRA."""
     return ConfigError(
         "qlora needs a quantized base",
         where="quant",
@@ -46,7 +46,7 @@ def qlora_needs_quantized_base(kernel: str) -> ConfigError:
 
 
 def kernel_without_base(name: str, base: str, bases: Sequence[str]) -> ConfigError:
-    """Gate 1 as well: a quantizer that a kernel has no form for."""
+    """Gate 1: the backend does not support this quantizer."""
     return ConfigError(
         f"backend={name} has no base of this kind",
         where="quant",
@@ -57,7 +57,7 @@ def kernel_without_base(name: str, base: str, bases: Sequence[str]) -> ConfigErr
 
 
 def qlora_needs_hf_tokenizer(mode: str) -> ConfigError:
-    """Gate 2: a pretrained base reads its own ids."""
+    """Gate 2: a pretrained base requires its own tokenizer."""
     return ConfigError(
         "qlora needs the base model's own tokenizer.json",
         where="tokenizer",
@@ -68,7 +68,7 @@ def qlora_needs_hf_tokenizer(mode: str) -> ConfigError:
 
 
 def kernel_needs_hf_tokenizer(name: str, mode: str) -> ConfigError:
-    """Gate 2: only the research lane learns ids of its own."""
+    """Gate 2: only the research lane trains with other token ids."""
     return ConfigError(
         f"backend={name} needs the base model's own tokenizer.json",
         where="tokenizer",
@@ -81,13 +81,13 @@ def kernel_needs_hf_tokenizer(name: str, mode: str) -> ConfigError:
 def needs_verified_layout(
     what: str, model_type: str | None, known: Collection[str], *, instead: str | None = None
 ) -> ConfigError:
-    """Gates 3 and 4, and every task that takes weights by their names.
+    """Gates 3 and 4, and every task that reads weights by name.
 
     Args:
-        what: reads weights by name, such as ``backend=proxy`` or ``format=gguf``.
-        model_type: of the base model.
-        known: the model types whose names are verified.
-        instead: a setting that does without, where there is one.
+        what: the setting that reads weights by name, such as ``backend=proxy`` or ``format=gguf``.
+        model_type: model type of the base.
+        known: the model types with verified names.
+        instead: an alternative setting that does not need names, if there is one.
     """
     return ConfigError(
         f"{what} reads weights by name, and this family's names are not verified",
@@ -103,7 +103,7 @@ def needs_verified_layout(
 def layout_is_not_verified(
     model_type: str, known: Collection[str], refusing: Collection[str]
 ) -> str:
-    """Note of a plan: an unknown family trains, and what it will not do."""
+    """Plan note: an unknown family can be trained, with the limitations listed."""
     return (
         f"model_type {model_type} is none of the verified layouts ({', '.join(sorted(known))}): "
         "it trains by the names in its headers; what reads weights by name refuses it: "
@@ -112,7 +112,7 @@ def layout_is_not_verified(
 
 
 def kernel_not_available(name: str, have: Collection[str], *, planned: bool) -> ConfigError:
-    """Gate 4: nothing here computes this graph."""
+    """Gate 4: no available backend computes this graph."""
     return ConfigError(
         "this kernel is not available here" if planned else "unknown kernel",
         where="backend",
@@ -124,7 +124,7 @@ def kernel_not_available(name: str, have: Collection[str], *, planned: bool) -> 
 
 
 def mobile_edge_refuses(where: str, found: object, expected: str, remedy: str) -> ConfigError:
-    """Gate 5: what a phone's runtime will not take."""
+    """Gate 5: a setting that a phone's runtime does not support."""
     return ConfigError(
         "deployment_target=mobile_edge does not go with it",
         where=where,
@@ -135,7 +135,7 @@ def mobile_edge_refuses(where: str, found: object, expected: str, remedy: str) -
 
 
 def forced_kernel_disagrees(forced: str, chosen: str) -> ConfigError:
-    """Gate 6: what was named is not what the contract asks for."""
+    """Gate 6: the backend that was named is not the one that the contract requires."""
     return ConfigError(
         "the named kernel is not the one that the contract asks for",
         where="backend",
@@ -146,7 +146,7 @@ def forced_kernel_disagrees(forced: str, chosen: str) -> ConfigError:
 
 
 def skip_rate_out_of_range(found: float) -> ConfigError:
-    """The share of rows that may be skipped is a share."""
+    """The share of rows that may be skipped is not between its bounds."""
     return ConfigError(
         "no share of rows",
         where="max_skip_rate",
@@ -157,7 +157,7 @@ def skip_rate_out_of_range(found: float) -> ConfigError:
 
 
 def proxy_flags_contradict(first: str, second: str) -> ConfigError:
-    """Two settings of the proxy stack that cannot both hold."""
+    """Two settings of the proxy stack contradict each other."""
     return ConfigError(
         f"contradicts {second}",
         where=first,
@@ -168,7 +168,7 @@ def proxy_flags_contradict(first: str, second: str) -> ConfigError:
 
 
 def last_targets_out_of_range(found: int, seq_len: int) -> ConfigError:
-    """The last K targets lie inside the sequence, and are few."""
+    """The number of last targets must be small and fit in the sequence."""
     return ConfigError(
         "more last targets than can be learned from",
         where="ce_last_k",
@@ -180,7 +180,7 @@ def last_targets_out_of_range(found: int, seq_len: int) -> ConfigError:
 
 
 def proxy_stack_incomplete(missing: Sequence[str], expected: int) -> ModelFileError:
-    """Strict mode: a middle projection is absent."""
+    """Strict mode: a middle projection is missing."""
     shown = ", ".join(missing[:MOST_NAMES])
     more = f", and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
     return ModelFileError(
@@ -193,7 +193,7 @@ def proxy_stack_incomplete(missing: Sequence[str], expected: int) -> ModelFileEr
 
 
 def disk_too_small(place: str, needed: int, free: int, parts: str) -> SetupError:
-    """The free disk is too small for the files of the run."""
+    """Not enough free disk space for the files of the run."""
     return SetupError(
         "not enough disk",
         where=place,
@@ -206,7 +206,7 @@ def disk_too_small(place: str, needed: int, free: int, parts: str) -> SetupError
 def memory_too_small(
     device: str, low: int, free: int, *, attributes: bool = False, by_scoring: bool = False
 ) -> SetupError:
-    """Even the lower bound of the estimate is more than there is."""
+    """Even the lower bound of the memory estimate exceeds the available memory."""
     remedy = "lower data.micro_batch_size, data.seq_len or lora.r; task=plan shows each part"
     if attributes:
         remedy = "lower attribute.tokens, or choose a smaller model: it is held in f32"
@@ -225,7 +225,7 @@ def memory_too_small(
 
 
 def memory_may_be_small(device: str, low: int, high: int, free: int) -> str:
-    """Warn: the interval of the estimate reaches past what is free."""
+    """Warn that the interval of the memory estimate exceeds the free memory."""
     return (
         f"memory of {device}: {size(free)} free, and the run takes {size(low)} to {size(high)}; "
         "it may fail. Next: lower data.micro_batch_size or data.seq_len"
@@ -235,7 +235,7 @@ def memory_may_be_small(device: str, low: int, high: int, free: int) -> str:
 def memory_beyond_class(
     gib: float, low: int, high: int, *, micro_batch: int, accumulated: int
 ) -> str:
-    """Warn: a preset is written for GPUs that may not hold the run."""
+    """Warn that a preset is meant for GPUs that may have too little memory for the run."""
     fewer = (
         f"data.micro_batch_size=1 trainer.accumulate_grad_batches={micro_batch * accumulated} "
         "takes the same steps in less"
@@ -249,7 +249,7 @@ def memory_beyond_class(
 
 
 def bf16_emulated(device: str) -> str:
-    """Warn: bf16 works on any CPU, and is slow without instructions for it."""
+    """Warn that bf16 works on any CPU, but is slow without hardware instructions."""
     return (
         f"{device} has no bf16 instructions, so bf16 products are emulated and slow. "
         "Next: quant.compute_dtype=f32 is faster there"
@@ -257,7 +257,7 @@ def bf16_emulated(device: str) -> str:
 
 
 def no_four_bit_kernels(device: str, found: str, expected: str) -> SetupError:
-    """No library of bitsandbytes is for this device."""
+    """No library of bitsandbytes supports this device."""
     return SetupError(
         f"bitsandbytes has no 4-bit kernels for {device}",
         where="quant",
@@ -268,7 +268,7 @@ def no_four_bit_kernels(device: str, found: str, expected: str) -> SetupError:
 
 
 def torch_without_cuda(version: str) -> SetupError:
-    """A GPU was asked of a CPU build of torch."""
+    """A GPU was requested, but torch is a CPU build."""
     return SetupError(
         "this torch was built without CUDA",
         where="trainer",
@@ -279,7 +279,7 @@ def torch_without_cuda(version: str) -> SetupError:
 
 
 def bf16_unsupported(device: str, capability: str) -> SetupError:
-    """The device has no bf16 products."""
+    """The device has no bf16 matrix products."""
     return SetupError(
         f"{device} has no bf16 matrix products",
         where="quant.compute_dtype",
@@ -290,7 +290,7 @@ def bf16_unsupported(device: str, capability: str) -> SetupError:
 
 
 def size(count: float) -> str:
-    """Spell bytes in binary units: ``1.5 GiB``."""
+    """Format a size in binary units: ``1.5 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:  # noqa: PLR2004  # binary units
@@ -305,7 +305,7 @@ _OF_ONE_MODEL = "take config.json and weights of one model, or download it again
 def embedding_of_wrong_shape(
     where: str, found: Sequence[int], expected: tuple[int, int]
 ) -> ModelFileError:
-    """The embedding table is no matrix of vocabulary by width."""
+    """The shape of the embedding table is not (vocabulary, width)."""
     if len(found) != 2:  # noqa: PLR2004  # a matrix
         what, wanted = f"the embedding is of rank {len(found)}", "rank 2"
     elif found[0] != expected[0]:
@@ -322,7 +322,7 @@ def embedding_of_wrong_shape(
 
 
 def embedding_absent(where: str, tried: Sequence[str]) -> ModelFileError:
-    """No shard has the table."""
+    """No shard contains the embedding table."""
     return ModelFileError(
         "no shard has the embedding",
         where=where,
@@ -344,7 +344,7 @@ def heads_do_not_divide(where: str, heads: int, groups: int) -> ModelFileError:
 
 
 def sequence_past_positions(found: int, most: int, model: str) -> ConfigError:
-    """The model has no positions for so many tokens."""
+    """The sequence is longer than the model's positions."""
     return ConfigError(
         "longer than the model's positions reach",
         where="data.seq_len",
@@ -355,7 +355,7 @@ def sequence_past_positions(found: int, most: int, model: str) -> ConfigError:
 
 
 def ids_without_embedding(where: str, last: int, vocabulary: int) -> ModelFileError:
-    """The tokenizer reaches past the table."""
+    """The tokenizer has ids beyond the embedding table."""
     return ModelFileError(
         "the tokenizer has ids that the model has no embedding for",
         where=where,
@@ -366,7 +366,7 @@ def ids_without_embedding(where: str, last: int, vocabulary: int) -> ModelFileEr
 
 
 def quantized_already(where: str, found: str, formats: Iterable[str]) -> ModelFileError:
-    """Somebody's 4-bit weights would be rounded twice, or misread."""
+    """Weights that are already quantized would be rounded twice, or misread."""
     return ModelFileError(
         "the weights are quantized already",
         where=where,
@@ -377,7 +377,7 @@ def quantized_already(where: str, found: str, formats: Iterable[str]) -> ModelFi
 
 
 def blocks_straddle(where: str, found: str, expected: str) -> ConfigError:
-    """Blocks that no width divides give wrong sums in silence (bitsandbytes on CPU)."""
+    """Blocks that do not divide the width silently give wrong sums (bitsandbytes on CPU)."""
     return ConfigError(
         "4-bit blocks would straddle the rows of layers",
         where=where,
@@ -389,7 +389,7 @@ def blocks_straddle(where: str, found: str, expected: str) -> ConfigError:
 
 
 def another_in_the_adapter(where: str, found: object, theirs: object, adapter: Path) -> ConfigError:
-    """A setting is not that of the adapter that training starts from."""
+    """A setting differs from that of the adapter that training starts from."""
     return ConfigError(
         "is not that of the adapter to start from",
         where=where,

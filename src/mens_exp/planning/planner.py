@@ -1,7 +1,7 @@
-"""Turn a contract into an execution plan: every gate in order, then what will run.
+"""Turn a contract into an execution plan: apply every gate in order, then describe what will run.
 
-The gates are those of REFERENCE section 2; the first six bear its numbers. The environment of a
-contract on this machine is read without weights and without torch.
+The gates are those of REFERENCE section 2; the first six use its numbers. The environment is read
+without loading weights or importing torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EDGE_SEQ_LEN, _EDGE_RANK, _EDGE_BATCH = 512, 32, 1
 
 
 class Gate(StrEnum):
-    """Why a contract is refused, in the order of asking."""
+    """Reasons to refuse a contract, in the order in which they are checked."""
 
     QUANTIZED_BASE = "1 quantized base"
     TOKENIZER = "2 tokenizer"
@@ -56,15 +56,15 @@ class Gate(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """The environment that a contract meets.
+    """The environment that a contract is checked against.
 
     Attributes:
-        kernels: backends that are here.
-        model_type: the base model's family, None when nothing knows it.
-        device: ``auto``, ``cpu`` or ``gpu``, as asked for.
+        kernels: the available backends.
+        model_type: the family of the base model; None if unknown.
+        device: ``auto``, ``cpu`` or ``gpu``, as requested.
         forced: the backend that was named; None lets the contract choose.
-        keys: the checkpoint's tensors, where headers were read; the proxy's coverage needs them.
-        layers: decoder layers, where known.
+        keys: the checkpoint's tensor names, if headers were read; needed for the proxy's coverage.
+        layers: number of decoder layers, if known.
     """
 
     kernels: frozenset[str]
@@ -76,15 +76,15 @@ class Environment:
 
     @property
     def family(self) -> Family | None:
-        """The verified layout of the base model, if there is one."""
+        """The verified layout of the base model; None if there is none."""
         return FAMILIES.get(self.model_type or "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """The share of the proxy stack that a checkpoint holds; all None for another graph.
+    """The share of the proxy stack contained in a checkpoint; all None for another graph.
 
-    Complete and matched are None as long as its headers are not here.
+    ``complete`` and ``matched`` are None as long as the checkpoint's headers are not available.
     """
 
     eligible: bool | None = None
@@ -95,7 +95,7 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionPlan:
-    """The plan for a contract that the planner accepts."""
+    """The execution plan of an accepted contract."""
 
     kernel: str
     graph_id: str
@@ -119,7 +119,7 @@ def refusals(contract: FineTuneContract, around: Environment) -> Iterator[tuple[
         yield Gate.TOKENIZER, messages.qlora_needs_hf_tokenizer(mode)
     if method != "qlora" and kernel is not None and mode not in kernel.tokenizers:
         yield Gate.TOKENIZER, messages.kernel_needs_hf_tokenizer(kernel.name, mode)
-    # Other kernels load any model that transformers knows.
+    # The other backends can load any model known to transformers.
     reads_names = kernel is not None and kernel.needs_layout
     if method == "lora" and mode == "hf" and reads_names and around.family is None:
         unread = messages.needs_verified_layout(
@@ -153,7 +153,7 @@ def _base(
 
 
 def execution_plan(contract: FineTuneContract, around: Environment) -> ExecutionPlan:
-    """Return the plan of a contract without refusals."""
+    """Return the plan of a contract that has no refusals."""
     kernel = _kernel(contract, around)
     found = coverage(contract, around)
     graph = kernel.graph_id if kernel else "of the user's own class"
@@ -177,7 +177,7 @@ def execution_plan(contract: FineTuneContract, around: Environment) -> Execution
 
 
 def coverage(contract: FineTuneContract, around: Environment) -> Coverage:
-    """Count the middle projections of the proxy stack; None throughout where it is not one."""
+    """Count the middle projections of the proxy stack; all None for another graph."""
     if contract.adapter.targets != PROXY:
         return Coverage()
     expected = _middle_keys(contract, around)
@@ -195,7 +195,7 @@ def coverage(contract: FineTuneContract, around: Environment) -> Coverage:
 
 
 def _middle_keys(contract: FineTuneContract, around: Environment) -> list[str] | None:
-    """Name the checkpoint keys of the middle projections, None where they cannot be known."""
+    """List the checkpoint keys of the middle projections; None if they cannot be determined."""
     family = around.family
     if family is None or around.layers is None:
         return None
@@ -220,7 +220,7 @@ def _chosen(contract: FineTuneContract) -> BackendSpec | None:
 
 
 def _kernel(contract: FineTuneContract, around: Environment) -> BackendSpec | None:
-    """Return what will compute; None for a class of the user's own, which says so itself."""
+    """Return the backend that will run; None for a user-defined class, which states that itself."""
     if around.forced is not None:
         return BACKEND_SPECS.get(around.forced)
     return _chosen(contract)
@@ -236,7 +236,7 @@ def _kernel_gate(
 ) -> Iterator[tuple[Gate, MensError]]:
     name = kernel.name if kernel else around.forced
     if name is None:
-        return  # told by the first gate
+        return  # reported by the first gate
     if name not in around.kernels:
         planned = kernel is not None
         error = messages.kernel_not_available(name, around.kernels, planned=planned)
@@ -290,7 +290,7 @@ def _missing(contract: FineTuneContract, around: Environment) -> list[str]:
 
 
 def environment_of(config: RunConfig) -> Environment:
-    """Look around; what a model's files do not tell is None, and told by their own check."""
+    """Collect the environment; facts missing from a model's files are None (reported elsewhere)."""
     kernel = BACKEND_SPECS.get(config.backend.name)
     model_type, layers, keys = None, None, None
     is_proxy = kernel is not None and kernel.targets == PROXY
@@ -300,7 +300,7 @@ def environment_of(config: RunConfig) -> Environment:
         layers = shape.num_hidden_layers
         keys = _keys(config, shape) if is_proxy else None
     except (MensError, ArithmeticError):
-        pass  # the check of the model's files names it
+        pass  # reported by the check of the model's files
     return Environment(
         kernels=available() | {config.backend.name if kernel is None else ""} - {""},
         model_type=model_type,
@@ -312,7 +312,7 @@ def environment_of(config: RunConfig) -> Environment:
 
 
 def _keys(config: RunConfig, shape: Shape) -> frozenset[str] | None:
-    """Return a checkpoint's keys; a model that is made here has every projection."""
+    """Return a checkpoint's keys; a model created here has every projection."""
     if isinstance(config.model, HfModel):
         return frozenset(hub.describe(config.model).tensors) or None
     return frozenset(

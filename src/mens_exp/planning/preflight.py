@@ -1,4 +1,4 @@
-"""Report everything that is wrong before a run directory exists or a weight is read; torch-free."""
+"""Report all problems before a run directory is created or a weight is read; torch-free."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 def check_contract(config: RunConfig) -> Iterator[MensError]:
-    """Yield every reason to refuse what the run means."""
+    """Yield every reason to refuse the run's contract."""
     for gate, error in refusals(contract_of(config), environment_of(config)):
-        if gate is not Gate.FLAGS:  # the rules of their groups name them by their dotted paths
+        if gate is not Gate.FLAGS:  # reported by the rules of their groups, with dotted paths
             yield error
 
 
 def check_data(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the files of rows."""
+    """Yield the problems of the row files."""
     data = config.data
     if not isinstance(data, WrittenData):
         if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
-            load_rows(data, cache_root())  # says where nothing is left
+            load_rows(data, cache_root())  # raises if no rows are left
         return
     problems = {problem.where for problem in rule_problems(config)}
     if not any(range_problems(data)) and not problems:
         load_rows(data, cache_root())
     elif (
         problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
-    ):  # told already; the rows can still be judged
+    ):  # already reported; the rows can still be checked
         read_own(data)
     yield from ()
 
@@ -72,7 +72,7 @@ _CHECKS = (
     machine.check_processes,
     machine.check_machine,
 )
-# It builds neither a backend nor an adapter and trains nothing.
+# Builds neither a backend nor an adapter, and trains nothing.
 _OF_ATTRIBUTION = (
     _cache,
     check_data,
@@ -86,12 +86,12 @@ _OF_ATTRIBUTION = (
 
 
 def preflight(config: RunConfig) -> list[MensError]:
-    """List everything wrong with the files and limits that a run would meet."""
+    """List the problems of all files and limits that a run depends on."""
     problems: list[MensError] = []
     for check in _OF_ATTRIBUTION if config.task.name == "attribute" else _CHECKS:
         try:
             for problem in check(config):
-                problems.append(problem)  # noqa: PERF402  # kept when the check gives up later
+                problems.append(problem)  # noqa: PERF402  # preserved if the check fails later
         except Problems as several:
             problems += several.problems
         except MensError as error:
@@ -100,10 +100,10 @@ def preflight(config: RunConfig) -> list[MensError]:
 
 
 def writable_cache() -> Path:
-    """Return the cache folder, made where it is missing.
+    """Return the cache directory, creating it if necessary.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: it cannot be created or written to.
     """
     root = cache_root()
     try:

@@ -1,8 +1,8 @@
-"""Meaning of settings: every leaf of every schema once, and whether it changes learning.
+"""Classification of settings: every leaf of every schema, and whether it changes what is learned.
 
-The contract's digest covers the settings of the first five parts and nothing else. A setting of a
-class that is not ours (a user's own option) is unknown here, and counts as one that changes what is
-learned: two runs are then kept apart rather than taken for one.
+The contract's digest covers exactly the settings of the first five parts. A setting of a user's own
+class is unknown here and counts as changing what is learned, so that two runs are considered
+different rather than wrongly considered equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 _OURS = "mens_exp.training.callbacks."
-# Callbacks that only look, save or stop what cannot go on; any other is part of the contract.
+# Callbacks that only observe, save or stop a failing run; any other is part of the contract.
 RECORDING_CALLBACKS = frozenset(
     _OURS + name
     for name in (
@@ -39,7 +39,7 @@ RECORDING_CALLBACKS = frozenset(
         "throughput.Throughput",
     )
 )
-# Validation decides what is learned where it chooses the adapter or ends the run.
+# Validation affects what is learned if it selects the adapter or ends the run.
 _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 
 
@@ -65,7 +65,7 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield what the adapter's choice depends on where a KPI makes it."""
+    """Yield the settings that determine the choice of the adapter, if a KPI makes it."""
     if config.adapter.select is not Selection.best or config.adapter.metric == "val/loss":
         return
     yield "adapter.metric", config.adapter.metric
@@ -77,7 +77,7 @@ def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:
-    """Return every setting that changes nothing learned, but what is done or left beside it."""
+    """Return every setting that affects only what is done or recorded, not what is learned."""
     found = {
         path: value
         for field in dataclasses.fields(config)
@@ -105,22 +105,22 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-# What an override of these leaves as it was: everything that is learned.
+# Overrides of these cannot change anything that is learned.
 _APART = ("task=", "hydra.", "path=", "out=")
 
 
 def non_default_settings(
     config: RunConfig, overrides: Sequence[str] | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the settings that change what is learned and are not our defaults, by dotted path.
+    """Return the learning-relevant settings that differ from the defaults, by dotted path.
 
     Args:
         config: the run.
-        overrides: what made it, as typed, or None where that is not known. Without any that could
-            change a setting the defaults are not composed, which takes a third of a second.
+        overrides: its overrides, as typed, or None if unknown. If none of them can change a
+            setting, the defaults are not composed, which would take a third of a second.
 
     Returns:
-        ``found``, and ``default`` where the setting exists there, for each.
+        ``found``, and ``default`` if the setting exists there, for each.
     """
     if overrides is not None and all(text.lstrip("+").startswith(_APART) for text in overrides):
         return {}

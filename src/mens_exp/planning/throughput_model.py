@@ -1,9 +1,9 @@
-"""The time of a run: operations by formula, divided by a measured rate, corrected by earlier runs.
+"""Estimate the time of a run: operations by formula, divided by a measured rate, then corrected.
 
-Each line of a local file is one finished run, predicted and measured. A prediction is corrected by
-runs of like size on the same device and backend: by how far the formula was off for them, and by
-the rate that they computed at. Otherwise the rate is one measured on another CPU. No rate has been
-measured for a GPU; until a run on it is in the file, its time is unknown.
+A local ledger file has one line per finished run, with predictions and measurements. A prediction
+is corrected by runs of similar size on the same device and backend: by the formula's error for
+them, and by their measured rate. Without such runs, a rate measured on another CPU is used. No
+rate has been measured for a GPU; the time is unknown until the ledger contains a run on it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
 
-_FORMAT, _VERSION = "mens_exp_ledger", 2  # 1 had no sizes
-_FEWEST = 3  # runs under which a spread says nothing
+_FORMAT, _VERSION = "mens_exp_ledger", 2  # version 1 had no sizes
+_FEWEST = 3  # with fewer runs, a spread is meaningless
 # Student's t, two-sided 90 %, by degrees of freedom (any table); beyond it, the normal's 1.645.
 _T90 = {2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812}
 _T90_MANY = 1.75
 _LIKE_SIZE = 2.0  # unverified guess
-_LEAST_SPREAD = 0.02  # of the log ratio: allocators differ by that much between equal runs
+_LEAST_SPREAD = 0.02  # of the log ratio: the allocator varies by this much between identical runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +42,18 @@ class Entry:
     """One run's predictions and measurements; None where either is unknown.
 
     Attributes:
-        utc: when it was written.
-        device: as :func:`mens_exp.planning.machine.look` names it.
+        utc: time of writing.
+        device: name of the device, as in :func:`mens_exp.planning.machine.look`.
         family: model type of the base.
-        backend: what computed it.
-        run_id: the run.
+        backend: the backend that ran.
+        run_id: id of the run.
         contract: digest of its contract.
-        parameters: of the base, embedding included.
-        tokens_per_step: of an optimizer step.
+        parameters: parameters of the base, including the embedding.
+        tokens_per_step: tokens of an optimizer step.
         predicted_peak_bytes: by formula, uncorrected.
         measured_peak_bytes: the highest resident (CPU) or allocated (GPU) memory.
         flop_per_step: floating-point operations in an optimizer step, by formula.
-        predicted_step_s: None where no rate was known.
+        predicted_step_s: None if no rate was known.
         measured_step_s: mean over the steps after the first.
     """
 
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residuals:
-    """Factors on a prediction from earlier runs, and the number of those runs."""
+    """Correction factors for a prediction, from earlier runs, and the number of those runs."""
 
     runs: int
     centre: float
@@ -83,41 +83,42 @@ class Residuals:
 
 
 def is_alike(one: Entry, *, parameters: int, tokens_per_step: int) -> bool:
-    """Tell whether a run is of like size: within a factor of two, in both respects.
+    """Return whether a run is of similar size: within a factor of two in both respects.
 
-    What is off in a small run is its framework and its kernels, of which a large one knows nothing.
+    In a small run, the error is mostly due to the framework and its kernels, which says little
+    about a large run.
 
     Args:
         one: the run.
-        parameters: of the base to plan for.
-        tokens_per_step: likewise.
+        parameters: parameters of the base to plan for.
+        tokens_per_step: tokens of an optimizer step to plan for.
     """
     pairs = ((one.parameters, parameters), (one.tokens_per_step, tokens_per_step))
     return all(max(a, b) <= _LIKE_SIZE * min(a, b) for a, b in pairs)
 
 
 def ledger_path(cache: Path) -> Path:
-    """Return the ledger's place in the cache folder."""
+    """Return the ledger's path in the cache directory."""
     return cache / "ledger.jsonl"
 
 
 def append(path: Path, entry: Entry) -> None:
-    """Add one line; concurrent runs wait for each other.
+    """Append one line; concurrent runs wait for each other.
 
     Raises:
-        OSError: the disk refused.
+        OSError: writing failed.
     """
     line = json_line({"format": _FORMAT, "version": _VERSION, **asdict(entry)}, str(path))
     with file_lock(path.with_suffix(".lock")), path.open("ab") as file:
         if file.tell() and not _ends_whole(path):
-            line = b"\n" + line  # a writer died in the middle of its line; leave it behind
+            line = b"\n" + line  # a writer died in the middle of its line; start a new one
         file.write(line)
 
 
 def entries(path: Path) -> list[Entry]:
-    """Read every whole line of today's version; a damaged one is passed over.
+    """Read every complete line of the current version, skipping damaged ones.
 
-    The ledger only widens or narrows an interval, so a line that cannot be read is no error.
+    The ledger only widens or narrows an interval, so an unreadable line is not an error.
     """
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
@@ -127,9 +128,9 @@ def entries(path: Path) -> list[Entry]:
 
 
 def residuals(ratios: Sequence[float]) -> Residuals | None:
-    """Return centre and 90 % prediction interval of the next ratio, None with too few.
+    """Return the center and 90 % prediction interval of the next ratio; None with too few ratios.
 
-    Log ratios are taken as normal: centre their mean m, half-width t · s · sqrt(1 + 1/n).
+    Log ratios are assumed normal: the center is their mean m, the half-width t · s · sqrt(1 + 1/n).
     """
     n = len(ratios)
     if n < _FEWEST:
@@ -161,10 +162,10 @@ def _read(line: str) -> Entry | None:
 
 # measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
 _FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
-_SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
-_TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
-# measured: bitsandbytes 0.50, NF4 with double quantization, weights a second on one EPYC core;
-# eight bits took 5.6 times as many as NF4 in the same minute
+_SUPERVISED = 0.5  # share of tokens on which the head runs, as in the main job
+_TABLE_SPREAD = 2.0  # factor by which another CPU may be faster or slower; unverified guess
+# measured: bitsandbytes 0.50, NF4 with double quantization, weights per second on one EPYC core;
+# 8-bit quantized 5.6 times as many as NF4 in the same minute
 _QUANTIZED_PER_CORE_S = {
     QuantType.nf4: 6e6,
     QuantType.fp4: 6e6,
@@ -175,15 +176,16 @@ _QUANTIZED_PER_CORE_S = {
 # core: 10 s, most of them for unpacking each weight twice
 _COMPARED_PER_CORE_S = 1.1e7
 # measured: SmolLM2's stack (38.3 M weights), forward and backward in bf16: 4, 64, 512 and 1,024
-# positions took 0.19, 0.25, 0.82 and 1.67 s of processor time on a busy machine, so 0.19 s for
-# unpacking and 1.1e11 to 1.2e11 operations a second of a core beyond it, near the table's rate.
-_PROXY_POSITIONS = 154  # that the unpacking of a micro-batch costs as much as
+# positions took 0.19, 0.25, 0.82 and 1.67 s of processor time on a busy machine. Unpacking thus
+# takes 0.19 s, and the rest runs at 1.1e11 to 1.2e11 operations per second and core, near the
+# table's rate.
+_PROXY_POSITIONS = 154  # equivalent to the cost of unpacking a micro-batch
 _PROXY_SPREAD = 3.0  # unverified guess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Operations a second, with an interval and what it rests on; None where nothing is known."""
+    """Operations per second, with an interval and its basis; None if unknown."""
 
     rate: float | None
     low: float | None
@@ -192,7 +194,7 @@ class Throughput:
     basis: str
 
     def of_several(self, processes: int, kind: str) -> Throughput:
-        """Return the rate of several together: GPUs add up, processes of a CPU share its cores."""
+        """Return the combined rate of several processes: GPUs add up; CPU processes share cores."""
         if kind == "cpu" or processes == 1 or self.rate is None:
             return self
         low, high = self.low or self.rate, self.high or self.rate
@@ -208,16 +210,17 @@ class Throughput:
 def flop_per_token(
     shape: Shape, adapter: int, *, linears: int | None = None, again: bool = False
 ) -> float:
-    """Return training operations for one token.
+    """Return training operations per token.
 
-    Forward and the gradient of the inputs for frozen weights (2 + 2 a weight), all three products
-    for LoRA's (6); the head runs on the supervised tokens alone. Attention scores are left out.
+    Frozen weights take the forward pass and the gradient of the inputs (2 + 2 per weight), and
+    LoRA's take all three products (6). The head runs only on the supervised tokens. Attention
+    scores are not counted.
 
     Args:
         shape: dimensions of the base.
-        adapter: trained parameters.
-        linears: weights of the linear layers that a token goes through; None is all of them.
-        again: whether activations are computed again.
+        adapter: number of trained parameters.
+        linears: weights of the linear layers that a token passes through; None means all.
+        again: whether activations are recomputed.
     """
     through = shape.linear_parameters if linears is None else linears
     head = shape.vocab_size * shape.hidden_size
@@ -228,15 +231,15 @@ def flop_per_token(
 def proxy_flop_per_token(
     weights: int, adapter: int, *, learned_frac: float, micro_batch_tokens: int
 ) -> float:
-    """Return the proxy's training operations for one token of the stream.
+    """Return the proxy's training operations per token of the stream.
 
-    It computes learned positions alone, 4 a frozen weight and 6 an adapter's; unpacking the
-    weights of each micro-batch costs as much as some positions more.
+    It computes only supervised positions, at 4 operations per frozen weight and 6 per adapter
+    weight. Unpacking the weights of each micro-batch costs as much as a few more positions.
 
     Args:
-        weights: of the stack, its head included.
-        adapter: trained parameters.
-        learned_frac: share of the tokens that are learned.
+        weights: weights of the stack, including its head.
+        adapter: number of trained parameters.
+        learned_frac: fraction of the tokens that are supervised.
         micro_batch_tokens: tokens of one micro-batch.
     """
     positions = learned_frac + _PROXY_POSITIONS / micro_batch_tokens
@@ -244,11 +247,11 @@ def proxy_flop_per_token(
 
 
 def learned_frac(objective: ObjectiveConfig, typical: float) -> float:
-    """Estimate the share of tokens that an objective learns.
+    """Estimate the fraction of tokens that an objective supervises.
 
     Args:
         objective: the `objective` group.
-        typical: tokens of a document.
+        typical: number of tokens in a typical document.
     """
     if isinstance(objective, LastKObjective) and objective.k:
         return min(1.0, objective.k / typical)
@@ -258,13 +261,13 @@ def learned_frac(objective: ObjectiveConfig, typical: float) -> float:
 def throughput_of(
     config: RunConfig, kind: str, known: Sequence[Entry], spread: Residuals | None
 ) -> Throughput:
-    """Return the rate of a device.
+    """Return the throughput of a device.
 
     Args:
         config: the run.
         kind: ``cpu`` or ``cuda``.
-        known: the ledger's runs of like size on this device.
-        spread: interval of the ratio of their rates to the last of them, with enough of them.
+        known: the ledger's runs of similar size on this device.
+        spread: interval of the ratio of their rates to the most recent, if there are enough.
     """
     rates = [
         one.flop_per_step / one.measured_step_s
@@ -307,13 +310,13 @@ def throughput_of(
 def time(
     pace: Throughput, per_token: float, tokens: int | None, validated: float, tokens_per_step: int
 ) -> dict[str, Any]:
-    """Estimate seconds of training and validation, and of one optimizer step.
+    """Estimate the seconds of training and validation, and of one optimizer step.
 
     Args:
-        pace: the rate.
-        per_token: training operations a token.
-        tokens: tokens to train on; None when only max_epochs over uncounted data bounds them.
-        validated: tokens to validate on, before and after together.
+        pace: the throughput.
+        per_token: training operations per token.
+        tokens: tokens to train on; None if only max_epochs over uncounted data limits them.
+        validated: tokens to validate on, summed over the passes before and after training.
         tokens_per_step: tokens in one optimizer step.
     """
     rate = pace.rate
@@ -334,16 +337,16 @@ def time(
 
 
 def quantization_s(shape: Shape, kind: str, to: QuantType) -> float | None:
-    """Estimate seconds of quantizing the base; unknown on a GPU, where it was never measured."""
+    """Estimate the seconds of quantizing the base; unknown on a GPU (never measured)."""
     if kind != "cpu":
         return None
     return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S[to] * cores()), 1)
 
 
 def comparison_s(shape: Shape, kind: str) -> float | None:
-    """Estimate seconds of the comparison with transformers; unknown on a GPU, never measured there.
+    """Estimate the seconds of the comparison with transformers; unknown on a GPU (not measured).
 
-    Its 4 x 64 tokens take less than the weights, so that they do not count.
+    Its 4 x 64 tokens take less time than the weights and are not counted.
     """
     if kind != "cpu":
         return None

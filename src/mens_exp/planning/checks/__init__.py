@@ -1,1 +1,1 @@
-"""Preflight checks of files, one module for each config group."""
+"""Preflight file checks, one module for each config group."""

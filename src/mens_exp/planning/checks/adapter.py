@@ -1,4 +1,4 @@
-"""Checks of the adapter: the modules that get one, and the adapter that training starts from."""
+"""Checks of the adapter: its target modules, and the adapter that training starts from."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def check_lora(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the modules that get an adapter."""
+    """Yield the problems of the modules that get an adapter."""
     if isinstance(config.backend, ProxyConfig):
-        return  # its stack is its targets
+        return  # the stack itself is the target
     if any(range_problems(config.model)):
-        return  # told already, and the model has no shape then
+        return  # already reported, and the model then has no shape
     lora, shape = config.lora, shape_of(config.model)
     problems = target_problems(lora, shape)
     yield from problems
@@ -49,7 +49,7 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
 
 
 def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
-    """Refuse what PEFT's LoRA on the experts of a layer, one tensor, cannot be."""
+    """Refuse settings unsupported by PEFT's LoRA on a layer's experts, which are one tensor."""
     lora = config.lora
     if lora.dropout > 0:
         yield ConfigError(
@@ -87,7 +87,7 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
 
 
 def _head_problems(lora: LoraConfig) -> Iterator[MensError]:
-    """Refuse what an adapter on the head cannot be."""
+    """Refuse settings that an adapter on the head does not support."""
     if lora.init is not LoraInit.default:
         yield ConfigError(
             "the head is not quantized, so there is no quantization error to start from",
@@ -108,7 +108,7 @@ _SHOWN = 8  # names listed of a longer list
 
 
 def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
-    """Yield what keeps `lora.init_from` from being what this run starts from."""
+    """Yield the problems that prevent this run from starting from `lora.init_from`."""
     if config.lora.init_from is None:
         return
     adapter = read(find(config.lora.init_from), family_for(config.model))
@@ -123,7 +123,7 @@ def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
     same = adapter.rank == config.lora.r and adapter.variant == config.lora.variant.value
     if same and not any(range_problems(config.model)):
         yield from _layers(config, adapter)
-    # A directory's weights are hashed when the run opens; that may take a minute for a large one.
+    # A directory's weights are hashed when the run opens, which can take a minute for a large one.
     model = config.model
     place = None if isinstance(model, HfModel) else ready_directory(model, cache_root())
     if place is not None:
@@ -133,7 +133,7 @@ def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
 def _layers(config: RunConfig, adapter: StartingAdapter) -> Iterator[MensError]:
     shape = shape_of(config.model)
     if target_problems(config.lora, shape):
-        return  # told already
+        return  # already reported
     expected = _expected_shapes(config, shape)
     found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
     for what, names in (
@@ -178,7 +178,7 @@ def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ..
 
 
 def _alphas(config: RunConfig, shape: Shape) -> dict[str, int]:
-    """Return the alphas of layers that have another one than the rest."""
+    """Return the alphas of the layers whose alpha differs from the default."""
     modules, usual = chosen(config.lora, shape), config.lora.alpha
     values = pattern_values(config.lora.alpha_pattern, modules, shape.family, usual)
     return {one.logical: values[one.path] for one in modules if values[one.path] != usual}
@@ -190,12 +190,12 @@ def _listed(names: set[str]) -> str:
 
 
 def other_base(adapter: StartingAdapter, weights_sha256: str, name: str) -> Iterator[MensError]:
-    """Yield a problem where an adapter was trained on other base weights.
+    """Yield a problem if an adapter was trained on different base weights.
 
     Args:
-        adapter: the adapter; one that does not tell its base is let be.
-        weights_sha256: of the base that this run loads.
-        name: of that base, for the message.
+        adapter: the adapter; one that does not record its base is accepted.
+        weights_sha256: hash of the base weights that this run loads.
+        name: name of that base, for the message.
     """
     theirs = adapter.base_weights_sha256
     if theirs is not None and theirs != weights_sha256:

@@ -1,7 +1,7 @@
-"""The user's own classes: imported, of the right kind, and willing to take their settings.
+"""Checks of user-defined classes: they import, are of the right kind, and accept their settings.
 
-Whoever names a class of their own waits for its imports here, before a weight is read. Kinds are
-told by the names of a class's ancestors, so that nothing heavy is imported for their sake.
+A user-defined class is imported here, before any weight is read. Its kind is determined from the
+names of its base classes, so that the check itself imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from mens_exp.config.root import RunConfig
 
-# Of what every optimizer has, the rate alone is an argument of its class.
+# Of the settings that every optimizer has, only the rate is an argument of its class.
 _NOT_ARGUMENTS = {"_target_", "name"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The required base of a class, and the arguments passed besides its settings."""
+    """The required base class, and the arguments passed in addition to the settings."""
 
     words: str
     ancestor: str | None
@@ -61,7 +61,7 @@ _KINDS = {
 
 
 def check(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the classes that are not ours."""
+    """Yield the problems of user-defined classes."""
     for group, place, node in _own_nodes(config):
         try:
             cls = _load(place, node._target_)  # Hydra's own spelling
@@ -71,16 +71,16 @@ def check(config: RunConfig) -> Iterator[MensError]:
         problem = _kind_problem(_KINDS[group], place, node._target_, cls)
         if problem is not None:
             yield problem
-        elif group != "backend":  # which reads its settings from the configuration
+        elif group != "backend":  # a backend reads its settings from the configuration
             yield from _argument_problems(_KINDS[group], group, place, node, cls)
 
 
 def record(config: RunConfig) -> dict[str, Any] | None:
-    """Describe the user's classes: what each target's modules hold, by SHA-256.
+    """Describe the user's classes by the SHA-256 hashes of their modules.
 
     Returns:
-        ``targets``, and ``files``: path relative to the working directory -> SHA-256, of every
-        module that is loaded from there. None where every class is ours.
+        ``targets``, and ``files``: path relative to the working directory -> SHA-256, for every
+        module loaded from there. None if every class is built in.
     """
     targets = sorted({node._target_ for _, _, node in _own_nodes(config)})
     if not targets:
@@ -107,14 +107,14 @@ def _own_nodes(config: RunConfig) -> Iterator[tuple[str, str, Any]]:
 
 
 def _load(place: str, target: str) -> Any:
-    """Import what a target names, ``./`` of the working directory first.
+    """Import the object that a target names, searching ``./`` of the working directory first.
 
     Raises:
-        ConfigError: there is no such module or class, or the module itself fails.
+        ConfigError: the module or class does not exist, or importing the module fails.
     """
     where = f"{place}._target_"
     here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:  # `python -m` has it there, a script has not
+    if here not in sys.path and "" not in sys.path:  # present only under `python -m`
         sys.path.insert(0, here)
     importlib.invalidate_caches()
     module_name, _, name = target.rpartition(".")
@@ -181,7 +181,7 @@ def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError
 
 
 def _own_attribute(cls: Any, name: str) -> Any:
-    """Look a method up among the instances' own; every class is itself called."""
+    """Look up a method defined for instances; every class itself is callable."""
     return next((vars(one)[name] for one in getattr(cls, "__mro__", ()) if name in vars(one)), None)
 
 
@@ -195,10 +195,10 @@ def _what(cls: Any) -> str:
 def _argument_problems(
     kind: _Kind, group: str, place: str, node: Any, cls: Any
 ) -> Iterator[ConfigError]:
-    """Yield settings that the class does not take, and arguments that nothing sets."""
+    """Yield settings that the class does not accept, and required arguments that nothing sets."""
     try:
         parameters = inspect.signature(cls).parameters
-    except (TypeError, ValueError):  # a class in C says nothing of its arguments
+    except (TypeError, ValueError):  # a class written in C has no signature
         return
     ours = {field.name for field in fields(CLASS_GROUPS[group])}
     not_arguments = _NOT_ARGUMENTS if group == "optim" else ours

@@ -40,13 +40,13 @@ _GIB = 1 << 30
 
 
 def check_machine(config: RunConfig) -> Iterator[MensError]:
-    """Yield what this machine lacks for a run; a plan shows it beside its figures instead."""
+    """Yield the machine's shortcomings for a run; a plan shows them next to its figures instead."""
     if config.task.name == "plan" or any(range_problems(config)):
         return
     try:
         shape = shape_of(config.model)
     except MensError:
-        return  # told by the check of the model's files
+        return  # reported by the check of the model's files
     cache = cache_root()
     device = machine.look(config.trainer.accelerator)
     if config.task.name == "attribute":
@@ -60,15 +60,15 @@ def check_machine(config: RunConfig) -> Iterator[MensError]:
 def findings(
     config: RunConfig, device: machine.Machine, expected: Memory, written: Disk, cache: Path
 ) -> tuple[list[MensError], list[str]]:
-    """Return what forbids the run on this device, and what may go wrong."""
+    """Return the errors that prevent the run on this device, and warnings."""
     errors = [*_formats(config, device), *_disk_errors(written, cache)]
-    if config.trainer.device_gib is None:  # another device's libraries are not known
+    if config.trainer.device_gib is None:  # libraries of another device are unknown
         errors = [*_kernels(device), *errors]
     warnings = []
     low, high = (
         for_all_on_a_machine(config, bound, device.kind) for bound in (expected.low, expected.high)
     )
-    # On a CPU a base is whole while it is loaded too.
+    # On a CPU, loading also holds the whole base in memory.
     scored = expected.components.get(WHOLE, 0) if device.kind == "cuda" else 0
     unscored = low * (1 - scored / expected.estimate)
     if device.free_bytes is not None:
@@ -91,7 +91,7 @@ def findings(
 
 
 def _beyond_class(config: RunConfig, device: machine.Machine, low: int, high: int) -> Iterator[str]:
-    """Yield a warning where GPUs of the preset's class may not hold the run."""
+    """Yield a warning if GPUs of the preset's class may not have enough memory for the run."""
     trainer = config.trainer
     if device.kind != "cuda" or trainer.class_gib is None or trainer.device_gib is not None:
         return
@@ -106,7 +106,7 @@ def _beyond_class(config: RunConfig, device: machine.Machine, low: int, high: in
 
 
 def _kernels(device: machine.Machine) -> Iterator[MensError]:
-    """Ask for the library that bitsandbytes would load (its cextension.py: same CUDA major)."""
+    """Check for the library that bitsandbytes would load (its cextension.py: same CUDA major)."""
     if device.kind == "cuda" and device.torch is not None and device.torch_cuda is None:
         yield messages.torch_without_cuda(device.torch)
         return
@@ -135,7 +135,7 @@ def _in_bf16(config: RunConfig) -> bool:
 
 
 def _disk_errors(written: Disk, cache: Path) -> Iterator[MensError]:
-    """Compare what goes into the run directory and the cache with what is free there."""
+    """Compare the sizes of the run directory and the cache with the free disk space."""
     run, run_free = machine.space(Path.cwd())
     base, base_free = machine.space(cache)
     in_run = f"checkpoints {messages.size(written.checkpoint * (written.checkpoints_kept + 1))}, "
@@ -152,16 +152,16 @@ def _disk_errors(written: Disk, cache: Path) -> Iterator[MensError]:
         yield messages.disk_too_small(str(base), written.base, base_free, in_base)
 
 
-# Peak rates of published QLoRA runs under AdamW (arXiv:2305.14314, table 9): 7B and 13B, then 33B
-# and 65B. Smaller models have none; ours of 135M trains best at ten times the first.
+# Peak rates of published QLoRA runs with AdamW (arXiv:2305.14314, table 9): 7B and 13B, then 33B
+# and 65B. None are published for smaller models; ours of 135M trains best at ten times the first.
 _FEWEST, _MANY = 3e9, 2e10  # parameters
 _RATE, _RATE_OF_MANY = 2e-4, 1e-4
-_FAR = 4.0  # times higher or lower; unverified guess
-_OF_LION = 0.1  # its steps are all of one length (arXiv:2302.06675, section 5)
+_FAR = 4.0  # factor, in either direction; unverified guess
+_OF_LION = 0.1  # all its steps have the same size (arXiv:2302.06675, section 5)
 
 
 def check_optimizer(config: RunConfig) -> Iterator[MensError]:
-    """Yield an optimizer that this machine cannot run."""
+    """Yield an error for an optimizer that this machine cannot run."""
     accelerator = config.trainer.accelerator
     if isinstance(config.optim, PagedAdamw8bitConfig) and not may_use_gpu(accelerator):
         yield ConfigError(
@@ -174,7 +174,7 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
 
 
 def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
-    """Yield a warning where an adapter's peak rate is far from those of published runs."""
+    """Yield a warning if an adapter's peak rate is far from those of published runs."""
     if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
         return
     published = _RATE if shape.parameters < _MANY else _RATE_OF_MANY
@@ -192,7 +192,7 @@ _KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 
 
 def started_for_one(where: str, found: str) -> RequestError:
-    """Say that torchrun started what one process does."""
+    """Return an error for a single-process command that torchrun started."""
     return RequestError(
         "torchrun started several processes for what one does",
         where=where,
@@ -203,7 +203,7 @@ def started_for_one(where: str, found: str) -> RequestError:
 
 
 def check_processes(config: RunConfig) -> Iterator[MensError]:
-    """Yield what does not go with the way this process was started, and devices that lack."""
+    """Yield conflicts with the way this process was started, and missing devices."""
     trainer, launched = config.trainer, of_torchrun()
     trains = config.task.name == "train"
     if launched is not None and not (trains and trainer.world_size > 1):
@@ -262,7 +262,7 @@ def _torch(config: RunConfig) -> Iterator[MensError]:
 
 
 def check_sandbox(config: RunConfig) -> Iterator[MensError]:
-    """Yield the tools that are missing; whether they isolate is probed when the suite begins."""
+    """Yield missing tools; whether they isolate is probed when the suite starts."""
     if not config.suite.executes or not isinstance(config.sandbox, ExecutingSandbox):
         return
     needed = {"prlimit": "util-linux"}
@@ -281,7 +281,7 @@ def check_sandbox(config: RunConfig) -> Iterator[MensError]:
 
 
 def check_logger(config: RunConfig) -> Iterator[MensError]:
-    """Yield the package that the sink needs and that is not installed."""
+    """Yield an error if a package that the logger needs is not installed."""
     if isinstance(config.logger, TensorboardLogger) and find_spec("tensorboard") is None:
         yield MissingExtra(
             "tensorboard is not installed",

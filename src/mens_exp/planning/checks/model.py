@@ -1,6 +1,6 @@
-"""Checks of the base model: files, limits, headers of the weights, quantization, chat template.
+"""Checks of the base model: files, limits, weight headers, quantization, chat template.
 
-The embedding and the heads are checked by the headers alone, and the backend by the shape.
+The embedding and the heads are checked from the headers alone, and the backend from the shape.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _FLOATS = frozenset({"BF16", "F16", "F32"})
 
 
 def check_model(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the files and limits of the base model."""
+    """Yield the problems of the base model's files and limits."""
     model = config.model
     if isinstance(model, BundledModel):
         locate_bundled(model)
     if any(range_problems(model)):
-        return  # told already, and nothing can be computed from such dimensions
+        return  # already reported, and nothing can be computed from such dimensions
     shape = shape_of(model)
     if config.data.seq_len > shape.max_position_embeddings:
         most = shape.max_position_embeddings
         yield messages.sequence_past_positions(config.data.seq_len, most, model.name)
-    plans = config.task.name == "plan"  # which has the disk among its problems
+    plans = config.task.name == "plan"  # a plan lists the disk among its problems
     if (
         isinstance(model, RandomModel)
         and not plans
@@ -58,16 +58,16 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
         yield from _room(model, shape)
     if isinstance(model, HfModel):
         directory = hub.describe(model)
-        if not directory.shards:  # its dimensions alone are known, which is enough for a plan
+        if not directory.shards:  # only its dimensions are known, which is enough for a plan
             if config.task.name != "plan":
-                hub.pinned(model)  # says what keeps it away
+                hub.pinned(model)  # raises the reason why it is unavailable
             return
         yield from _without_effect(model)
         yield from _quantized(directory)
         yield from _remote_code(model, directory.config)
         yield from _widths(config.quant, directory.path, shape)
         yield from _vocabulary(config, directory.path, shape)
-        if not isinstance(config.backend, ProxyConfig):  # which reads the attention's outputs only
+        if not isinstance(config.backend, ProxyConfig):  # it reads only the attention's outputs
             check_weights(directory)
 
 
@@ -82,7 +82,7 @@ def _without_effect(model: HfModel) -> Iterator[MensError]:
 
 
 def _quantized(directory: ModelDirectory) -> Iterator[MensError]:
-    """Refuse weights that somebody has quantized: they would be rounded twice, or misread."""
+    """Refuse weights that are already quantized: they would be rounded twice, or misread."""
     method = (directory.config.get("quantization_config") or {}).get("quant_method")
     weights = (info for name, info in directory.tensors.items() if name.endswith("weight"))
     formats = {info.dtype for info in weights} - _FLOATS
@@ -92,7 +92,7 @@ def _quantized(directory: ModelDirectory) -> Iterator[MensError]:
 
 
 def _room(model: RandomModel, shape: Shape) -> Iterator[MensError]:
-    """Refuse random weights that the cache's disk cannot hold."""
+    """Refuse random weights that do not fit on the cache's disk."""
     width = {WeightsDtype.f32: 4, WeightsDtype.bf16: 2}[model.dtype]
     needed = (shape.linear_parameters + shape.embedding_parameters) * width
     _, free = space(cache_root())
@@ -107,7 +107,7 @@ def _room(model: RandomModel, shape: Shape) -> Iterator[MensError]:
 
 
 def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
-    """Refuse a permission that is not needed, and code that no commit pins."""
+    """Refuse an unneeded permission for remote code, and code that is not pinned to a commit."""
     if not model.trust_remote_code:
         return
     code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
@@ -129,7 +129,7 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
 
 
 def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
+    """Refuse widths not divisible by the usual block size; the quantizer checks other sizes."""
     if not quant.is_four_bit or quant.block_size is not None:
         return
     left = {one.path for one in skipped(quant.skip, shape)}
@@ -143,7 +143,7 @@ def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensE
 
 
 def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse a tokenizer whose ids reach past the embedding table."""
+    """Refuse a tokenizer with ids beyond the embedding table."""
     last = load_tokenizer(config.tokenizer, directory).last_id
     if last >= shape.vocab_size:
         where = str(directory / "tokenizer.json")
@@ -151,15 +151,15 @@ def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[Me
 
 
 def check_weight_headers(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the embedding and the heads of a directory's or a hub's model."""
+    """Yield the problems of the embedding and the heads of a directory's or Hub model."""
     if isinstance(config.model, HfModel):
         directory = hub.describe(config.model)
-        if directory.shards:  # else its dimensions alone are known
+        if directory.shards:  # otherwise only its dimensions are known
             yield from weight_problems(directory, shape_of(config.model))
 
 
 def weight_problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensError]:
-    """Yield what contradicts config.json; shapes come from the headers alone."""
+    """Yield contradictions with config.json; shapes are read from the headers alone."""
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if groups < 1 or heads % groups:
         where = f"{directory.path / 'config.json'}: num_key_value_heads"
@@ -176,10 +176,10 @@ def weight_problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensErr
 
 
 def check_quantization(config: RunConfig) -> Iterator[MensError]:
-    """Yield the layers that blocks of weights do not divide, which gives wrong sums in silence."""
+    """Yield layers not divisible into blocks; quantizing them silently gives wrong sums."""
     quant = config.quant
     if not quant.is_four_bit or any(range_problems(config.model)):
-        return  # nothing to quantize, or told already
+        return  # nothing to quantize, or already reported
     shape = shape_of(config.model)
     left = {one.path for one in skipped(quant.skip, shape)}
     inside = [one for one in linear_modules(shape) if one.layer is not None]
@@ -191,7 +191,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
             expected="at least one linear module that is quantized",
         )
     if quant.block_size is None:
-        return  # 64 is the model's own check
+        return  # 64 is checked with the model
     wide = {
         one.kind: one.width
         for one in inside
@@ -204,10 +204,10 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
 
 
 def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
-    """Yield what is not as `quant` says of the experts of a mixture, and what that means for them.
+    """Yield warnings for mixture experts that `quant` does not apply to, and the consequences.
 
-    transformers holds them as tensors of three dimensions, and bitsandbytes quantizes linear
-    modules alone.
+    transformers stores experts as three-dimensional tensors, and bitsandbytes quantizes only linear
+    modules.
     """
     if config.backend.name == "proxy" or not shape.expert_parameters:
         return
@@ -231,19 +231,19 @@ def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
 
 
 def check_chat_template(config: RunConfig) -> Iterator[MensError]:
-    """Yield what is wrong with the chat template, as far as it can be read yet."""
+    """Yield the problems of the chat template, as far as it can be read at this point."""
     check_date(config.tokenizer, _template(config))
     yield from ()
 
 
 def date_in_prompts(config: RunConfig) -> str | None:
-    """Return the date that the chat template gets, None where it asks for none or is not here."""
+    """Return the date passed to the chat template; None if it uses none or is not available."""
     template = _template(config)
     return config.tokenizer.date if template is not None and is_dated(template) else None
 
 
 def _template(config: RunConfig) -> str | None:
-    """Read the chat template in force; None while the model is still to be made or downloaded."""
+    """Read the effective chat template; None while the model is yet to be created or downloaded."""
     if config.tokenizer.chat_template is not None:
         return read_template(config.tokenizer.chat_template)
     if config.tokenizer.name == "vox" or isinstance(config.model, RandomModel):
@@ -253,8 +253,8 @@ def _template(config: RunConfig) -> str | None:
 
 
 def check_backend(config: RunConfig) -> Iterator[MensError]:
-    """Yield what keeps the backend from being built on the base model."""
+    """Yield the problems that prevent the backend from being built on the base model."""
     if any(range_problems(config.model)) or any(range_problems(config.backend)):
-        return  # told already
-    proxy_stack(config, shape_of(config.model))  # raises what it has to say
+        return  # already reported
+    proxy_stack(config, shape_of(config.model))  # raises its own errors
     yield from ()
