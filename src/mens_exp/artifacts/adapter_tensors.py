@@ -1,10 +1,11 @@
-"""Tensors of an adapter: their file, their agreement with the header, and their spectrum.
+"""Adapter tensors: their file, validation against the header, and the spectrum of an update.
 
 Schemas v2 and v3 share these rules. The singular values of an update ``s · B A`` are computed
-without the product: ``B A`` is ``Q_B (R_B R_Aᵀ) Q_Aᵀ`` with thin QRs of B and of Aᵀ; both Q are
-orthonormal, so the singular values are those of the small matrix in the middle. Where all experts
-of a layer are one tensor, A is ``[E, R, I]`` and B ``[E, O, R]``. They act apart, as the blocks of
-one matrix, and the values of all of them are its values.
+without forming the product: with thin QRs of B and of Aᵀ, ``B A`` is ``Q_B (R_B R_Aᵀ) Q_Aᵀ``. Both
+Q are orthonormal, so the singular values are those of the small matrix in the middle. Where all
+experts of a layer are stored as one tensor, A is ``[E, R, I]`` and B ``[E, O, R]``. They act
+independently, like the blocks of a block-diagonal matrix, so the singular values of the layer are
+those of all experts together.
 
 Shapes: R rank, I inputs and O outputs of a projection, E experts.
 """
@@ -35,7 +36,7 @@ HEAD = "lm_head"
 
 
 class Header(Protocol):
-    """The description of the tensors in a header of either schema."""
+    """Interface of a header, of either schema, that describes the tensors."""
 
     layer_order: list[str]
     base_key_map: dict[str, str]
@@ -45,20 +46,20 @@ class Header(Protocol):
     alpha: int
 
     def rank_of(self, layer: str) -> int:
-        """Return r of one logical layer."""
+        """Return the rank r of one logical layer."""
         ...
 
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that every layer has."""
+        """Return the names of the tensors that each layer has."""
         ...
 
 
 def header_problems(header: Header, where: str) -> list[DataError]:
-    """List layers that lack a key of their own, keys that lack a layer, and sizes below 1.
+    """List layers without a separate key, keys without a layer, and sizes below 1.
 
     Args:
-        header: as it was read.
-        where: the file, for the messages.
+        header: the parsed header.
+        where: the file, for messages.
     """
     layers, keys = header.layer_order, header.base_key_map
     found = [] if layers else [DataError("no layer at all", where=f"{where}: layer_order")]
@@ -89,7 +90,7 @@ def header_problems(header: Header, where: str) -> list[DataError]:
 
 
 class TensorFile:
-    """A safetensors file of an adapter, opened: types and shapes first, values when asked for."""
+    """An open safetensors file of an adapter: types and shapes first, values on demand."""
 
     def __init__(self, path: Path) -> None:
         """Read the file's header.
@@ -108,9 +109,9 @@ class TensorFile:
             raise _not_whole(path, error) from error
 
     def problems(self, header: Header) -> list[DataError]:
-        """List what of the file disagrees with a header."""
+        """List the file's disagreements with a header."""
         found = few(disagreements(header, self.shapes, self.kinds, str(self.path)), str(self.path))
-        for name in ("rank", "alpha"):  # safetensors' own notes, where a writer left some
+        for name in ("rank", "alpha"):  # safetensors metadata, if the writer stored any
             noted, ours = self.notes.get(name), getattr(header, name)
             if noted is not None and noted != str(ours):
                 found.append(
@@ -124,10 +125,10 @@ class TensorFile:
         return found
 
     def read(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the tensors by name.
+        """Return the tensors, keyed by name.
 
         Raises:
-            DataError: the file is no longer whole.
+            DataError: the file is no longer complete.
         """
         try:
             with safe_open(self.path, framework="numpy") as file:
@@ -142,13 +143,13 @@ def write_tensors(
     path: Path,
     problems: list[DataError],
 ) -> None:
-    """Write the tensors of an adapter, atomically; equal tensors give equal bytes.
+    """Write the tensors of an adapter atomically; equal tensors give identical bytes.
 
     Args:
-        header: what they belong to.
+        header: the header that describes the tensors.
         tensors: float32, by name.
         path: the target.
-        problems: those of the header itself.
+        problems: problems of the header itself.
 
     Raises:
         MensError: header and tensors disagree, or could not be read back; nothing is written.
@@ -166,7 +167,7 @@ def write_tensors(
 
 
 def few(problems: list[DataError], where: str) -> list[DataError]:
-    """Return the first problems of a file, and how many more there are: a model has many layers."""
+    """Return the first problems of a file and the number of others, as a model has many layers."""
     more = len(problems) - _SHOWN
     if more <= 0:
         return problems
@@ -179,7 +180,7 @@ def disagreements(
     kinds: Mapping[str, str],
     where: str,
 ) -> list[DataError]:
-    """List the tensors that are absent, of no layer, of another type or of another shape."""
+    """List tensors that are missing, belong to no layer, or have the wrong type or shape."""
     found = [
         DataError("wrong type", where=f"{where}: {name}", found=kind, expected="F32")
         for name, kind in kinds.items()
@@ -222,7 +223,7 @@ def _shape_problems(
 def _head_problems(
     header: Header, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> list[DataError]:
-    """Hold the head's matrices, which alone span vocabulary and width, against the header."""
+    """Check the head's matrices, which alone span vocabulary and width, against the header."""
     wanted = {"lora_a": (-1, header.d_model, "d_model"), "lora_b": (0, header.vocab, "vocab")}
     found = []
     for half, (axis, size, name) in wanted.items():
@@ -247,7 +248,7 @@ def _not_whole(path: Path, error: Exception) -> DataError:
 
 
 def _kind_of(dtype: np.dtype[Any]) -> str:
-    """Return safetensors' name of float32, and numpy's of any other type."""
+    """Return safetensors' name for float32, and numpy's for any other type."""
     return "F32" if dtype == np.float32 else str(dtype)
 
 
@@ -257,10 +258,10 @@ class Spectrum:
 
     Attributes:
         frobenius: root of the sum of squared singular values.
-        spectral: the largest of them.
+        spectral: the largest singular value.
         effective_rank: exp of the entropy of the singular values divided by their sum (Roy and
-            Vetterli, The effective rank, EUSIPCO 2007), from 1 to the rank; None for nothing.
-        stable_rank: ``(frobenius / spectral)²``, from 1 to the rank; None for nothing.
+            Vetterli, The effective rank, EUSIPCO 2007), from 1 to the rank; None for a zero update.
+        stable_rank: ``(frobenius / spectral)²``, from 1 to the rank; None for a zero update.
     """
 
     frobenius: float
@@ -274,7 +275,7 @@ def singular_values(
 ) -> npt.NDArray[np.float64]:
     """Return the singular values of ``scale · B A``, largest first, in f64.
 
-    There are as many as the smallest of R, I and O; all others of the product are zero.
+    Their number is the smallest of R, I and O; all other singular values of the product are zero.
     """
     _, upper_B = np.linalg.qr(B_OR.astype(np.float64))
     _, upper_A = np.linalg.qr(np.swapaxes(A_RI, -1, -2).astype(np.float64))
@@ -285,13 +286,13 @@ def singular_values(
 def spectrum(
     A_RI: npt.NDArray[np.floating], B_OR: npt.NDArray[np.floating], scale: float
 ) -> Spectrum:
-    """Measure ``scale · B A``; the matrices must be finite."""
+    """Compute the spectrum of ``scale · B A``; the matrices must be finite."""
     values = singular_values(A_RI, B_OR, scale)
     frobenius, spectral = float(np.linalg.norm(values)), float(values[0])
     if spectral == 0:
         return Spectrum(frobenius=0.0, spectral=0.0, effective_rank=None, stable_rank=None)
     shares = values[values > 0] / values.sum()
-    shares = shares[shares > 0]  # a share below the smallest number has no entropy
+    shares = shares[shares > 0]  # shares that underflow to zero contribute no entropy
     return Spectrum(
         frobenius=frobenius,
         spectral=spectral,

@@ -1,8 +1,8 @@
-"""Adapter schema v2, of the Candle QLoRA trainer, and reading either schema as v3.
+"""Adapter schema v2, used by the Candle QLoRA trainer, and conversion between v2 and v3.
 
 ``candle_qlora_adapter.safetensors`` holds ``{logical}.lora_a`` A_RI [r, in] and
-``{logical}.lora_b`` B_OR [out, r], float32, ``candle_qlora_adapter_meta.json`` what they belong
-to. The delta of every layer is ``(B @ A) * alpha / max(rank, 1)``.
+``{logical}.lora_b`` B_OR [out, r], float32. ``candle_qlora_adapter_meta.json``, the sidecar,
+describes them. The delta of every layer is ``(B @ A) * alpha / max(rank, 1)``.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 
 META_NAME = "candle_qlora_adapter_meta.json"
 TENSORS_NAME = "candle_qlora_adapter.safetensors"
-FORMATS = ("vox_mens_qlora_lora_only_v2", "vox_populi_qlora_lora_only_v2")  # today's, then older
+FORMATS = ("vox_mens_qlora_lora_only_v2", "vox_populi_qlora_lora_only_v2")  # current, then older
 _OPTIONAL = ("base_model",)
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterMeta:
-    """Metadata of the adapter that the tensors belong to.
+    """Metadata of an adapter's tensors.
 
     Attributes:
         format: always ``vox_mens_qlora_lora_only_v2``.
-        version: of the schema.
+        version: version of the schema.
         embed_key: key of the embedding table in the base checkpoint.
-        vocab: rows of that table.
+        vocab: number of rows of that table.
         d_model: width of the base model.
-        rank: r of every layer.
+        rank: rank r of every layer.
         alpha: the delta is (B @ A) * alpha / max(rank, 1).
         layer_order: every logical layer that has an adapter, first to last.
         base_key_map: logical layer -> key in the base checkpoint.
-        base_model: the base model's name, where the writer put it down.
+        base_model: the base model's name, if the writer recorded it.
     """
 
     format: str = FORMATS[0]
@@ -64,37 +64,37 @@ class AdapterMeta:
     base_model: str | None = None
 
     def problems(self, where: str) -> list[DataError]:
-        """Return the layers and sizes that contradict each other."""
+        """Return the inconsistencies between layers and sizes."""
         return header_problems(self, where)
 
     def rank_of(self, layer: str) -> int:
-        """Return r, which all layers share."""
+        """Return the rank r, which all layers share."""
         del layer
         return self.rank
 
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that every layer has."""
+        """Return the names of the tensors that each layer has."""
         return tuple(HALVES)
 
 
 def read_adapter_v2(directory: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray[np.float32]]]:
-    """Read both files strictly; the older format name is read as today's.
+    """Read both files strictly; the older format name is accepted as the current one.
 
     Args:
-        directory: holds the two files.
+        directory: the directory of the two files.
 
     Returns:
         The sidecar, and float32 tensors by name.
 
     Raises:
-        DataError: a file is missing, truncated, of a newer version or breaks one rule.
-        Problems: several rules are broken, in either file.
+        DataError: a file is missing, truncated or of a newer version, or violates one rule.
+        Problems: either file violates several rules.
     """
     return read_meta(directory / META_NAME, directory / TENSORS_NAME)
 
 
 def read_meta(path: Path, tensors: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray[np.float32]]]:
-    """Read a sidecar and a file of tensors, wherever they lie; see :func:`read_adapter_v2`."""
+    """Read a sidecar and a tensor file from any path; see :func:`read_adapter_v2`."""
     file: list[TensorFile] = []
 
     def further(meta: AdapterMeta) -> list[DataError]:
@@ -108,29 +108,29 @@ def read_meta(path: Path, tensors: Path) -> tuple[AdapterMeta, dict[str, npt.NDA
 def write_adapter_v2(
     directory: Path, meta: AdapterMeta, tensors: Mapping[str, npt.NDArray[np.float32]]
 ) -> None:
-    """Write both files, each atomically; equal inputs give equal bytes.
+    """Write both files, each atomically; equal inputs give identical bytes.
 
     Args:
-        directory: made when missing; other files in it are left alone.
-        meta: what the tensors belong to.
+        directory: created if missing; other files in it are left alone.
+        meta: metadata of the tensors.
         tensors: ``{logical}.lora_a`` [r, in] and ``{logical}.lora_b`` [out, r], float32.
 
     Raises:
         MensError: sidecar and tensors disagree, or could not be read back; nothing is
-            written then.
+            written in that case.
     """
     path = directory / META_NAME
-    # Last the sidecar: where it is, the tensors are.
+    # The sidecar is written last, so that its presence implies the tensors.
     write_tensors(meta, tensors, directory / TENSORS_NAME, meta.problems(str(path)))
     write_record(meta, path, omit_null=_OPTIONAL)
 
 
 def lift(meta: AdapterMeta, *, double_quant: bool = True) -> AdapterManifest:
-    """Return the same adapter's manifest of schema v3; the tensors stay as they are.
+    """Convert metadata to a manifest of schema v3; the tensors are unchanged.
 
     Args:
-        meta: of schema v2, whose trainer knows one method (qlora) on one format (nf4).
-        double_quant: whether the base's constants were quantized once more; v2 does not tell.
+        meta: metadata of schema v2, whose trainer has one method (qlora) and one format (nf4).
+        double_quant: whether the base's constants were quantized again; v2 does not record this.
     """
     return AdapterManifest(
         adapter_method="qlora",
@@ -147,19 +147,19 @@ def lift(meta: AdapterMeta, *, double_quant: bool = True) -> AdapterManifest:
 
 
 def lower(manifest: AdapterManifest, *, embed_key: str | None = None) -> AdapterMeta:
-    """Return the same adapter's sidecar of schema v2; the tensors stay as they are.
+    """Convert a manifest to metadata of schema v2; the tensors are unchanged.
 
-    The quantization of the base is left out, and whatever else v2 has no word for.
+    The quantization of the base, and everything else that v2 cannot express, is dropped.
 
     Args:
         manifest: of schema v3; see :func:`mens_exp.artifacts.adapter_v3.portable` for one
-            whose layers have scales of their own.
-        embed_key: key of the embedding table in the base checkpoint, where the manifest does
-            not tell it.
+            whose layers have different scales.
+        embed_key: key of the embedding table in the base checkpoint, if the manifest does not
+            record it.
 
     Raises:
-        DataError: v2 cannot say what the manifest says.
-        Problems: for several reasons.
+        DataError: v2 cannot express the manifest.
+        Problems: it cannot, for several reasons.
     """
     known = embed_key_of(manifest) or embed_key
     found = list(_obstacles(manifest))
@@ -204,9 +204,9 @@ def _obstacles(manifest: AdapterManifest) -> list[DataError]:
 
 
 def embed_key_of(manifest: AdapterManifest) -> str | None:
-    """Return the key of the embedding table, or None where the manifest does not tell it.
+    """Return the key of the embedding table; None if the manifest does not record it.
 
-    It is told, or a head's, where that is not a head's own: then the two are tied.
+    It is recorded explicitly, or given by the head's key if the two are tied.
     """
     told = (manifest.mens_exp or {}).get("embed_key")
     head = manifest.base_key_map.get(HEAD, f"{HEAD}.weight")
@@ -228,7 +228,7 @@ _FORMATS = (*adapter_v3.FORMATS, *FORMATS)
 
 
 def schema_in(directory: Path) -> str | None:
-    """Return ``v3`` or ``v2``, whichever schema's header lies in a directory, or None."""
+    """Return ``v3`` or ``v2``, the schema whose header is in a directory, or None."""
     names = {
         adapter_v3.MANIFEST_NAME: "v3",
         adapter_v3.OLDER_MANIFEST_NAME: "v3",
@@ -240,14 +240,14 @@ def schema_in(directory: Path) -> str | None:
 def read_adapter_directory(
     directory: Path,
 ) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
-    """Read an adapter under its schema's own file names; v3 where both lie there.
+    """Read an adapter under its schema's standard file names; v3 if both are present.
 
     Args:
-        directory: holds the two files.
+        directory: the directory of the files.
 
     Raises:
-        DataError: a file is missing, truncated, of a newer version or breaks one rule.
-        Problems: several rules are broken, in either file.
+        DataError: a file is missing, truncated or of a newer version, or violates one rule.
+        Problems: either file violates several rules.
     """
     if schema_in(directory) == "v2":
         meta, tensors = read_adapter_v2(directory)
@@ -258,19 +258,19 @@ def read_adapter_directory(
 def read_adapter_files(
     tensors: Path, meta: Path, *, double_quant: bool = True
 ) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
-    """Read an adapter from two files of any names; `format` of the header tells the schema.
+    """Read an adapter from two files of any name; the header's `format` identifies the schema.
 
     Args:
         tensors: the safetensors file.
         meta: the JSON header, of schema v2 or v3 or an older name of either.
-        double_quant: what a v2 is lifted with.
+        double_quant: the value to use when converting from v2.
 
     Returns:
         The manifest in schema v3, and float32 tensors by name.
 
     Raises:
-        DataError: a file is missing, truncated, of a newer version or breaks one rule.
-        Problems: several rules are broken, in either file.
+        DataError: a file is missing, truncated or of a newer version, or violates one rule.
+        Problems: either file violates several rules.
     """
     value = parse_json(read_bytes(meta), str(meta))
     named = value.get("format") if isinstance(value, dict) else None

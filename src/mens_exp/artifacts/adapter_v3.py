@@ -1,13 +1,13 @@
-"""Adapter schema v3: adapter_manifest.json and adapter.safetensors, and the deltas they stand for.
+"""Adapter schema v3: adapter_manifest.json and adapter.safetensors, and the deltas they encode.
 
 Tensors are ``{logical}.lora_a`` A_RI [r, in] and ``{logical}.lora_b`` B_OR [out, r], float32.
-The layout is the Vox mens trainer's; our additions are the key `mens_exp` and, where its variant
-is ``dora``, ``{logical}.lora_magnitude`` [out]. Key `mens_exp.quantizer` records how the base was
-quantized, enough to reproduce its 4-bit values bit for bit.
+The layout is that of the Vox mens trainer. Our additions are the key `mens_exp` and, if its variant
+is ``dora``, ``{logical}.lora_magnitude`` [out]. The key `mens_exp.quantizer` records how the base
+was quantized, in enough detail to reproduce its 4-bit values bit for bit.
 
-A reader that knows nothing of `mens_exp` takes ``(B @ A) * alpha / max(rank, 1)`` for every
-layer's delta. A training run writes the matrices that it trained, whose scale may be another one;
-:func:`portable` makes the header's scale true of every layer.
+A reader that does not know `mens_exp` takes ``(B @ A) * alpha / max(rank, 1)`` as the delta of
+every layer. A training run writes the matrices that it trained, whose scale may differ.
+:func:`portable` rescales them so that the header's scale is correct for every layer.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -46,16 +46,16 @@ _KNOWN = {
 
 
 class Quantizer(TypedDict):
-    """The quantizer that made 4-bit values of a base's weights.
+    """The quantizer that produced the 4-bit values of a base's weights.
 
     Attributes:
         quant_type: ``nf4`` or ``fp4``.
-        block_size: weights that share a scale.
+        block_size: number of weights that share a scale.
         double_quant: whether the scales are quantized too.
-        compute_dtype: ``bf16`` or ``f32``: what values are rounded to before they are used.
-        rounded_to: ``bf16`` or ``f32``: what weights were rounded to before they were quantized.
-        skip: paths of the projections of decoder layers that were left unquantized.
-        library: its name and version.
+        compute_dtype: ``bf16`` or ``f32``: the dtype to which dequantized values are rounded.
+        rounded_to: ``bf16`` or ``f32``: the dtype of the weights when they were quantized.
+        skip: paths of the decoder-layer projections that were left unquantized.
+        library: name and version of the library.
     """
 
     quant_type: str
@@ -68,11 +68,11 @@ class Quantizer(TypedDict):
 
 
 def quantizer_problems(stored: Mapping[str, Any], where: str) -> list[DataError]:
-    """List what is wrong with a record beyond its types.
+    """List the problems of a quantizer record beyond its types.
 
     Args:
-        stored: the record; a value of the wrong type is passed over.
-        where: its place, for the messages.
+        stored: the record; values of the wrong type are skipped.
+        where: its location, for messages.
     """
     found = [
         DataError(
@@ -94,8 +94,8 @@ def quantizer_problems(stored: Mapping[str, Any], where: str) -> list[DataError]
 MANIFEST_NAME = "adapter_manifest.json"
 TENSORS_NAME = "adapter.safetensors"
 OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
-FORMATS = ("vox_mens_adapter", "vox_populi_adapter")  # today's name, then older ones
-_OPTIONAL = ("base_model", "provenance", "mens_exp")  # absent, not null, in the schema
+FORMATS = ("vox_mens_adapter", "vox_populi_adapter")  # the current name, then older ones
+_OPTIONAL = ("base_model", "provenance", "mens_exp")  # omitted by the schema, never null
 _METHODS = ("lora", "qlora")
 _VARIANTS = ("lora", "rslora", "dora")
 _SCALES = ("header",)
@@ -115,7 +115,7 @@ class _Origin(TypedDict):
 
 
 class AdapterProvenance(_Origin, total=False):
-    """Source of the base model, and the terms of its licence."""
+    """Origin of the base model, and the terms of its licence."""
 
     license_class: str | None
 
@@ -128,7 +128,7 @@ class _Start(TypedDict, total=False):
 
 
 class _Ours(TypedDict, total=False):
-    """The keys that `mens_exp` may hold."""
+    """The keys allowed in `mens_exp`."""
 
     alpha_pattern: dict[str, int]
     base_weights_sha256: str
@@ -145,25 +145,24 @@ class _Ours(TypedDict, total=False):
 
 @dataclass(kw_only=True, slots=True)
 class AdapterManifest:
-    """Metadata of the adapter that the tensors belong to.
+    """Metadata of an adapter's tensors.
 
     Attributes:
         format: always ``vox_mens_adapter``.
-        version: of the schema.
+        version: version of the schema.
         adapter_method: ``lora`` or ``qlora``.
-        quant: of the base model.
+        quant: quantization of the base model.
         base_key_map: logical layer -> key in the base checkpoint.
         layer_order: every logical layer that has an adapter, first to last.
-        vocab: rows of the base model's embedding.
+        vocab: number of rows of the base model's embedding.
         d_model: width of the base model.
-        rank: r of every layer that ``mens_exp["rank_pattern"]`` does not name.
-        alpha: the delta is (B @ A) * alpha / max(r, 1), but see :meth:`scale_of`.
+        rank: rank r of every layer not listed in ``mens_exp["rank_pattern"]``.
+        alpha: the delta is (B @ A) * alpha / max(r, 1), except as described in :meth:`scale_of`.
         base_model: the base model's name.
-        provenance: of the base model.
-        mens_exp: what we add: content hashes, `rank_pattern` and `alpha_pattern` by logical
-            layer, `variant` (lora where absent), `scale`, `init`, the embedding's key
-            (`embed_key`), what quantized the base (`quantizer`), and whether an adapted head is
-            tied.
+        provenance: origin of the base model.
+        mens_exp: our additions: content hashes, `rank_pattern` and `alpha_pattern` by logical
+            layer, `variant` (default lora), `scale`, `init`, the embedding's key (`embed_key`),
+            the quantizer of the base (`quantizer`), and whether an adapted head is tied.
     """
 
     format: str = "vox_mens_adapter"
@@ -181,7 +180,7 @@ class AdapterManifest:
     mens_exp: dict[str, Any] | None = None
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what of layers, keys, sizes and our own additions contradicts itself."""
+        """Return the inconsistencies of layers, keys, sizes and our own additions."""
         found = header_problems(self, where)
         names: list[tuple[str, str, tuple[str, ...]]] = [
             ("adapter_method", self.adapter_method, _METHODS)
@@ -214,7 +213,7 @@ class AdapterManifest:
         return found
 
     def rank_of(self, layer: str) -> int:
-        """Return r of one logical layer."""
+        """Return the rank r of one logical layer."""
         return self._pattern("rank").get(layer, self.rank)
 
     @property
@@ -228,11 +227,11 @@ class AdapterManifest:
         return (self.mens_exp or {}).get("quantizer")
 
     def scale_of(self, layer: str) -> float:
-        """Return the factor before ``B @ A`` of one logical layer.
+        """Return the factor applied to ``B @ A`` for one logical layer.
 
-        It is ``alpha / r`` of the layer, in rslora ``alpha / sqrt(r)``; where `mens_exp.scale` is
-        ``header``, the header's ``alpha / rank`` whatever the layer's rank. Where an
-        initialisation doubled both (`init`), the scale is still that of the trained pair.
+        It is ``alpha / r`` of the layer, or ``alpha / sqrt(r)`` for rslora. If `mens_exp.scale` is
+        ``header``, it is the header's ``alpha / rank``, whatever the layer's rank. If an
+        initialization doubled both (`init`), the scale is still that of the trained pair.
         """
         if self._scale_is_the_headers:
             return self.alpha / self.rank
@@ -243,7 +242,7 @@ class AdapterManifest:
         return alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
 
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that every layer has."""
+        """Return the names of the tensors that each layer has."""
         return (*HALVES, *((MAGNITUDE,) if self.variant == "dora" else ()))
 
     @property
@@ -251,7 +250,7 @@ class AdapterManifest:
         return (self.mens_exp or {}).get("scale") == "header"
 
     def _pattern(self, name: str) -> dict[str, int]:
-        """Return a pattern; what of it is no whole number is reported, and not followed."""
+        """Return a pattern; entries that are not integers are reported and skipped."""
         pattern = (self.mens_exp or {}).get(f"{name}_pattern")
         entries = pattern.items() if isinstance(pattern, dict) else ()
         return {layer: value for layer, value in entries if type(value) is int}
@@ -276,36 +275,36 @@ class AdapterManifest:
 def write_adapter(
     directory: Path, manifest: AdapterManifest, tensors: Mapping[str, npt.NDArray[np.float32]]
 ) -> None:
-    """Write both files, each atomically; equal inputs give equal bytes.
+    """Write both files, each atomically; equal inputs give identical bytes.
 
     Args:
-        directory: made when missing; other files in it are left alone.
-        manifest: what the tensors belong to.
+        directory: created if missing; other files in it are left alone.
+        manifest: metadata of the tensors.
         tensors: ``{logical}.lora_a`` [r, in], ``{logical}.lora_b`` [out, r] and, in dora,
             ``{logical}.lora_magnitude`` [out], float32.
 
     Raises:
         MensError: manifest and tensors disagree, or could not be read back; nothing is
-            written then.
+            written in that case.
     """
     path = directory / MANIFEST_NAME
-    # Last the manifest: where it is, the tensors are.
+    # The manifest is written last, so that its presence implies the tensors.
     write_tensors(manifest, tensors, directory / TENSORS_NAME, manifest.problems(str(path)))
     write_record(manifest, path, omit_null=_OPTIONAL)
 
 
 def read_adapter(directory: Path) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
-    """Read both files strictly; the older format and file name are read as today's.
+    """Read both files strictly; older format and file names are accepted as the current ones.
 
     Args:
-        directory: holds the two files.
+        directory: the directory of the two files.
 
     Returns:
         The manifest, and float32 tensors by name.
 
     Raises:
-        DataError: a file is missing, truncated, of a newer version or breaks one rule.
-        Problems: several rules are broken, in either file.
+        DataError: a file is missing, truncated or of a newer version, or violates one rule.
+        Problems: either file violates several rules.
     """
     path = directory / MANIFEST_NAME
     older = directory / OLDER_MANIFEST_NAME
@@ -317,7 +316,7 @@ def read_adapter(directory: Path) -> tuple[AdapterManifest, dict[str, npt.NDArra
 def read_manifest(
     path: Path, tensors: Path
 ) -> tuple[AdapterManifest, dict[str, npt.NDArray[np.float32]]]:
-    """Read a manifest and a file of tensors, wherever they lie; see :func:`read_adapter`."""
+    """Read a manifest and a tensor file from any path; see :func:`read_adapter`."""
     file: list[TensorFile] = []
 
     def further(manifest: AdapterManifest) -> list[DataError]:
@@ -331,9 +330,9 @@ def read_manifest(
 def deltas(
     manifest: AdapterManifest, tensors: Mapping[str, Array]
 ) -> dict[str, tuple[Array, Array, float]]:
-    """Return A_RI [r, in], B_OR [out, r] and the factor before ``B @ A`` of each logical layer.
+    """Return A_RI [r, in], B_OR [out, r] and the scale of each logical layer.
 
-    Both float32 as they are stored, in the order of the manifest.
+    Both are float32 as stored, in the order of the manifest.
 
     Raises:
         DataError: the adapter is a DoRA, whose update depends on the weight that it changes.
@@ -353,13 +352,13 @@ def deltas(
 def portable(
     manifest: AdapterManifest, tensors: Mapping[str, Array]
 ) -> tuple[AdapterManifest, dict[str, Array]]:
-    """Return the same deltas under the header's own scale, ``alpha / rank`` in every layer.
+    """Rescale the tensors so that every layer uses the header's scale, ``alpha / rank``.
 
-    B is multiplied by what a layer's scale is more than that (rsLoRA, patterns of alpha or rank);
-    where it is not, the bytes stay. A layer of another rank keeps it.
+    B is multiplied by the ratio of the layer's scale to the header's (rsLoRA, patterns of alpha or
+    rank). If they are equal, the bytes do not change. Layers keep their own ranks.
 
     Raises:
-        DataError: the adapter is a DoRA, which is no delta.
+        DataError: the adapter is a DoRA, which has no fixed delta.
     """
     if manifest.variant == "dora":
         raise _no_delta()

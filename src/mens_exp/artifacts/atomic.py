@@ -1,9 +1,9 @@
-"""Files and directories that are whole or absent, whatever kills the writer.
+"""Atomic writes: files and directories are either complete or absent, even if the writer is killed.
 
-Everything is written beside its target under a temporary name, flushed to the disk, and
-moved into place in one step. A temporary name carries its writer's machine and process, so
-that what a dead writer left behind can be told from what a live one is still writing. The next
-writer of the same target clears away what dead ones left of it.
+Everything is written next to its target under a temporary name, flushed to disk, and renamed into
+place. A temporary name contains the machine and the process id of its writer, so that leftovers
+of a dead writer can be distinguished from a write in progress. The next writer of the same target
+deletes what dead writers left of it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_FOREIGN_AGE_S = 24 * 3600  # another machine's processes cannot be asked; no write lasts a day
-_cleared: set[Path] = set()  # targets whose dead writers this process has cleared away
+_FOREIGN_AGE_S = 24 * 3600  # processes of another machine cannot be checked; no write takes a day
+_cleared: set[Path] = set()  # targets where this process has already removed stale files
 _START_SLACK_S = 1.0  # file systems and process tables round their clocks differently
 _TEMPORARY = re.compile(
     r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<kind>tmp|old)"
@@ -36,14 +36,14 @@ _TEMPORARY = re.compile(
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`; a reader sees the old file or the new one, never a part.
+    """Replace `path` by `data`; a reader sees either the old or the new file, never a partial one.
 
     Args:
-        path: the target; missing parent directories are made.
-        data: the whole content.
+        path: the target; missing parent directories are created.
+        data: the complete content.
 
     Raises:
-        OSError: the disk refused; the target is then as it was.
+        OSError: writing failed; the target is then unchanged.
     """
     with stream(path) as file:
         file.write(data)
@@ -51,16 +51,16 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def stream(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` and put it in place when the block ends well.
+    """Write a file next to `path` and rename it into place if the block ends without an error.
 
     Args:
-        path: the target; missing parent directories are made.
+        path: the target; missing parent directories are created.
 
     Yields:
         The open file, empty.
 
     Raises:
-        OSError: the disk refused; the target is then as it was.
+        OSError: writing failed; the target is then unchanged.
     """
     temporary = _temporary_of(path)
     try:
@@ -76,12 +76,12 @@ def stream(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in UTF-8, newlines as given."""
+    """Replace `path` by `text` in UTF-8, without newline translation."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, obj: object) -> None:
-    """Replace `path` by `obj` as JSON: sorted keys, two spaces, one final newline.
+    """Replace `path` by `obj` as JSON: sorted keys, two-space indent, one final newline.
 
     Raises:
         MensError: a number in `obj` is not finite, or a value has no JSON form.
@@ -90,11 +90,11 @@ def write_json(path: Path, obj: object) -> None:
 
 
 def json_line(obj: object, where: str) -> bytes:
-    """Return `obj` as one line of JSON, its newline included.
+    """Return `obj` as one line of JSON, including the newline.
 
     Args:
-        obj: what to write.
-        where: the file it is for, for the error.
+        obj: the object to serialize.
+        where: the file it is written to, for error messages.
 
     Raises:
         MensError: a number in `obj` is not finite, or a value has no JSON form.
@@ -104,14 +104,14 @@ def json_line(obj: object, where: str) -> bytes:
 
 @contextlib.contextmanager
 def directory(path: Path) -> Iterator[Path]:
-    """Build a directory beside `path` and put it in place when the block ends well.
+    """Build a directory next to `path` and rename it into place if the block ends without an error.
 
-    An earlier `path` is moved aside, replaced and removed. When the block raises, it stays
-    as it was. A writer killed between the two moves leaves the earlier directory under a
+    An existing `path` is moved aside, replaced, and deleted. If the block raises, `path` is
+    unchanged. A writer killed between the two renames leaves the earlier directory under a
     temporary name, from which `remove_stale` restores it.
 
     Args:
-        path: the target directory; missing parents are made.
+        path: the target directory; missing parents are created.
 
     Yields:
         An empty directory to fill.
@@ -129,13 +129,13 @@ def directory(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def file(path: Path) -> Iterator[Path]:
-    """Let a library write a file beside `path`, and put it in place when the block ends well.
+    """Let a library write a file next to `path`; rename it into place if the block succeeds.
 
     Args:
-        path: the target; missing parents are made.
+        path: the target; missing parents are created.
 
     Yields:
-        Where to write it; nothing is there yet.
+        The path to write to; it does not exist yet.
     """
     temporary = _temporary_of(path)
     try:
@@ -151,12 +151,12 @@ def file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """Make a directory under `parent` that is gone after the block.
+    """Create a directory under `parent` that is deleted after the block.
 
-    One whose process was killed goes when the next one is made there.
+    If the process is killed, the directory is deleted when the next one is created there.
 
     Args:
-        parent: where; missing parents are made.
+        parent: the parent directory; missing parents are created.
 
     Yields:
         The directory, empty.
@@ -171,16 +171,16 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path, name: str | None = None) -> list[Path]:
-    """Clear what dead writers left directly under `parent`.
+    """Delete what dead writers left directly under `parent`.
 
-    A directory that a dead writer had moved aside and not yet replaced is moved back.
+    A directory that a dead writer had moved aside but not yet replaced is moved back.
 
     Args:
-        parent: a directory; one that does not exist holds nothing stale.
-        name: of the target whose writers are meant; by default those of any.
+        parent: a directory; if it does not exist, there is nothing to delete.
+        name: consider only writers of this target; None considers all.
 
     Returns:
-        The temporary paths that are gone, sorted.
+        The temporary paths that were removed, sorted.
     """
     if not parent.is_dir():
         return []
@@ -217,8 +217,8 @@ def _dump(obj: object, where: str, *, indent: int | None) -> bytes:
             expected="finite numbers, strings, booleans, null, lists and string-keyed objects",
             remedy="record null and the reason instead of a number that is not finite",
         ) from error
-    # A lone surrogate (an undecodable argument) is the one thing UTF-8 cannot hold; its
-    # backslash form is also its JSON escape, so it reads back as it was.
+    # A lone surrogate (an undecodable argument) is the only thing that UTF-8 cannot encode. Its
+    # backslash form is also its JSON escape, so it is read back unchanged.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -227,9 +227,9 @@ def _machine() -> str:
 
 
 def _temporary_of(path: Path) -> Path:
-    """Return a name to write under; the directory is there, and dead writers' files are not."""
+    """Return a temporary path; creates the directory and deletes files of dead writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path not in _cleared:  # once for each target: a directory may hold very many
+    if path not in _cleared:  # once per target: a directory may hold very many files
         remove_stale(path.parent, path.name)
         _cleared.add(path)
     return _beside(path, "tmp")
@@ -265,7 +265,7 @@ def _remove(path: Path) -> None:
 def _is_stale(path: Path, match: re.Match[str]) -> bool:
     try:
         modified_s = path.lstat().st_mtime
-    except FileNotFoundError:  # its writer finished while we looked
+    except FileNotFoundError:  # its writer finished in the meantime
         return False
     if match["machine"] != _machine():
         return time.time() - modified_s > _FOREIGN_AGE_S
@@ -273,7 +273,7 @@ def _is_stale(path: Path, match: re.Match[str]) -> bool:
         started_s = psutil.Process(int(match["pid"])).create_time()
     except psutil.NoSuchProcess:
         return True
-    # The number was given out again: containers start every first process as 1.
+    # The process id was reused: in a container, the first process always has id 1.
     return started_s > modified_s + _START_SLACK_S
 
 
@@ -288,8 +288,8 @@ def _sync_tree(root: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    # Windows has no such call and some network file systems refuse it; the rename itself
-    # is still atomic there.
+    # Windows has no such call, and some network file systems reject it; the rename itself is
+    # still atomic there.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

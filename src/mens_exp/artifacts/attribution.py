@@ -1,4 +1,4 @@
-"""attribution.json: what quantizing a base model costs, module by module."""
+"""attribution.json: the cost of quantizing a base model, module by module."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mens_exp.errors import DataError
 
 
 class VariantError(TypedDict):
-    """One module quantized one way.
+    """One module under one quantization variant.
 
     Attributes:
-        sqnr_db: 10 log10(‖W‖² / ‖W−Ŵ‖²); None where nothing was lost, or W is zero.
-        activation_error: ‖(W−Ŵ)X‖² / ‖WX‖² over the calibration tokens; None where WX is zero.
-        bits_per_parameter: stored, scales included.
+        sqnr_db: 10 log10(‖W‖² / ‖W−Ŵ‖²); None if there is no error, or W is zero.
+        activation_error: ‖(W−Ŵ)X‖² / ‖WX‖² over the calibration tokens; None if WX is zero.
+        bits_per_parameter: storage, including scales.
     """
 
     sqnr_db: float | None
@@ -27,17 +27,17 @@ class ModuleRecord(TypedDict):
     """One linear module.
 
     Attributes:
-        path: in the model, such as ``model.layers.3.mlp.up_proj``.
-        logical: the adapter's name for it, such as ``l3.up``.
-        kind: the same without its layer.
-        layer: number of its decoder layer.
-        parameters: of its weight.
-        adapter_width: inputs plus outputs, which a rank of an adapter costs.
+        path: module path in the model, such as ``model.layers.3.mlp.up_proj``.
+        logical: its logical name in adapters, such as ``l3.up``.
+        kind: the logical name without the layer.
+        layer: index of its decoder layer.
+        parameters: number of parameters of its weight.
+        adapter_width: inputs plus outputs, the adapter parameters per unit of rank.
         variants: variant -> its errors.
-        loss_change: mean loss with this module alone quantized, minus the reference's, nats.
-        loss_change_se: standard error of that over the tokens, nats.
-        kl: mean KL(unquantized‖this module alone quantized), nats.
-        share: of the sum of all modules' KL; 0 where that sum is 0.
+        loss_change: mean loss with only this module quantized, minus the reference's, nats.
+        loss_change_se: standard error of `loss_change` over the tokens, nats.
+        kl: mean KL(unquantized‖only this module quantized), nats.
+        share: fraction of the sum of all modules' KL; 0 if that sum is 0.
         rank: 1 for the highest KL.
     """
 
@@ -56,7 +56,7 @@ class ModuleRecord(TypedDict):
 
 
 class WholeRecord(TypedDict):
-    """All modules quantized at once, in one way; in the units of a module's record."""
+    """All modules quantized at once with one variant; units as in a module's record."""
 
     loss_change: float
     loss_change_se: float
@@ -65,7 +65,7 @@ class WholeRecord(TypedDict):
 
 
 class PositionRecord(TypedDict):
-    """Two models compared at some positions of documents; `last` None is no bound."""
+    """Comparison of two models at certain positions of documents; `last` None is unbounded."""
 
     first: int
     last: int | None
@@ -76,7 +76,7 @@ class PositionRecord(TypedDict):
 
 
 class Comparison(TypedDict):
-    """Two models' logits: KL(reference‖other) in nats, agreement, loss, and by position."""
+    """Comparison of two models' logits: KL(reference‖other) in nats, agreement, loss, positions."""
 
     tokens: int
     mean_kl: float
@@ -90,19 +90,19 @@ class Comparison(TypedDict):
 
 
 class Suggestion(TypedDict):
-    """Ready overrides, the rule that chose them, and what they cost.
+    """Ready-to-use overrides, the rule that chose them, and their cost.
 
     Attributes:
         skip: value of ``quant.skip``.
         targets: value of ``lora.targets``.
-        overrides: both as typed after ``python -m mens_exp``; the first one only where a further
-            module is left out.
-        rule: how they were chosen.
-        bits_per_parameter: of the quantized modules, as configured.
-        bits_per_parameter_after: with the further modules left out.
-        skip_share: of the summed KL that the further modules cause by themselves.
-        targets_share: likewise of the modules that `targets` names.
-        targets_cost: their adapter parameters over those of every module, at one rank.
+        overrides: both as typed after ``python -m mens_exp``; the first only if an additional
+            module is skipped.
+        rule: the rule that chose them.
+        bits_per_parameter: average over the quantized modules, as configured.
+        bits_per_parameter_after: the same with the additional modules skipped.
+        skip_share: fraction of the summed KL caused by the additional modules individually.
+        targets_share: the same for the modules named by `targets`.
+        targets_cost: their adapter parameters relative to those of every module, at equal rank.
     """
 
     skip: list[str]
@@ -122,19 +122,19 @@ class Attribution(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_attribution``.
-        version: of this layout.
-        configured: the variant that the loss of single modules is of.
-        variants: all variants that were measured, the configured one first.
-        compute_dtype: format that weights are rounded to before and after quantization.
-        block_size: weights that share a scale.
-        tokens: of the calibration batch.
-        supervised_tokens: those whose loss is meant.
+        version: version of this layout.
+        configured: the variant used for the losses of single modules.
+        variants: all measured variants, the configured one first.
+        compute_dtype: format to which weights are rounded before and after quantization.
+        block_size: number of weights that share a scale.
+        tokens: number of tokens in the calibration batch.
+        supervised_tokens: tokens that the loss is averaged over.
         reference_loss: mean loss of the unquantized model in f32, nats.
         modules: in the order of the model.
         whole: variant -> all modules at once.
-        sum_of_parts: sums of the modules' loss changes and KLs, beside ``whole``.
-        suggestion: what to leave out and what to adapt.
-        parity: the model that training loads, against the unquantized one in f32 (tier C).
+        sum_of_parts: sums of the modules' loss changes and KLs, for comparison with ``whole``.
+        suggestion: modules to leave unquantized and modules to adapt.
+        parity: the model that training loads, compared with the unquantized f32 model (tier C).
     """
 
     format: str = "mens_exp_attribution"
@@ -153,7 +153,7 @@ class Attribution(StoredRecord):
     parity: Comparison
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what no attribution can say: other variants than it lists, ranks not by KL."""
+        """Return inconsistencies: variants that are not listed, ranks not ordered by KL."""
         problems = []
         if self.variants[:1] != [self.configured]:
             problems.append(_wrong(f"{where}: variants", self.variants, f"{self.configured} first"))

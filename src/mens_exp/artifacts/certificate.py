@@ -1,9 +1,9 @@
 """parity.json and inspection.json: parity certificates and the inspection of an artifact.
 
 A certificate measures how far a merged or exported model is from the model that was trained. An
-inspection says what an artifact is, what it was made from, and whether its records hold. A number
-that is not finite is not written: an empty delta has no rank. What is unknown is null, with the
-reason in `unknown`.
+inspection states the kind of an artifact, its origin, and whether its records are consistent.
+Numbers that are not finite are not written: an empty delta has no rank. Unknown values are null,
+with the reason in `unknown`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mens_exp.errors import DataError
 
 
 class Evidence(StrEnum):
-    """The compared values: next-token distributions, or tensors where no model can run."""
+    """The compared values: next-token distributions, or tensors if no model can run."""
 
     GRAPH = "graph"
     WEIGHTS = "weights"
@@ -31,9 +31,9 @@ class WorstLayer(TypedDict):
 
 
 class Comparison(TypedDict):
-    """One graph against the reference, on every token of the probe; see LogitDifference.
+    """One graph compared with the reference on every token of the probe; see LogitDifference.
 
-    ``exceeded`` names the limits of the budget that it is over.
+    ``exceeded`` lists the budget limits that it exceeds.
     """
 
     what: str
@@ -48,14 +48,14 @@ class Comparison(TypedDict):
 
 
 class TensorError(TypedDict):
-    """One tensor against ``W + ΔW`` in f64, rounded alike; ``relative`` is a share of ``|ΔW|``."""
+    """One tensor compared with ``W + ΔW`` in f64, equally rounded; ``relative`` to ``|ΔW|``."""
 
     max_abs: float
     relative: float
 
 
 class ProbeRecord(TypedDict):
-    """The text that was compared on; ``sha256`` is over its ids, document by document."""
+    """The probe text; ``sha256`` covers its token ids, document by document."""
 
     source: str
     documents: int
@@ -69,20 +69,20 @@ class Certificate(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_parity``.
-        version: of this layout.
+        version: version of this layout.
         evidence: ``graph`` or ``weights``.
-        reference: what everything was compared with, in words.
+        reference: the reference of all comparisons, in words.
         reference_nll: its mean negative log likelihood on the probe, nats; None for weights.
-        probe: the text; None for weights.
-        judged: the comparison that decides, beside the tensors; None where they alone do.
+        probe: the probe text; None for weights.
+        judged: the comparison that decides, in addition to the tensors; None if only they decide.
         comparisons: by name.
-        tensors: by key of the written file, or by layer of an adapter; empty where there are none.
-        budget: the limits, None where there is none.
-        passed: whether what is judged is within the budget.
-        accepted: whether it was kept in spite of that, by parity.accept=true.
-        sources: content hashes and names of what went in: adapter, base, quantizer.
-        files: SHA-256 of every written file by its relative path, this one left out.
-        unknown: comparison or field that is absent -> why.
+        tensors: by key of the written file, or by layer of an adapter; may be empty.
+        budget: the limits; None if there are none.
+        passed: whether the judged values are within the budget.
+        accepted: whether it was kept although over budget, by parity.accept=true.
+        sources: content hashes and names of the inputs: adapter, base, quantizer.
+        files: SHA-256 of every written file except this one, by its relative path.
+        unknown: missing comparison or field -> reason.
     """
 
     format: str = "mens_exp_parity"
@@ -102,7 +102,7 @@ class Certificate(StoredRecord):
     unknown: dict[str, str] = field(default_factory=dict)
 
     def exceeded(self) -> list[str]:
-        """Name what is over the budget, with figures."""
+        """Describe the exceeded limits, with figures."""
         judged = [] if self.judged is None else self.comparisons[self.judged]["exceeded"]
         limit = self.budget.get("weight_error")
         return [
@@ -115,7 +115,7 @@ class Certificate(StoredRecord):
         ]
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what no certificate can say: a verdict that its own figures deny."""
+        """Return inconsistencies, such as a verdict that contradicts the figures."""
         found = []
         if self.evidence == Evidence.GRAPH and self.judged not in self.comparisons:
             place = f"{where}: judged"
@@ -153,7 +153,7 @@ class ArtifactKind(StrEnum):
 
 
 class Link(StrEnum):
-    """A link of the chain of evidence, in its order; ``run`` is a run's own record."""
+    """A link in the chain of evidence, in order; ``run`` is a run's own record."""
 
     BASE = "base"
     ROWS = "rows"
@@ -179,7 +179,7 @@ class Role(StrEnum):
 
 
 class Outcome(StrEnum):
-    """The result of a comparison; ``close`` is within the tolerance that its note states."""
+    """The result of a comparison; ``close`` means within the tolerance stated in its note."""
 
     EQUAL = "equal"
     CLOSE = "close"
@@ -188,7 +188,7 @@ class Outcome(StrEnum):
 
 
 class BaseRecord(TypedDict):
-    """The base model, as the records name it; ``quantizer`` is adapter schema v3's."""
+    """The base model, as named in the records; ``quantizer`` has the form of adapter schema v3."""
 
     name: str | None
     revision: str | None
@@ -199,11 +199,11 @@ class BaseRecord(TypedDict):
 
 
 class LayerRecord(TypedDict):
-    """One adapted layer: ``shape`` [out, in] of its weight, and its delta ``scale · B A``.
+    """One adapted layer: the ``shape`` [out, in] of its weight, and its delta ``scale · B A``.
 
-    ``scale`` is null where nobody tells it; the norms are then those of ``B A``.
-    ``magnitude_change`` is, in DoRA, ``|m - m0| / |m0|`` of the lengths of rows, m0 those of the
-    weight that training began with.
+    ``scale`` is null if it is not recorded; the norms are then those of ``B A``. For DoRA,
+    ``magnitude_change`` is ``|m - m0| / |m0|`` of the row norms, where m0 are those of the weight
+    at the start of training.
     """
 
     base_key: str | None
@@ -218,7 +218,7 @@ class LayerRecord(TypedDict):
 
 
 class CertificateRecord(TypedDict):
-    """The content of a parity.json; ``worst`` is the tensor of the largest relative error."""
+    """The content of a parity.json; ``worst`` is the tensor with the largest relative error."""
 
     verdict: str
     passed: bool
@@ -230,7 +230,7 @@ class CertificateRecord(TypedDict):
 
 
 class Ancestor(TypedDict):
-    """One of what the inspected thing came from, oldest first; ``place`` is null if not here."""
+    """One ancestor of the inspected artifact, oldest first; ``place`` is null if not available."""
 
     role: Role
     name: str
@@ -240,7 +240,7 @@ class Ancestor(TypedDict):
 
 
 class CheckpointRecord(TypedDict):
-    """A training state; ``optimizer_tensors`` is 0 where it holds no optimizer state."""
+    """A training state; ``optimizer_tensors`` is 0 if it holds no optimizer state."""
 
     step: int
     bytes: int
@@ -251,10 +251,10 @@ class CheckpointRecord(TypedDict):
 
 
 class Check(TypedDict):
-    """One value as it is recorded, and as it was found.
+    """One recorded value, compared with the value found.
 
-    ``step`` is of a replay. ``link`` is the value's place in the chain of evidence and ``of`` the
-    run, file or entry that records it; both are null in a replay, and in records of version 1.
+    ``step`` is set in a replay. ``link`` is the value's place in the chain of evidence, and ``of``
+    the run, file or entry that records it. Both are null in a replay, and in records of version 1.
     """
 
     name: str
@@ -274,7 +274,7 @@ class Verification(TypedDict):
 
 
 class Replay(TypedDict):
-    """The first steps of a run, taken again; ``conditions`` are those that were other ones."""
+    """The first steps of a run, repeated; ``conditions`` are those that differed."""
 
     steps: int
     identical_through: int
@@ -284,12 +284,12 @@ class Replay(TypedDict):
 
 
 def _inspection_of_1(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of version 1 as one of version 2: its checks named no link of the chain."""
+    """Migrate a record of version 1 to version 2; its checks had no link in the chain."""
     try:
         for part in (value.get("verification"), value.get("replay")):
             for check in () if part is None else part["checks"]:
                 check.update(link=None, of=None)
-    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+    except (AttributeError, KeyError, TypeError):  # reported by the check of keys and types
         pass
     return value
 
@@ -300,21 +300,21 @@ class Inspection(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_inspection``.
-        version: of this layout.
-        kind: what lies there.
-        path: as it was inspected.
-        what: the same in words.
-        form: of its adapter, ``v3``, ``v2`` or ``peft``; None where there is none.
-        variant: ``lora``, ``rslora`` or ``dora``; None as above.
-        base: None where no record names one.
-        parameters: of the adapter.
-        layers: by logical name.
-        checkpoint: of a training state.
-        certificate: of something written by a merge or an export.
-        lineage: oldest first.
-        verification: of verify=true.
-        replay: of replay=true.
-        unknown: field that is null, or figure that is absent -> why.
+        version: version of this layout.
+        kind: kind of the inspected path.
+        path: the path, as given.
+        what: a description in words.
+        form: schema of its adapter, ``v3``, ``v2`` or ``peft``; None if there is none.
+        variant: ``lora``, ``rslora`` or ``dora``; None if there is no adapter.
+        base: the base model; None if no record names one.
+        parameters: number of adapter parameters.
+        layers: adapted layers, by logical name.
+        checkpoint: for a training state.
+        certificate: for the output of a merge or an export.
+        lineage: ancestors, oldest first.
+        verification: result of verify=true.
+        replay: result of replay=true.
+        unknown: null field or missing figure -> reason.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1}
@@ -337,7 +337,7 @@ class Inspection(StoredRecord):
     unknown: dict[str, str] = field(default_factory=dict)
 
     def problems(self, where: str) -> list[DataError]:
-        """Return the comparisons whose outcome their own values deny."""
+        """Return the comparisons whose outcome contradicts their values."""
         named: list[tuple[str, list[Check]]] = []
         if self.verification is not None:
             named.append(("verification", self.verification["checks"]))

@@ -1,4 +1,4 @@
-"""compare.json: arms of a study, paired by seed and by item, and the verdicts over them."""
+"""compare.json: the arms of a study, paired by seed and by item, and the resulting verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mens_exp.errors import DataError
 
 
 class Verdict(StrEnum):
-    """The result of a comparison; only the primary KPI gets one of the first four."""
+    """The result of a comparison; the first four are given for the primary KPI only."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -22,9 +22,9 @@ class Verdict(StrEnum):
 
 
 class RunRecord(TypedDict):
-    """One run of an arm, by the digests of what was read of it.
+    """One run of an arm, identified by the digests of the files that were read.
 
-    ``scored_by`` is an evaluation; ``sandbox`` is what generated programs ran in, if any did.
+    ``scored_by`` is an evaluation; ``sandbox`` is where generated programs ran, if any did.
     """
 
     run_id: str
@@ -44,9 +44,9 @@ class RunRecord(TypedDict):
 
 
 class ArmRecord(TypedDict):
-    """One arm; ``kpis`` are means over its seeds, null where unknown.
+    """One arm; ``kpis`` are means over its seeds, null if unknown.
 
-    ``seeds`` are in rising order, each once; ``values`` are those of the factors.
+    ``seeds`` are in increasing order without duplicates; ``values`` are those of the factors.
     """
 
     name: str
@@ -61,26 +61,27 @@ class KpiRecord(TypedDict):
     """One KPI of one contrast, arm minus reference.
 
     Attributes:
-        seeds: those that both arms have a value for, in the order of ``differences``.
-        differences: one a seed, each the mean over the paired items.
-        items: paired items of a seed, the fewest of any; null for what a run has as a whole.
-        level: of the interval; that of the primary KPI holds for all arms at once (Bonferroni),
-            that of any other for itself alone.
-        low, high: the interval of the mean difference.
-        p: of the chosen test; ``p_sign_flip`` of the signs alone; ``p_holm`` over the arms.
-        unpaired_low, unpaired_high: Welch's interval, as if seeds were not shared.
-        width_ratio: the paired interval's width over the unpaired one's.
-        item_low, item_high: Student's t over items, each item's mean over the seeds.
-        mde: difference that these seeds find at the power stated, were the differences' standard
-            deviation the one that was estimated.
-        mde_low, mde_high: the same at the bounds of the 80 % interval of the true one. In 90 % of
-            studies a difference of ``mde_high`` is found at the power stated or above.
-        seeds_needed: to reach alpha at all where these seeds cannot, else to find the
-            observed difference at that power; null where no number would.
-        seeds_needed_low, seeds_needed_high: to find it at these bounds; null where these seeds
-            cannot reach alpha, or no number would.
+        seeds: seeds for which both arms have a value, in the order of ``differences``.
+        differences: one per seed, each the mean over the paired items.
+        items: paired items per seed (minimum over seeds); null for KPIs of a whole run.
+        level: confidence level of the interval. For the primary KPI it holds for all arms
+            simultaneously (Bonferroni); for any other KPI, individually.
+        low, high: confidence interval of the mean difference.
+        p: p-value of the chosen test; ``p_sign_flip`` of the sign test; ``p_holm`` over the arms.
+        unpaired_low, unpaired_high: Welch's interval, ignoring that seeds are shared.
+        width_ratio: width of the paired interval divided by that of the unpaired one.
+        item_low, item_high: Student's t over items, using each item's mean over the seeds.
+        mde: minimum detectable effect with these seeds at the stated power, assuming that the
+            estimated standard deviation of the differences is the true one.
+        mde_low, mde_high: the same at the bounds of the 80 % interval of the true standard
+            deviation. In 90 % of studies, a difference of ``mde_high`` is detected with at least
+            the stated power.
+        seeds_needed: number of seeds needed to reach alpha if these cannot, otherwise to detect
+            the observed difference at that power; null if no number suffices.
+        seeds_needed_low, seeds_needed_high: the same at these bounds; null if these seeds cannot
+            reach alpha, or no number suffices.
         in_seed_noise: the estimate in multiples of the spread between seeds.
-        why: of the verdict.
+        why: reason for the verdict.
     """
 
     group: str
@@ -115,7 +116,7 @@ class KpiRecord(TypedDict):
 
 
 class ContrastRecord(TypedDict):
-    """One arm against the reference; ``confounded_by`` is empty for a clean contrast."""
+    """One arm compared with the reference; ``confounded_by`` is empty for a clean contrast."""
 
     arm: str
     reference: str
@@ -127,19 +128,19 @@ class ContrastRecord(TypedDict):
 
 
 class OtherLook(TypedDict):
-    """Another comparison of runs of the same two arms: where it was found, and its seeds."""
+    """Another comparison of runs of the same two arms: its location and its seeds."""
 
     path: str
     seeds: list[int]
 
 
 class Looks(TypedDict):
-    """All looks at one contrast that there are records of, this one included.
+    """All recorded looks at one contrast, including this one.
 
     Attributes:
-        others: the other ones, each set of runs once.
-        false: how often a test made for one look calls no difference one at any of these; null
-            where the test allows for them, or where that is not known.
+        others: the other looks, each set of runs once.
+        false: probability that a single-look test reports a difference at any of these looks when
+            there is none; null if the test allows for several looks, or if it is unknown.
     """
 
     others: list[OtherLook]
@@ -147,14 +148,14 @@ class Looks(TypedDict):
 
 
 class NoiseRecord(TypedDict):
-    """The spread of a KPI: between seeds of an arm, and between runs of one arm and seed."""
+    """The spread of a KPI: between seeds of an arm, and between runs with the same arm and seed."""
 
     seed: float | None
     rerun: float | None
 
 
 class Curve(TypedDict):
-    """A metric of one arm by step: mean, lowest and highest of its runs."""
+    """A metric of one arm by step: mean, minimum and maximum over its runs."""
 
     steps: list[int]
     mean: list[float]
@@ -163,14 +164,14 @@ class Curve(TypedDict):
 
 
 class FrozenBy(TypedDict):
-    """The ledger's entry that froze the last of a comparison's runs."""
+    """The ledger entry that froze the last of a comparison's runs."""
 
     entry: int
     sha256: str
 
 
 def _comparison_of_1(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of version 1 as one of version 2: it had one level, and no ranges."""
+    """Migrate a record of version 1 to version 2; it had a single level and no ranges."""
     absent = ("mde_low", "mde_high", "seeds_needed_low", "seeds_needed_high")
     try:
         for contrast in value["contrasts"]:
@@ -179,7 +180,7 @@ def _comparison_of_1(value: dict[str, Any]) -> dict[str, Any]:
                 kpi.update(dict.fromkeys(absent), level=level)
         note = "it was written by an older version: its intervals hold for each arm alone"
         return {**value, "notes": [*value.get("notes", []), note]}
-    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+    except (AttributeError, KeyError, TypeError):  # reported by the check of keys and types
         return value
 
 
@@ -189,33 +190,34 @@ class Comparison(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_comparison``.
-        version: of this layout.
-        path: as asked for.
-        settings: of ``compare`` and the declared factors, so that it can be made again.
-        factors: that the arms are of.
-        declared: whether the command named them; otherwise they were found in the runs' overrides.
-        reference: the arm that the others are held against.
-        primary: the one KPI that verdicts are given on.
+        version: version of this layout.
+        path: the path, as given.
+        settings: settings of ``compare`` and the declared factors, so that it can be repeated.
+        factors: factors that define the arms.
+        declared: whether the command named them; otherwise they were derived from the overrides.
+        reference: the arm that the others are compared with.
+        primary: the KPI on which verdicts are given.
         alpha: two-sided error rate over all arms.
-        test: that gives p: ``t`` or ``sign_flip``.
-        target: what verdicts and intervals are about: ``these_items`` or ``items_like_these``.
-        sequential: ``none`` where p is of one look, or ``always_valid``.
-        power: of ``mde``.
-        condition: of the scorecards; both where base and tuned are the arms.
+        test: the test that gives p: ``t`` or ``sign_flip``.
+        target: population of verdicts and intervals: ``these_items`` or ``items_like_these``.
+        sequential: ``none`` if p is for a single look, or ``always_valid``.
+        power: statistical power assumed by ``mde``.
+        condition: condition of the scorecards; both if base and tuned are the arms.
         arms: in the order of the runs, the reference first.
-        runs: every run that counts.
-        contrasts: one for each arm but the reference.
+        runs: every run that was included.
+        contrasts: one for each arm except the reference.
         noise: by KPI.
         curves: arm -> metric -> curve.
-        scatter: run_id -> the KPIs that the cost-quality plot takes.
-        left_out: run directory -> why it does not count.
-        exploratory: why this is no registered result; null for one that is, or without a ledger.
-        cycle: that registered it.
-        frozen: the entry of the ledger that has the digests of its runs; null for an exploratory
-            one, or without a ledger.
-        looks: arm -> every look at it that there is another record of.
-        unknown: dotted field that is null -> why.
-        notes: what a reader should know besides.
+        scatter: run_id -> the KPIs shown in the cost-quality plot.
+        left_out: run directory -> reason why it was excluded.
+        exploratory: reason why this is not a registered result; null if it is one, or without a
+            ledger.
+        cycle: the cycle that registered it.
+        frozen: the ledger entry with the digests of its runs; null if exploratory, or without a
+            ledger.
+        looks: arm -> every other recorded look at it.
+        unknown: dotted path of a null field -> reason.
+        notes: further remarks for the reader.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _comparison_of_1}
@@ -249,7 +251,7 @@ class Comparison(StoredRecord):
     notes: list[str] = field(default_factory=list)
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what no comparison can say: arms that are not there, means of other values."""
+        """Return inconsistencies, such as unknown arms or means of other values."""
         names = {arm["name"] for arm in self.arms}
         told = {self.reference, *(one["arm"] for one in self.runs)}
         told |= {name for one in self.contrasts for name in (one["arm"], one["reference"])}
@@ -269,7 +271,7 @@ class Comparison(StoredRecord):
         return found
 
     def contrast(self, arm: str) -> ContrastRecord | None:
-        """Return the contrast of an arm, None for the reference and for no arm at all."""
+        """Return the contrast of an arm; None for the reference or an unknown arm."""
         return next((one for one in self.contrasts if one["arm"] == arm), None)
 
 

@@ -1,6 +1,6 @@
-"""step.json and corpus.json, the record of a corpus, and corpus_report.json, its measurements.
+"""Records of a corpus: step.json, corpus.json, and the measurements in corpus_report.json.
 
-The records list what each step did and the files that it wrote. In the report, what is unknown is
+The records list what each step did and the files that it wrote. In the report, unknown values are
 null, with the reason.
 """
 
@@ -17,14 +17,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class OutputFile(TypedDict):
-    """One file: the hash of its content, and its rows; None where it holds no rows to train on."""
+    """One file: its content hash and number of rows, None if it has no training rows."""
 
     sha256: str
     rows: int | None
 
 
 class StepSummary(TypedDict):
-    """One step as the whole corpus has it."""
+    """Summary of one step in the record of the whole corpus."""
 
     step: str
     directory: str
@@ -40,21 +40,21 @@ class StepRecord(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_corpus_step``.
-        version: of this layout.
+        version: version of this layout.
         step: the step's name.
-        key: SHA-256 of all that its files depend on: step, version of its code, settings, what made
-            them, and input. A step whose key is that of its record is not done again.
-        settings: its own settings, and those of the command that it reads besides.
-        made_by: versions of the code and of what it leans on.
+        key: SHA-256 of everything that its files depend on: step, version of its code, settings,
+            ``made_by``, and input. A step whose key matches its record is skipped.
+        settings: the step's settings, and further settings of the command that it reads.
+        made_by: versions of the code and of its dependencies.
         inputs: name of each input -> SHA-256 of its content.
         outputs: file -> its hash and rows.
         rows_in: rows read.
         rows_out: rows written, over all sides.
-        dropped: what was not taken, by reason.
-        facts: what else is to be known of it.
-        seconds: how long it took.
-        peak_bytes: peak resident memory of the process meanwhile, what it held before included;
-            None where the system does not tell.
+        dropped: number of dropped rows, by reason.
+        facts: further facts about the step.
+        seconds: duration.
+        peak_bytes: peak resident memory of the process during the step, including what it held
+            before; None if the system does not report it.
     """
 
     format: str = "mens_exp_corpus_step"
@@ -73,7 +73,7 @@ class StepRecord(StoredRecord):
     peak_bytes: int | None
 
     def problems(self, where: str) -> list[DataError]:
-        """Return the digests that are none."""
+        """Return the values that are not valid digests."""
         named = {"key": self.key} | {f"inputs.{name}": one for name, one in self.inputs.items()}
         named |= {f"outputs.{name}": one["sha256"] for name, one in self.outputs.items()}
         return _no_digests(named, where)
@@ -85,10 +85,10 @@ class CorpusRecord(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_corpus``.
-        version: of this layout.
+        version: version of this layout.
         inputs: name of each input of the first step -> SHA-256 of its content.
         steps: each step, in order.
-        files: path under the corpus -> hash and rows, of the files of the last step with rows.
+        files: path under the corpus -> hash and rows, for the files of the last step with rows.
     """
 
     format: str = "mens_exp_corpus"
@@ -98,7 +98,7 @@ class CorpusRecord(StoredRecord):
     files: dict[str, OutputFile]
 
     def problems(self, where: str) -> list[DataError]:
-        """Return the digests that are none."""
+        """Return the values that are not valid digests."""
         named = {f"files.{name}": one["sha256"] for name, one in self.files.items()}
         named |= {f"inputs.{name}": one for name, one in self.inputs.items()}
         named |= {f"steps.{one['directory']}.key": one["key"] for one in self.steps}
@@ -121,8 +121,8 @@ def _no_digests(named: dict[str, str], where: str) -> list[DataError]:
 class Histogram(TypedDict):
     """A distribution of lengths.
 
-    ``counts[i]`` lie from ``edges[i]`` to under ``edges[i + 1]``; the quantiles are the middles of
-    finer bins, off by 2.2 % at most.
+    ``counts[i]`` is the number of values v with ``edges[i] <= v < edges[i + 1]``. Quantiles are the
+    centers of finer bins, with an error of at most 2.2 %.
     """
 
     count: int
@@ -137,11 +137,11 @@ class Histogram(TypedDict):
 
 
 class Tokens(TypedDict):
-    """The rows as they are encoded for training, under the run's tokenizer and objective.
+    """Statistics of the rows as encoded for training, with the run's tokenizer and objective.
 
-    Totals are of all rows; where only ``encoded_rows`` of them were encoded they are estimates,
-    and ``tokens_se`` is the standard error of ``tokens``. What truncation loses is what a document
-    has beyond ``seq_len``, and all of one that keeps nothing to learn.
+    Totals refer to all rows. If only ``encoded_rows`` of them were encoded, they are estimates, and
+    ``tokens_se`` is the standard error of ``tokens``. Truncation loses the part of a document
+    beyond ``seq_len``, and the whole document if no supervised token remains.
     """
 
     encoded_rows: int
@@ -166,14 +166,14 @@ class Tokens(TypedDict):
 
 
 class Parsed(TypedDict):
-    """Rows of one language, as they name it; ``parsed`` is null where nobody here parses it."""
+    """Rows of one language, as they state it; ``parsed`` is null if no parser is available."""
 
     rows: int
     parsed: int | None
 
 
 class Constructs(TypedDict):
-    """Kinds of syntax nodes in the rows of a language that parse: how many rows have each."""
+    """Kinds of syntax nodes in the rows of a language that parse: number of rows with each."""
 
     rows: int
     occurring: dict[str, int]
@@ -181,7 +181,7 @@ class Constructs(TypedDict):
 
 
 class Remaining(TypedDict):
-    """Duplicates among the rows as they are, of the first row of each cluster."""
+    """Duplicates among the final rows, counted against the first row of each cluster."""
 
     exact: int
     near: int
@@ -191,7 +191,7 @@ class Remaining(TypedDict):
 
 
 class NGrams(TypedDict):
-    """Runs of so many tokens of the answers; ``distinct`` is an estimate where not ``exact``."""
+    """Token n-grams of the answers; ``distinct`` is an estimate unless ``exact``."""
 
     total: int
     distinct: int
@@ -200,14 +200,14 @@ class NGrams(TypedDict):
 
 
 class Diversity(TypedDict):
-    """Distinct-n by n, and the bytes of the answers over those that zlib makes of them."""
+    """Distinct-n by n, and the zlib compression ratio of the answers."""
 
     distinct: dict[str, NGrams]
     compression_ratio: float
 
 
 class Finding(TypedDict):
-    """One finding of the screen; ``shown`` is a secret's masked beginning, null for a phrase."""
+    """One finding of the screen; ``shown`` is the masked start of a secret, null for a phrase."""
 
     kind: str
     place: str
@@ -216,7 +216,7 @@ class Finding(TypedDict):
 
 
 class Safety(TypedDict):
-    """Findings by kind, all counted, the first of each kind listed."""
+    """Findings by kind: all are counted, and the first of each kind are listed."""
 
     secrets: dict[str, int]
     injections: dict[str, int]
@@ -234,7 +234,7 @@ class Share(TypedDict):
 
 
 class Mixed(TypedDict):
-    """One source of a mix: the share of the rows that was asked for, and that it has."""
+    """One source of a mix: its requested and its actual share of the rows."""
 
     share_asked: float
     share: float
@@ -243,7 +243,7 @@ class Mixed(TypedDict):
 
 
 class Before(TypedDict):
-    """A step before the report: what it read, passed on and dropped, and in a mix each source."""
+    """A step before the report: rows read, passed on and dropped, and for a mix each source."""
 
     step: str
     rows_in: int
@@ -258,20 +258,20 @@ class CorpusReport(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_corpus_report``.
-        version: of this layout.
-        rows: how many.
+        version: version of this layout.
+        rows: number of rows.
         sides: rows by side; ``all`` before a split.
         characters: of prompts, answers and system prompts.
         lengths: characters of a prompt and of an answer.
-        tokens: None where the rows could not be encoded.
-        parse: by language; rows that name none are under an empty name.
+        tokens: None if the rows could not be encoded.
+        parse: by language; rows without a language are under an empty name.
         constructs: by language.
-        duplicates: None where nobody looked.
+        duplicates: None if they were not searched for.
         diversity: None without rows.
-        safety: what the screen found.
-        sources: shares by what tells sources apart: category, language, project.
-        before: the steps that made these rows, in order; none where no step did.
-        unknown: field that is null -> why.
+        safety: findings of the screen.
+        sources: shares by the property that distinguishes sources: category, language, project.
+        before: the steps that produced these rows, in order; may be empty.
+        unknown: null field -> reason.
     """
 
     format: str = "mens_exp_corpus_report"
@@ -291,7 +291,7 @@ class CorpusReport(StoredRecord):
     unknown: dict[str, str] = field(default_factory=dict)
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what is null without a reason, and counts that deny each other."""
+        """Return null values without a reason, and counts that contradict each other."""
         found = [
             DataError(
                 "null without a reason",

@@ -1,7 +1,7 @@
-"""Credentials in text: the forms that are easily told, and records without them.
+"""Detection of credentials in text, and masking of them in records.
 
-The list is what is easily told, not what may be there: a clean text is no proof. A form is one that
-its issuer fixes, a password in a URL, or a value beside a name such as ``api_key``.
+Only easily recognized forms are detected, so a text without findings is not proven clean. A form is
+a format fixed by its issuer, a password in a URL, or a value next to a name such as ``api_key``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MOST_SHOWN: Final = 4  # characters of a secret, and never over a quarter of it
+_MOST_SHOWN: Final = 4  # characters of a secret, and never more than a quarter of it
 
 
 class Pattern(NamedTuple):
-    """A pattern to look for, and texts of which one, in lower case, is in every match.
+    """A pattern, and lower-case strings of which at least one occurs in every match.
 
-    The group ``secret`` of a secret's form, where there is one, is what is masked; else it is the
-    whole match. Of a ``guessed`` secret values that say they are to be replaced do not count.
+    The group ``secret`` of the pattern, if there is one, is masked, otherwise the whole match. For
+    a ``guessed`` secret, values that look like placeholders are ignored.
     """
 
     needles: tuple[str, ...]
@@ -63,7 +63,7 @@ SECRETS: Final[dict[str, Pattern]] = {
 }
 _REPLACED: Final = re.compile(r"(?i)example|your|change|placeholder|dummy|xxx|\*\*\*|[<>{}$%]")
 
-# In a record nothing is taken for a placeholder, and a name alone makes a value suspect.
+# In a record nothing counts as a placeholder, and a name alone makes a value suspicious.
 _KEY_BLOCK: Final = re.compile(
     r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*KEY[A-Z ]*-----|\Z)",
     re.DOTALL,
@@ -77,34 +77,34 @@ _NAMED: Final = re.compile(
 )
 _KEY: Final = re.compile(rf"(?i)(?:^|[_.-])(?:{_NAME})$")
 _LEAST_LENGTH: Final = 16
-_LEAST_BITS: Final = 3.2  # of a character; words of sixteen letters have 3, a random token 3.7
+_LEAST_BITS: Final = 3.2  # per character; words of sixteen letters have 3, a random token 3.7
 
 
 def masked(secret: str) -> str:
-    """Return the first characters of a secret, and how long it is."""
+    """Return the first characters of a secret, and its length."""
     shown = secret[: min(_MOST_SHOWN, len(secret) // 4)]
     return f"{shown}… ({len(secret)} characters)"
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which every secret that the screen finds is masked."""
+    """Return a text with every detected secret masked."""
     for _, (start, end), secret in sorted(found_in(text), key=lambda hit: hit[1], reverse=True):
         text = f"{text[:start]}{masked(secret)}{text[end:]}"
     return text
 
 
 def looks_like_one(text: str) -> str | None:
-    """Return the first credential of a text, masked; None where none is told."""
+    """Return the first credential in a text, masked; None if none is detected."""
     spans = _in_record(text)
     return masked(text[slice(*spans[0])]) if spans else None
 
 
 def screened(value: Any, name: str = "") -> Any:
-    """Return a JSON value whose texts hold no credential that is told; others are left as they are.
+    """Return a JSON value with all detected credentials masked; other values are unchanged.
 
     Args:
-        value: of a record.
-        name: that it stands under.
+        value: a value of a record.
+        name: its key.
     """
     if isinstance(value, dict):
         return {key: screened(one, str(key)) for key, one in value.items()}
@@ -121,7 +121,7 @@ def screened(value: Any, name: str = "") -> Any:
 
 
 def _in_record(text: str) -> list[tuple[int, int]]:
-    """Return where credentials begin and end in the text of a record; overlapping ones are one."""
+    """Return the spans of credentials in the text of a record; overlapping spans are merged."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(_spans(text)):
         if joined and start < joined[-1][1]:
@@ -147,7 +147,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_random(text: str) -> bool:
-    """Tell a random token from a word, a path or a content hash."""
+    """Distinguish a random token from a word, a path or a content hash."""
     if len(text) < _LEAST_LENGTH or re.search(r"\s", text):
         return False
     if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) or text.startswith((".", "/", "~")):
@@ -158,7 +158,7 @@ def _is_random(text: str) -> bool:
 
 
 def found_in(text: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-    """Yield the kind, the place and the text of every secret that the patterns find."""
+    """Yield the kind, the span and the text of every secret that the patterns match."""
     for kind, pattern in possible(SECRETS, text):
         part: str | int = "secret" if "secret" in pattern.form.groupindex else 0
         for match in pattern.form.finditer(text):
@@ -168,7 +168,7 @@ def found_in(text: str) -> Iterator[tuple[str, tuple[int, int], str]]:
 
 
 def possible(patterns: dict[str, Pattern], text: str) -> Iterator[tuple[str, Pattern]]:
-    """Yield the patterns that may match: to look for a fixed text is much faster."""
+    """Yield the patterns that may match; searching for a fixed string is much faster."""
     lowered = text.lower()
     for kind, pattern in patterns.items():
         if any(needle in lowered for needle in pattern.needles):

@@ -1,4 +1,4 @@
-"""The data-contract certificate: what a run's rows became, measured before its first step."""
+"""The data-contract certificate: statistics of a run's encoded rows, before its first step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class TokenPart(TypedDict):
-    """The training documents, token by token.
+    """Token statistics of the training documents.
 
-    Roles are system, user, assistant, end_marker (of an answer) and template. ``ends`` counts
-    documents that reach the end marker of their last answer, ``ends_trained`` those that learn it;
-    ``end_marker_trained`` says whether all of them do. ``answer_tokens_missed`` are tokens of last
-    answers that are there and not learned. Shares: of all tokens, of the learned tokens
-    that there would be without a limit, of all documents.
+    Roles are system, user, assistant, end_marker (of an answer) and template. ``ends`` counts the
+    documents that include the end marker of their last answer, and ``ends_trained`` those where it
+    is supervised; ``end_marker_trained`` states whether all of them do. ``answer_tokens_missed``
+    counts tokens of last answers that are present but not supervised. Shares are relative to all
+    tokens, to the supervised tokens without a length limit, and to all documents.
     """
 
     documents: int
@@ -44,7 +44,7 @@ class TokenPart(TypedDict):
 
 
 class Clash(TypedDict):
-    """A training row and the benchmark's item that it shares most n-grams with."""
+    """A training row and the benchmark item with which it shares the most n-grams."""
 
     row: str
     item: str
@@ -53,10 +53,10 @@ class Clash(TypedDict):
 
 
 class OverlapPart(TypedDict):
-    """Training rows against a benchmark: word n-grams, shorter items whole, functions by tree.
+    """Overlap of training rows with a benchmark: word n-grams, short items whole, functions by AST.
 
-    ``sharing`` items have an n-gram or a function in some row; of ``contained`` ones a row has half
-    or more.
+    ``sharing`` items have an n-gram or a function in common with some row; for ``contained`` items,
+    a single row has half of them or more.
     """
 
     against: str
@@ -70,10 +70,10 @@ class OverlapPart(TypedDict):
 
 
 class RowsPart(TypedDict):
-    """Facts that follow from the rows themselves.
+    """Facts about the rows themselves.
 
-    ``prompts_checked`` rows were rendered as evaluation renders them; ``prompts_otherwise`` begin
-    otherwise in training. ``mix_off`` is how many rows the source furthest from its share is off.
+    ``prompts_checked`` rows were rendered as in evaluation; ``prompts_otherwise`` start differently
+    in training. ``mix_off`` is the number of rows by which a source deviates most from its share.
     """
 
     groups_on_two_sides: list[str]
@@ -86,12 +86,13 @@ class RowsPart(TypedDict):
 
 
 class ReferencePart(TypedDict):
-    """Our loss and gradient against those of transformers alone, both in f32.
+    """Our loss and gradient compared with those of plain transformers, both in f32.
 
     The reference is the model's own ``forward(labels=...)`` on the same weights, one document at a
-    time, with eager attention and a filled adapter. Differences are relative, ``|a − b| / |b|``;
-    the gradient's is of all ``parameters`` as one vector. A run over a tolerance is refused.
-    ``from_cache``: an earlier run of the same base, adapter, code and packages was compared.
+    time, with eager attention and a nonzero adapter. Differences are relative, ``|a − b| / |b|``;
+    the gradient difference is over all ``parameters`` as one vector. A run above a tolerance is
+    refused. ``from_cache``: the comparison was made by an earlier run with the same base, adapter,
+    code and packages.
     """
 
     loss: float
@@ -104,14 +105,14 @@ class ReferencePart(TypedDict):
 
 
 class ProbePart(TypedDict):
-    """Trials on a few documents with the run's own model, before step 1.
+    """Probes of the run's own model on a few documents, before step 1.
 
-    Differences are relative: ``|a − b| / |b|``. ``together`` is a batch against its documents
-    alone: the sum of losses, and the hidden states at learned positions. ``peek`` is how far the
-    loss or a hidden state moves when a document's last token, which nothing is predicted from, is
-    another one.
-    ``accumulation`` is one batch against micro-batches of one document: loss and gradients, over
-    ``parameters_compared`` of them. ``reference`` is null where ``reference_unknown`` says why.
+    Differences are relative: ``|a − b| / |b|``. ``together`` compares a batch with its documents
+    processed separately: the sum of losses, and the hidden states at supervised positions. ``peek``
+    is the change of the loss or of a hidden state when a document's last token, from which nothing
+    is predicted, is replaced. ``accumulation`` compares one batch with micro-batches of one
+    document: loss and gradients, over ``parameters_compared`` of them. ``reference`` is null if
+    ``reference_unknown`` gives a reason.
     """
 
     documents: int
@@ -134,9 +135,9 @@ class ProbePart(TypedDict):
 
 
 class _Cached(StoredRecord):
-    """A cached record that carries the digest of its own content.
+    """A cached record that contains the digest of its own content.
 
-    A file without the digest, or with another, cannot be read, and the record is made again.
+    A file whose digest is missing or wrong is rejected, and the record is created again.
     """
 
     __slots__ = ()
@@ -160,7 +161,7 @@ def _content_of(record: Any) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class StoredTokens(_Cached):
-    """A token part kept beside the encoding that it is of, and why parts of it are null."""
+    """A token part cached next to its encoding, with the reasons for its null values."""
 
     format: str = "mens_exp_token_contract"
     version: int = 1
@@ -172,7 +173,7 @@ class StoredTokens(_Cached):
 
 @dataclass(kw_only=True, slots=True)
 class StoredReference(_Cached):
-    """A comparison with transformers, kept for the next run of the same graph."""
+    """A comparison with transformers, cached for the next run of the same graph."""
 
     format: str = "mens_exp_reference"
     version: int = 1
@@ -186,14 +187,14 @@ class DataContract(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_data_contract``.
-        version: of this layout.
+        version: version of this layout.
         tokens: the training documents.
         rows: the rows.
-        overlap: the rows against each benchmark of the run.
-        probe: what was tried on the model.
-        limits: the settings that it was judged by.
-        violations: what is over a limit, with figures; a run that trained has none.
-        unknown: dotted field that is null -> why.
+        overlap: the rows compared with each benchmark of the run.
+        probe: results of the probes on the model.
+        limits: the limits that were applied.
+        violations: exceeded limits, with figures; empty for a run that trained.
+        unknown: dotted path of a null field -> reason.
     """
 
     format: str = "mens_exp_data_contract"
@@ -207,7 +208,7 @@ class DataContract(StoredRecord):
     unknown: dict[str, str] = field(default_factory=dict)
 
     def problems(self, where: str) -> list[Any]:
-        """Return nothing: every value of the right types can be."""
+        """Return an empty list: all values of the right types are valid."""
         del where
         return []
 

@@ -1,7 +1,7 @@
-"""The ledger of cycles, their evidence and decisions: a file of one entry a line that only grows.
+"""The append-only ledger of cycles, their evidence and decisions, with one entry per line.
 
-Each entry carries the digest of the one before, so that a line that was edited, dropped or moved
-is told. What this cannot tell is a ledger cut at its end: keep the head's digest elsewhere too.
+Each entry contains the digest of the previous one, so that edited, removed or reordered lines are
+detected. A ledger truncated at its end is not: store the head's digest elsewhere too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-# Version 1 froze less of a cycle, version 2 no runs.
+# Version 1 froze fewer values of a cycle; version 2 froze no runs.
 _FORMAT, _VERSION = "mens_exp_decisions", 3
 _FREEZES_RUNS = 3
-_LONGEST = 2**20  # bytes of an entry
+_LONGEST = 2**20  # maximum bytes of an entry
 
 
 class EntryKind(StrEnum):
@@ -54,14 +54,14 @@ class Outcome(StrEnum):
 
 
 class Thresholds(TypedDict):
-    """A policy's part of what a cycle freezes, under names that only the ledger has.
+    """The policy values that a cycle freezes, under the names used in the ledger.
 
     Attributes:
         challenger, incumbent: backends.
-        floors, ceilings: of the challenger's means, by KPI.
-        share_margin, relative_margin: how much worse another KPI may be.
-        least_cycles: that a promotion rests on.
-        certificate: whether one of the challenger's adapters is asked for.
+        floors, ceilings: limits on the challenger's means, by KPI.
+        share_margin, relative_margin: allowed degradation of another KPI.
+        least_cycles: minimum number of cycles required for a promotion.
+        certificate: whether a certificate of one of the challenger's adapters is required.
     """
 
     challenger: str
@@ -81,10 +81,10 @@ class _Compared(Thresholds):
 
 
 class FrozenRules(_Compared, total=False):
-    """All that decides on a cycle besides its hypothesis: a policy's part, and a comparison's.
+    """All rules that decide on a cycle besides its hypothesis: a policy's part, and a comparison's.
 
-    A cycle without a ``target`` was opened when verdicts were about these items alone, and one
-    without a ``sequential`` when there was no test but that of one look.
+    A cycle without a ``target`` was opened when verdicts covered only these items, and one without
+    a ``sequential`` when only the single-look test existed.
     """
 
     target: str
@@ -105,15 +105,15 @@ class _Registered(TypedDict):
 class CycleEntry(_Registered, total=False):
     """A benchmark cycle, frozen before any run: ``arms`` are backends or names of arms.
 
-    The KPI of the challenger goes in the ``direction``, by more than the ``margin``. An entry of
-    version 1 has no ``frozen``: what it leaves open is not known, and no default stands in for it.
+    The challenger's KPI is expected to change in ``direction`` by more than ``margin``. An entry of
+    version 1 has no ``frozen``: the missing values are unknown, and no defaults replace them.
     """
 
     frozen: FrozenRules
 
 
 class RuleRecord(TypedDict):
-    """One rule of a policy; ``leads_to`` is what the decision is where it does not pass."""
+    """One rule of a policy; ``leads_to`` is the decision if the rule does not pass."""
 
     rule: str
     evidence: str | None
@@ -136,7 +136,7 @@ class EvidenceEntry(TypedDict):
 class FrozenRun(TypedDict):
     """One run of a cycle's arm and seed, by the digests of the files that its values come from.
 
-    ``scored_by`` is the evaluation whose scorecard counts, None where it is the run's own;
+    ``scored_by`` is the evaluation whose scorecard counts, None if it is the run's own;
     ``scorer_sha256`` is the digest of that evaluation's manifest.
     """
 
@@ -161,10 +161,10 @@ class _Decided(TypedDict):
 
 
 class DecisionEntry(_Decided, total=False):
-    """A decision, with all that it can be computed again from.
+    """A decision, with everything needed to compute it again.
 
-    ``runs`` are those of the cycles' sound evidence, and ``unverifiable`` says what of the evidence
-    nobody can verify. An entry of version 2 has neither.
+    ``runs`` are those of the cycles' valid evidence, and ``unverifiable`` lists evidence that
+    cannot be verified. An entry of version 2 has neither.
     """
 
     runs: list[FrozenRun]
@@ -184,22 +184,22 @@ class _Line(TypedDict):
 
 
 class LedgerEntry(_Line, total=False):
-    """One line; the field that ``kind`` names is there, and the others are null.
+    """One line; the field named by ``kind`` is set, and the others are null.
 
-    ``evidence`` is in every entry since version 3.
+    ``evidence`` is present in every entry since version 3.
     """
 
     evidence: list[FrozenRun] | None
 
 
 def read_ledger(path: Path) -> list[LedgerEntry]:
-    """Read every entry and hold the chain; a last line without its newline was never written.
+    """Read every entry and verify the chain; an incomplete last line is ignored.
 
-    A file that is not there is an empty ledger.
+    A missing file is an empty ledger.
 
     Raises:
-        DataError: a line is no such entry, or is not the one that was written (``file:line``).
-        Problems: several are.
+        DataError: a line is not a valid entry, or was modified (``file:line``).
+        Problems: several lines are.
     """
     if not path.exists():
         return []
@@ -214,7 +214,7 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
 
 
 def is_ledger(path: Path) -> bool:
-    """Tell whether a file begins with an entry of a ledger."""
+    """Return whether a file starts with a ledger entry."""
     try:
         with path.open("rb") as file:
             return bool(json.loads(file.readline(_LONGEST))["format"] == _FORMAT)
@@ -223,19 +223,19 @@ def is_ledger(path: Path) -> bool:
 
 
 def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]) -> LedgerEntry:
-    """Add one entry behind all that are there; concurrent writers wait for each other.
+    """Append one entry; concurrent writers wait for each other.
 
     Args:
-        path: the ledger; made with its parents when missing.
-        kind: of the entry.
-        made: from the entries before to the cycle, the evidence or the decision; what it raises
-            adds nothing.
+        path: the ledger; created with its parents if missing.
+        kind: kind of the entry.
+        made: takes the previous entries and returns the cycle, the evidence or the decision; if it
+            raises, nothing is appended.
 
     Returns:
-        The entry, on disk.
+        The entry, as stored on disk.
 
     Raises:
-        DataError: as `read_ledger`; nothing is added to a ledger that was tampered with.
+        DataError: as in `read_ledger`; nothing is appended to a ledger that was modified.
     """
     with file_lock(path.with_name(f".{path.name}.lock")):
         earlier = read_ledger(path)
@@ -261,18 +261,18 @@ def append(path: Path, kind: EntryKind, made: Callable[[list[LedgerEntry]], Any]
 
 
 def cycles_of(entries: Sequence[LedgerEntry]) -> dict[str, tuple[str, CycleEntry]]:
-    """Return the registered cycles in their order: name -> time and content."""
+    """Return the registered cycles in order: name -> time and content."""
     found = ((entry["utc"], entry["cycle"]) for entry in entries)
     return {cycle["cycle"]: (utc, cycle) for utc, cycle in found if cycle is not None}
 
 
 def froze_runs(entry: LedgerEntry) -> bool:
-    """Tell whether an entry is of a version that freezes runs."""
+    """Return whether an entry is of a version that freezes runs."""
     return entry["version"] >= _FREEZES_RUNS
 
 
 def frozen_runs(entries: Sequence[LedgerEntry]) -> Iterator[tuple[int, FrozenRun]]:
-    """Yield every run that entries froze, in their order, with the entry's number."""
+    """Yield every run frozen by the entries, in order, with the entry's number."""
     for entry in entries:
         decision = entry["decision"]
         runs = entry.get("evidence") or ([] if decision is None else decision.get("runs", []))
@@ -314,7 +314,7 @@ def _wrong(
 
 
 def _unlike_its_kind(entry: Mapping[str, Any]) -> str | None:
-    """Name a field that an entry of its kind and version has, and lacks, or the other way round."""
+    """Return a field that an entry of its kind and version wrongly has or lacks; None if none."""
     kinds = [EntryKind.CYCLE, EntryKind.DECISION]
     is_new = entry["version"] >= _FREEZES_RUNS
     if is_new:

@@ -31,7 +31,7 @@ def sha256_bytes(data: bytes) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file's content, read in pieces.
+    """Return the SHA-256 of a file's content, read in chunks.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,7 +41,7 @@ def sha256_file(path: Path) -> str:
 
 
 def canonical_json(obj: object) -> bytes:
-    """Return the one JSON form of `obj`: sorted keys, no spaces, UTF-8, no final newline.
+    """Return the canonical JSON of `obj`: sorted keys, no spaces, UTF-8, no final newline.
 
     Raises:
         MensError: a number in `obj` is not finite, or a value has no JSON form.
@@ -53,38 +53,38 @@ def digest(obj: object) -> str:
     """Return the SHA-256 of the canonical JSON of `obj`.
 
     Raises:
-        MensError: as `canonical_json`.
+        MensError: as in `canonical_json`.
     """
     return sha256_bytes(canonical_json(obj))
 
 
 _ADAPTER = {".json", ".safetensors"}
-_DEPTH = 3  # adapter/peft/adapter_model.safetensors lies deepest
+_DEPTH = 3  # adapter/peft/adapter_model.safetensors is the deepest
 
 
 def refuse_changed_outputs(*files: Path) -> None:
-    """Refuse files of a run that are not what it wrote.
+    """Refuse files of a run that differ from what the run wrote.
 
-    Files of no run are not checked, nor are those that a run recorded no hash of; while a run is at
-    work its files change.
+    Files outside runs are not checked, nor are files without a recorded hash, nor those of a run
+    that is still in progress.
 
     Args:
-        files: that are about to be read; one that is missing is left to its reader.
+        files: files about to be read; a missing one is left to its reader.
 
     Raises:
-        Problems: files have another hash than the manifest of their run states.
+        Problems: the hashes of files differ from those in the manifest of their run.
     """
     Problems.raise_if([error for file in files for error in _changed(file)])
 
 
 def refuse_changed_adapter(directory: Path) -> None:
-    """Refuse the adapter of a run whose files, or whose configuration, are not what it wrote.
+    """Refuse the adapter of a run if its files or its configuration differ from what was written.
 
     Args:
-        directory: that holds the adapter, in a run or elsewhere.
+        directory: the directory of the adapter, in a run or elsewhere.
 
     Raises:
-        Problems: files have another hash than the manifest of their run states.
+        Problems: the hashes of files differ from those in the manifest of their run.
     """
     files = [file for file in sorted(directory.glob("*")) if file.suffix in _ADAPTER]
     configs = [parent / "config.yaml" for parent in directory.absolute().parents[:_DEPTH]]
@@ -112,7 +112,7 @@ def _changed(file: Path) -> Iterator[DataError]:
 
 
 def _outputs(directory: Path) -> dict[str, Any]:
-    """Return the hashes that a run at this place recorded; none while it is at work."""
+    """Return the hashes recorded by the run at this path; empty while it is in progress."""
     try:
         manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
         outputs = manifest["outputs"]
@@ -129,7 +129,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def record_checkpoint_digest(path: Path, sha256: str) -> None:
     """Record the digest of a training state that is about to be written.
 
-    Digests of states that are gone are dropped.
+    Digests of deleted states are dropped.
     """
     place = path.parent
     kept = {
@@ -142,15 +142,15 @@ def record_checkpoint_digest(path: Path, sha256: str) -> None:
 
 
 def checkpoint_digests(path: Path) -> list[str]:
-    """Return the digests that a training state may have; none where none was recorded."""
+    """Return the acceptable digests of a training state; empty if none was recorded."""
     return _read_checkpoint_digests(path.parent).get(path.name, [])
 
 
 def refuse_damaged_checkpoint(path: Path) -> None:
-    """Refuse a training state whose content is not what was written.
+    """Refuse a training state whose content differs from what was written.
 
     Raises:
-        DataError: its digest is another one.
+        DataError: its digest does not match.
     """
     expected = checkpoint_digests(path)
     if not expected:
@@ -167,14 +167,14 @@ def refuse_damaged_checkpoint(path: Path) -> None:
 
 
 def last_intact_checkpoint(run: RunDir) -> tuple[Path | None, list[str]]:
-    """Return the last training state to go on from, and what to say of it and of later ones.
+    """Return the last training state to resume from, and remarks on it and on later ones.
 
     Args:
         run: the run.
 
     Returns:
-        The state of the highest step whose content is what was written; None where there is none.
-        One without a recorded digest is taken, and said to be.
+        The intact state with the highest step; None if there is none. One without a recorded
+        digest is accepted, with a remark.
     """
     notes: list[str] = []
     for path in reversed(run.states()):
@@ -188,17 +188,17 @@ def last_intact_checkpoint(run: RunDir) -> tuple[Path | None, list[str]]:
 
 
 def rename_later_checkpoints(run: RunDir, step: int) -> None:
-    """Rename states of later steps than a run goes on from: what it writes now replaces them."""
+    """Rename states of later steps than the one resumed from, as new ones will replace them."""
     for path in run.states():
         if int(path.stem.removeprefix("step_")) > step:
             path.rename(path.with_name(f"{path.name}.damaged"))
 
 
 def _read_checkpoint_digests(directory: Path) -> dict[str, list[str]]:
-    """Return the digests of a directory's states by name.
+    """Return the digests of a directory's states, keyed by name.
 
     Raises:
-        DataError: it is not what `record_digest` writes.
+        DataError: the file is not in the form written by `record_digest`.
     """
     path = directory / CHECKPOINT_DIGESTS
     try:

@@ -1,7 +1,7 @@
-"""Locks, processes, memory and faults of the host.
+"""Locks, processes, memory and hardware faults of the host.
 
-A file lock makes others wait; a run lock refuses a second process on the same run directory. Errors
-of the disk and the memory are reported as such instead of as bugs or wrong requests.
+A file lock blocks until it is free; a run lock refuses a second process in the same run directory.
+Disk and memory errors are reported as such instead of as bugs or invalid requests.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ else:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock file inside the block, as soon as nobody else does.
+    """Hold a lock file within the context, waiting until no other process holds it.
 
-    The kernel holds the lock for the process, so one that dies lets go of it. The file is gone
-    afterwards.
+    The kernel owns the lock on behalf of the process, so it is released if the process dies. The
+    file is deleted afterwards.
 
     Args:
-        path: the lock file; missing parent directories are made.
+        path: the lock file; missing parent directories are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = _locked(path)
@@ -59,7 +59,7 @@ def _locked(path: Path) -> int:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # of a file that its last holder removed while we waited
+        os.close(handle)  # the last holder removed this file while we waited
 
 
 if sys.platform == "win32":
@@ -74,7 +74,7 @@ if sys.platform == "win32":
                 return
 
     def _let_go(path: Path, handle: int) -> None:
-        os.close(handle)  # a file that is open is not removed, so another's stays
+        os.close(handle)  # an open file is not removed, so another process's lock stays
         with suppress(OSError):
             path.unlink()
 
@@ -84,7 +84,7 @@ else:
         fcntl.flock(handle, fcntl.LOCK_EX)
 
     def _let_go(path: Path, handle: int) -> None:
-        path.unlink(missing_ok=True)  # before another one gets the lock
+        path.unlink(missing_ok=True)  # before another process gets the lock
         os.close(handle)
 
 
@@ -97,12 +97,12 @@ def _is_still(path: Path, handle: int) -> bool:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold a lock file inside the block; one left by a process that died is taken over.
+    """Hold a lock file within the context; a lock left by a dead process is taken over.
 
     Raises:
-        RequestError: a living process of this machine holds it.
+        RequestError: a live process on this machine holds it.
     """
-    # One at a time: of two that find the lock of a dead process, only the first takes it over.
+    # One at a time: if two processes find a dead process's lock, only the first takes it over.
     with file_lock(path.with_name(f".{path.name}.taking")):
         _take(path)
     try:
@@ -112,19 +112,19 @@ def run_lock(path: Path) -> Iterator[None]:
 
 
 def lock_holder(path: Path) -> tuple[int, float] | None:
-    """Return the living process of this machine that holds a lock, and when it started."""
+    """Return the live process on this machine that holds a lock, and its start time."""
     try:
         record = json.loads(path.read_bytes())
         pid, started = int(record["pid"]), float(record["started"])
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or torn by its writer's death
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or its writer died
         return None
     return (pid, started) if is_alive(pid, started) else None
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Tell whether the process of that number is still the one that started then.
+    """Return whether the process with this id is still the one that started at this time.
 
-    One that has ended and was not waited for counts as dead.
+    A process that has ended but was not waited for counts as dead.
     """
     try:
         process = psutil.Process(pid)
@@ -151,7 +151,7 @@ _SOURCE = Path(__file__).resolve().parents[2]
 
 
 def python_path(environment: Mapping[str, str]) -> str:
-    """Return the PYTHONPATH of an environment, with the directory of this package in front."""
+    """Return the PYTHONPATH of an environment, prefixed with the directory of this package."""
     return os.pathsep.join(filter(None, [str(_SOURCE), environment.get("PYTHONPATH", "")]))
 
 
@@ -162,15 +162,15 @@ def spawn_python(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Popen[bytes]:
-    """Start this interpreter in a session of its own, without input.
+    """Start this interpreter in a new session, without input.
 
-    Neither Ctrl-C in the terminal nor closing the terminal ends such a process.
+    The process survives Ctrl-C in the terminal and closing the terminal.
 
     Args:
-        arguments: of ``python``.
-        output: file that takes standard output and standard error.
-        environment: of the process, this one's by default; this package can be imported there.
-        cwd: working directory of the process, this one's by default.
+        arguments: arguments of ``python``.
+        output: file for standard output and standard error.
+        environment: environment of the process, by default this one's; this package is importable.
+        cwd: working directory of the process, by default this one's.
 
     Raises:
         OSError: the system cannot start another process.
@@ -196,7 +196,7 @@ def rss_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Forget earlier peaks, so that what is done next does not inherit them.
+    """Reset the peak resident set size, so that the next job does not inherit earlier peaks.
 
     Returns:
         Whether the peak could be reset; only Linux can.
@@ -209,10 +209,10 @@ def reset_peak_rss() -> bool:
 
 
 def peak_rss_bytes(pid: int | None = None) -> int | None:
-    """Return the peak resident set size since :func:`reset_peak_rss`, or None where unknown.
+    """Return the peak resident set size since :func:`reset_peak_rss`; None if unknown.
 
     Args:
-        pid: of a process; None is this one.
+        pid: a process id; None means this process.
     """
     try:
         status = Path(f"/proc/{pid or 'self'}/status").read_text("utf-8", "replace")
@@ -223,7 +223,7 @@ def peak_rss_bytes(pid: int | None = None) -> int | None:
 
 
 def _peak_wset(pid: int | None) -> int | None:
-    """Return what Windows keeps of a process, which may have ended."""
+    """Return Windows' peak working set of a process, which may have ended."""
     try:
         peak = getattr(psutil.Process(pid).memory_info(), "peak_wset", None)
     except psutil.Error:
@@ -231,7 +231,7 @@ def _peak_wset(pid: int | None) -> int | None:
     return int(peak) if peak is not None else None
 
 
-# Of each error: what is wrong, and what to do first.
+# For each error: the problem, and the first remedy.
 _AGAIN: Final = ", then go on with: "
 _ELSEWHERE: Final = "use another disk (hydra.run.dir, or MENS_EXP_CACHE for the cache)"
 _FULL: Final = ("the disk is full", f"free some space, or {_ELSEWHERE}")
@@ -252,7 +252,7 @@ _BY_NUMBER: Final = {
     errno.ENFILE: ("too many files are open", "end other programs"),
     errno.ENOMEM: _MEMORY,
 }
-# Libraries in other languages raise no OSError: Rust has the number in its text, torch words alone.
+# Libraries in other languages raise no OSError: Rust puts the number in the text, torch only words.
 _IN_RUST: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _BY_TEXT: Final = {
     "No space left on device": _FULL,
@@ -263,13 +263,13 @@ _BY_TEXT: Final = {
 
 
 def machine_fault(error: BaseException, again: str = "the same command") -> SetupError | None:
-    """Return the error as one of the machine, or None where it is another one.
+    """Return the error as a machine fault; None if it is not one.
 
-    An error that has a message for the user keeps it.
+    An error that already has a message for the user keeps it.
 
     Args:
-        error: as it reached the outermost place; the errors that it came of count, too.
-        again: what to go on with once the machine is well.
+        error: the error as caught at the top level; its causes are examined too.
+        again: the command to continue with once the fault is fixed.
     """
     if isinstance(error, MensError):
         return None
@@ -287,7 +287,7 @@ def machine_fault(error: BaseException, again: str = "the same command") -> Setu
 
 
 def is_of_disk(remedy: str | None) -> bool:
-    """Tell from the remedy on record whether an error was one of files, and not of the memory."""
+    """Return whether a recorded remedy belongs to a file error rather than a memory error."""
     first = (remedy or "").partition(_AGAIN)[0]
     return first != _MEMORY[1] and first in {its for _, its in _BY_NUMBER.values()}
 
@@ -307,7 +307,7 @@ def _fault(error: BaseException) -> tuple[str, str] | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, as a traceback shows them."""
+    """Yield an error and its causes, as in a traceback."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -317,20 +317,20 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def release_free() -> bool:
-    """Give freed pages back to the system.
+    """Return freed pages to the operating system.
 
-    Documents of many lengths leave holes that glibc keeps: the process grew by 40 MB an optimizer
-    step, without a leak (measured: experiments/LOG.md).
+    Documents of many lengths leave holes that glibc retains: the process grew by 40 MB per
+    optimizer step, without a leak (measured: experiments/LOG.md).
 
     Returns:
-        Whether the C library can; only glibc's can.
+        Whether the C library supports this; only glibc does.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return trim is not None and bool(trim(0) in {0, 1})
 
 
 def reset_peak() -> bool:
-    """Forget earlier peaks, so that jobs in one process do not inherit each other's.
+    """Reset peak memory, so that jobs in one process do not inherit each other's peaks.
 
     Returns:
         Whether the host's peak could be reset; only Linux can.
@@ -342,7 +342,7 @@ def reset_peak() -> bool:
 
 
 def peak_cuda_bytes() -> int | None:
-    """Return the GPU allocator's peak, or None without a GPU in use."""
+    """Return the GPU allocator's peak; None if no GPU is in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

@@ -1,4 +1,4 @@
-"""manifest.json, the record of a run, and sync.json, the record of what W&B has of it."""
+"""manifest.json, the record of a run, and sync.json, the record of what was uploaded to W&B."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attempt(TypedDict):
 
 
 class Failure(TypedDict):
-    """The error that ended a run: its class, message, next step and exit code."""
+    """The error that ended a run: its class, message, remedy and exit code."""
 
     type: str
     message: str
@@ -47,7 +47,7 @@ class Failure(TypedDict):
     exit_code: int
 
 
-# The contract has a digest of its own, over settings in which a credential is refused.
+# The contract has a separate digest, over settings in which credentials are refused.
 _SCREENED = ("overrides", "provenance", "inputs", "facts", "results", "unknown", "error", "notes")
 
 
@@ -57,32 +57,32 @@ class Manifest(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_run``.
-        version: of this layout.
-        run_id: the run's name, unique among runs.
+        version: version of this layout.
+        run_id: unique name of the run.
         task: the task that ran.
         experiment: the experiment's name, or None for an ad hoc run.
-        status: how far it got.
-        started_utc: as `utc_now` gives it; of the first attempt.
-        ended_utc: None while it runs, and after a kill.
+        status: state of the run.
+        started_utc: start of the first attempt, in the format of `utc_now`.
+        ended_utc: None while it is running, and after a kill.
         attempts: every process that worked on it, in order.
-        overrides: the command line's, as given.
+        overrides: overrides of the command line, as given.
         choices: the option chosen in each config group.
         config_digest: SHA-256 of the resolved configuration.
-        contract: what the run means, with its digest; None for a task that trains nothing.
+        contract: the fine-tune contract, with its digest; None for a task that trains nothing.
         seed: the run's seed.
         provenance: code, packages and machine.
-        inputs: content hashes and counts of what was read.
+        inputs: content hashes and counts of the inputs.
         facts: the resolved settings, read back from the first batch and the model. Equal
-            ``lora_init_sha256`` means equal matrices A and B at the start; under other targets,
-            ``lora_init_layers_sha256`` says so layer by layer, by logical name.
-        data_contract: the certificate of what its rows became, see `DataContract`; None where
-            nothing is trained.
-        results: the numbers it ended with. Equal ``batches_sha256`` means the same micro-batches
-            in the same order; telemetry's step events have the chain as it grew.
-        unknown: dotted field that is null -> why it is.
+            ``lora_init_sha256`` means equal initial matrices A and B; for different targets,
+            ``lora_init_layers_sha256`` has one hash per layer, by logical name.
+        data_contract: the certificate of its encoded rows, see `DataContract`; None if nothing
+            is trained.
+        results: final figures. Equal ``batches_sha256`` means the same micro-batches in the same
+            order; the step events in telemetry have the hash chain up to each step.
+        unknown: dotted path of a null field -> reason.
         outputs: path relative to the run directory -> SHA-256.
-        error: what ended it, when it failed.
-        notes: what a reader should know besides.
+        error: the error that ended it, if it failed.
+        notes: further remarks for the reader.
     """
 
     format: str = "mens_exp_run"
@@ -110,7 +110,7 @@ class Manifest(StoredRecord):
     notes: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Write the record atomically, with every credential that is told in it masked.
+        """Write the record atomically, with every detected credential masked.
 
         Raises:
             MensError: a field is of the wrong type or not finite; nothing is written.
@@ -119,7 +119,7 @@ class Manifest(StoredRecord):
         write_record(replace(self, **safe), path)
 
     def problems(self, where: str) -> list[DataError]:
-        """Return the times, digests and paths that are not written as they should be."""
+        """Return the times, digests and paths that are malformed."""
         times = {"started_utc": self.started_utc, "ended_utc": self.ended_utc}
         for number, attempt in enumerate(self.attempts):
             times[f"attempts[{number}].started_utc"] = attempt["started_utc"]
@@ -143,7 +143,7 @@ class Manifest(StoredRecord):
 
 
 def utc_now() -> str:
-    """Return the time in UTC to the millisecond, ``2026-11-20T05:58:01.123Z``."""
+    """Return the current UTC time to the millisecond, as ``2026-11-20T05:58:01.123Z``."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -157,7 +157,7 @@ def _wrong(where: str, found: str, expected: str) -> DataError:
 
 
 class Destination(NamedTuple):
-    """The destination of an upload: the service's address, and whose project there."""
+    """The destination of an upload: the service's address, and the entity and project there."""
 
     server: str
     entity: str | None
@@ -165,10 +165,11 @@ class Destination(NamedTuple):
 
 
 class Delivery(TypedDict):
-    """The items that one destination has.
+    """The state of the upload to one destination.
 
-    ``digest`` is of the records that were sent, and ``sent_utc`` when; both are null until all of
-    it has arrived, and ``why`` then says what hinders it. ``since_utc`` is of the latest attempt.
+    ``digest`` is that of the uploaded records, and ``sent_utc`` the time of the upload. Both are
+    null until everything has arrived; ``why`` then gives the obstacle. ``since_utc`` is the time of
+    the latest attempt.
     """
 
     server: str
@@ -186,7 +187,7 @@ class SyncRecord(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_sync``.
-        version: of this layout.
+        version: version of this layout.
         deliveries: in the order in which the destinations were first tried.
     """
 
@@ -195,13 +196,13 @@ class SyncRecord(StoredRecord):
     deliveries: list[Delivery] = field(default_factory=list)
 
     def problems(self, where: str) -> list[DataError]:
-        """Return nothing: whatever is noted here is only ever sent again."""
+        """Return an empty list: a wrong entry at worst causes a repeated upload."""
         del where
         return []
 
 
 def delivery_at(path: Path, to: Destination) -> Delivery | None:
-    """Return what a destination has; None where nothing was ever sent there.
+    """Return the delivery to a destination; None if nothing was ever sent there.
 
     Raises:
         DataError: the record is damaged.
@@ -214,13 +215,13 @@ def delivery_at(path: Path, to: Destination) -> Delivery | None:
 def note_delivery(
     path: Path, to: Destination, *, digest: str | None = None, why: str | None = None
 ) -> None:
-    """Note what became of an attempt, in the place of what was known of that destination.
+    """Record the result of an upload attempt, replacing the previous entry of that destination.
 
     Args:
         path: the record.
         to: the destination.
-        digest: of what has arrived.
-        why: it has not, where there is no digest.
+        digest: digest of what has arrived.
+        why: reason for the failure, if there is no digest.
     """
     record = SyncRecord.read(path) if path.is_file() else SyncRecord()
     now = utc_now()

@@ -1,4 +1,4 @@
-"""The one table of metric names that telemetry, sinks and reports share."""
+"""The central table of metric names used by telemetry, sinks and reports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Metric:
 
     Attributes:
         name: ``area/what``; the key in telemetry and in every sink.
-        unit: of the value; ``1`` for a plain ratio or norm.
+        unit: unit of the value; ``1`` for a plain ratio or norm.
         direction: whether smaller or larger is better, or neither.
-        reduction: how a run's series becomes one number.
-        alias: what other tools call it; looked up by `metric`, never written.
+        reduction: how a run's series is reduced to one number.
+        alias: name used by other tools; accepted by `metric`, never written.
         note: what is counted, in one clause.
     """
 
@@ -159,7 +159,7 @@ def _during(
     )
 
 
-# Named as in the table of KPIs; a test holds unit and direction to it.
+# Named as in the table of KPIs; a test compares unit and direction with it.
 _DURING = (
     _during("parse_rate", "max", "share of answers that parse"),
     _during("compile_pass_1", "max", "share whose first attempt compiles"),
@@ -189,10 +189,10 @@ _BY_ALIAS = {alias: entry for entry in _TABLE for alias in entry.alias}
 
 
 def metric(name: str) -> Metric:
-    """Return the metric of this name or alias.
+    """Return the metric with this name or alias.
 
     Raises:
-        MensError: no metric is called so; the message names the nearest.
+        MensError: no such metric exists; the message suggests the nearest name.
     """
     found = METRICS.get(name) or _BY_ALIAS.get(name)
     if found is None:

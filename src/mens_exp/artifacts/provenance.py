@@ -15,7 +15,7 @@ import psutil
 from mens_exp import __version__
 from mens_exp.artifacts.digest import digest, sha256_bytes, sha256_file
 
-# What a result may depend on: our own dependencies and the optional packages we load.
+# Packages that a result may depend on: our dependencies and the optional packages we load.
 PACKAGES = (
     "bitsandbytes",
     "datasketch",
@@ -50,23 +50,23 @@ _CPUINFO = Path("/proc/cpuinfo")
 _GIT_TIMEOUT_S = 30.0
 _VARIABLE = re.compile(
     r"OMP_NUM_THREADS|MKL_NUM_THREADS|CUDA_VISIBLE_DEVICES|MENS_EXP_(?!CACHE)\w+"
-)  # where a cache lies changes nothing
+)  # the location of a cache changes nothing
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
     """Describe the code, the packages and the machine of this process.
 
-    The commit is that of the checkout that tracks `package`, and null when none does, as in
-    an installed wheel. The working directory's own checkout, which may hold the user's
-    configuration and classes, is described beside it when it is another.
+    The commit is that of the checkout that tracks `package`, and null if there is none, as in an
+    installed wheel. If the working directory belongs to a different checkout, which may hold the
+    user's configuration and classes, it is described as well.
 
     Args:
         cwd: the working directory.
         package: the directory of the running code.
 
     Returns:
-        A JSON object; null is what could not be known. No host name, no path, no secret.
+        A JSON object; unknown values are null. It contains no host name, path or secret.
     """
     root = _checkout(package)
     workspace = _checkout(cwd)
@@ -84,7 +84,7 @@ def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
 
 
 def _git(directory: Path, *arguments: str) -> bytes | None:
-    # GIT_DIR and its kind, set inside a hook, would point at another repository.
+    # GIT_DIR and similar variables, set inside a hook, would point to another repository.
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(  # noqa: S603 - fixed arguments
@@ -101,7 +101,7 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
 
 
 def _checkout(directory: Path) -> Path | None:
-    # Tracked, not merely inside: an environment inside somebody's repository is not its code.
+    # Tracked, not merely inside: a virtual environment inside a repository is not its code.
     if not _git(directory, "ls-files", "--", "."):
         return None
     root = _git(directory, "rev-parse", "--show-toplevel")
@@ -160,11 +160,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def code_digest(package: Path = _PACKAGE) -> str:
-    """Hash every file of the package by its path and content; compiled copies do not count.
+    """Hash every file of the package by its path and content, except compiled files.
 
     Args:
-        package: the directory of the running code. Its config groups do not count: what was
-            composed of them is kept.
+        package: the directory of the running code. Its config groups are excluded, because the
+            composed configuration is recorded.
     """
     files = sorted(
         path

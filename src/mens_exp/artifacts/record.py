@@ -1,8 +1,8 @@
-"""Strict JSON records, read and written by their declared types.
+"""Strict JSON records, read and written according to their declared types.
 
-A record is a dataclass with `format` and `version`. Reading refuses another format, a newer
-version, an unknown, missing or repeated key, and a value of the wrong type, and reports all
-problems of a file together. Writing applies the same rules, so that what is written can be read.
+A record is a dataclass with `format` and `version`. Reading rejects a different format, a newer
+version, unknown, missing or repeated keys, and values of the wrong type, and reports all problems
+of a file together. Writing applies the same rules, so that every written record can be read.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _NAMES |= {float: "a finite number", bool: "true or false"}
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """Parse one JSON value, refusing repeated keys and numbers that are not finite.
+    """Parse one JSON value, rejecting repeated keys and numbers that are not finite.
 
     Raises:
-        DataError: `data` is not such a value; `where` names the place.
+        DataError: `data` is not such a value; the message starts with `where`.
     """
     try:
         return json.loads(
@@ -61,13 +61,13 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 def check_type(value: object, hint: Any, where: str) -> list[DataError]:
-    """Return what keeps `value` from being of the declared type.
+    """Return the errors that prevent `value` from being of the declared type.
 
     Args:
         value: a parsed JSON value.
         hint: a scalar type, Any (any JSON), an Enum of strings, ``list[T]``,
             ``dict[str, T]``, a union of these, or a TypedDict.
-        where: the file and the dotted place in it.
+        where: the file and the dotted path in it.
     """
     origin = get_origin(hint)
     if origin in (Union, UnionType):
@@ -84,13 +84,13 @@ def check_type(value: object, hint: Any, where: str) -> list[DataError]:
 def check_keys(
     value: object, declared: Mapping[str, Any], required: Iterable[str], where: str
 ) -> list[DataError]:
-    """Return what keeps `value` from being an object of these keys.
+    """Return the errors that prevent `value` from being an object with these keys.
 
     Args:
         value: a parsed JSON value.
         declared: the known keys and their types.
-        required: those that must be there.
-        where: the file and the dotted place in it.
+        required: keys that must be present.
+        where: the file and the dotted path in it.
     """
     if not isinstance(value, dict):
         return [wrong_value(value, "an object", where)]
@@ -111,7 +111,7 @@ def _check_union(value: object, options: tuple[Any, ...], where: str) -> list[Da
     if not all(attempts):
         return []
     solid = [problems for problems, o in zip(attempts, options, strict=True) if o is not NoneType]
-    if len(solid) == 1:  # `T | None`: what is wrong with it as a T says most
+    if len(solid) == 1:  # `T | None`: the errors as a T are the most informative
         return solid[0]
     return [
         wrong_value(
@@ -155,7 +155,7 @@ def _check_json(value: object, where: str) -> list[DataError]:
 
 
 def _is_scalar(value: object, hint: Any) -> bool:
-    if isinstance(value, bool) and hint is not bool:  # Python counts True as an int, JSON does not
+    if isinstance(value, bool) and hint is not bool:  # in Python True is an int, in JSON it is not
         return False
     if isinstance(value, float) and not math.isfinite(value):
         return False
@@ -172,7 +172,7 @@ def _under(where: str, name: str) -> str:
 
 
 def wrong_value(value: object, expected: str, where: str) -> DataError:
-    """Return the error for a value that shows its type, and what was expected of it."""
+    """Return an error that shows a value, its type, and what was expected."""
     found = f"{value!r} ({type(value).__name__})"
     return DataError("wrong value", where=where, found=found, expected=expected)
 
@@ -190,14 +190,14 @@ def _refuse_constant(name: str) -> Any:
 
 
 class Record(Protocol):
-    """The reader's and writer's requirements on a record class."""
+    """Interface of a record class, as required by the reader and the writer."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     format: str
     version: int
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what is wrong beyond the types, each with its place under `where`."""
+        """Return the problems beyond the types, each with its path under `where`."""
         ...
 
 
@@ -205,7 +205,7 @@ R = TypeVar("R", bound=Record)
 
 
 class StoredRecord:
-    """A record class that writes and reads its own file."""
+    """Base class of records that write and read their own file."""
 
     __slots__ = ()
 
@@ -222,11 +222,11 @@ class StoredRecord:
         """Read a record strictly.
 
         Raises:
-            DataError: the file is missing, of another format or a newer version, or holds
+            DataError: the file is missing, has a different format or a newer version, or contains
                 an unknown key or a wrong value.
             Problems: several of these.
         """
-        return read_record(cls, path)  # type: ignore[type-var]  # what mixes it in is a Record
+        return read_record(cls, path)  # type: ignore[type-var]  # classes that mix it in are Records
 
 
 def read_record(
@@ -241,13 +241,13 @@ def read_record(
     Args:
         cls: the record's class.
         path: the file.
-        older_formats: further `format` names of the same content; the record that is
-            returned carries today's name.
-        further: lists problems of a well-typed record with other files, reported with its own.
+        older_formats: further accepted `format` names for the same content; the returned record
+            has the current name.
+        further: lists inconsistencies of a well-typed record with other files.
 
     Raises:
-        DataError: the file is missing, is not JSON, or breaks one rule.
-        Problems: it breaks several.
+        DataError: the file is missing, is not JSON, or violates one rule.
+        Problems: it violates several.
     """
     value = parse_json(read_bytes(path), str(path))
     _check_identity(cls, value, str(path), older_formats)
@@ -267,7 +267,7 @@ def write_record(record: Record, path: Path, *, omit_null: Iterable[str] = ()) -
     Args:
         record: the record.
         path: the target.
-        omit_null: fields that are left out of the file when they are None.
+        omit_null: fields that are omitted from the file if they are None.
 
     Raises:
         MensError: the record could not be read back; nothing is written.
@@ -292,18 +292,18 @@ def read_lines(
     torn_end: bool = False,
     migrate: Callable[[Any, str], Any] | None = None,
 ) -> list[Any]:
-    """Read a file of one JSON value a line.
+    """Read a file with one JSON value per line.
 
     Args:
         path: the file.
         hint: the declared type of a line.
-        torn_end: whether a last line without its newline is dropped instead of refused.
-        migrate: makes a line of an older version one of today's, and leaves others as they are;
-            it is told the line's place too.
+        torn_end: whether an incomplete last line is dropped instead of refused.
+        migrate: converts a line of an older version to the current one and leaves others unchanged;
+            it also receives the line's location.
 
     Raises:
-        DataError: the file is missing, or a line breaks a rule (``file:line``).
-        Problems: lines break several.
+        DataError: the file is missing, or a line violates a rule (``file:line``).
+        Problems: lines violate several.
     """
     *lines, rest = read_bytes(path).split(b"\n")
     if rest and not torn_end:
@@ -323,7 +323,7 @@ def read_lines(
 
 
 def cut_torn_end(path: Path) -> None:
-    """Drop a last line without its newline, whose writer died; a line may then be added."""
+    """Drop an incomplete last line, left by a writer that died, so that lines can be appended."""
     data = path.read_bytes() if path.exists() else b""
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
@@ -332,7 +332,7 @@ def cut_torn_end(path: Path) -> None:
 
 
 def write_lines(path: Path, values: Iterable[object], hint: Any) -> None:
-    """Write a file of one JSON value a line, atomically.
+    """Write a file with one JSON value per line, atomically.
 
     Raises:
         MensError: a value is not of the declared type; nothing is written.
@@ -383,7 +383,7 @@ def _check_identity(cls: type[Record], value: object, where: str, older: Iterabl
 
 
 def _migrations(cls: type[Record]) -> dict[int, Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Return what makes a record of a version one of the next, by version."""
+    """Return the migrations from each version to the next, keyed by version."""
     return getattr(cls, "MIGRATIONS", {})
 
 

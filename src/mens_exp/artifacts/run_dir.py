@@ -1,4 +1,4 @@
-"""The names inside a run directory, spelled here and nowhere else."""
+"""The file names inside a run directory, defined only here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """One run's directory; nothing is made or read until asked for.
+    """The directory of a run; nothing is created or read until accessed.
 
     Attributes:
         path: the directory.
@@ -35,27 +35,27 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Held by the process that works on the run, as long as it lives."""
+        """Lock held by the process that works on the run, as long as it lives."""
         return self.path / "run.lock"
 
     @property
     def job(self) -> Path:
-        """In a sweep, what the job's process needs to know beside the configuration."""
+        """In a sweep, what the job's process needs in addition to the configuration."""
         return self.path / "job.json"
 
     @property
     def job_lock(self) -> Path:
-        """In a sweep, held by the job's process from its first moment to its last."""
+        """In a sweep, lock held by the job's process for its whole lifetime."""
         return self.path / "job.lock"
 
     @property
     def log(self) -> Path:
-        """In a sweep, what the job's process printed, one attempt after the other."""
+        """In a sweep, the output of the job's process, one attempt after the other."""
         return self.path / "job.log"
 
     @property
     def pruned(self) -> Path:
-        """In a search, why it asked the job to stop; written before it does."""
+        """In a search, the reason why the job was asked to stop; written before it stops."""
         return self.path / "pruned.txt"
 
     @property
@@ -65,7 +65,7 @@ class RunDir:
 
     @property
     def chat_template(self) -> Path:
-        """The chat template that was in force, whichever file it came from."""
+        """The chat template that was used, whichever file it came from."""
         return self.path / "chat_template.jinja"
 
     @property
@@ -75,12 +75,12 @@ class RunDir:
 
     @property
     def telemetry(self) -> Path:
-        """One event a line."""
+        """The telemetry events, one per line."""
         return self.path / "telemetry.jsonl"
 
     @property
     def quarantine(self) -> Path:
-        """The rows that could not be used, one a line, where they were to be put aside."""
+        """The rows that could not be used, one per line, if quarantining was requested."""
         return self.path / "quarantine.jsonl"
 
     @property
@@ -90,7 +90,7 @@ class RunDir:
 
     @property
     def processes(self) -> Path:
-        """The directory of what a run's other processes printed, `<rank>.log` of each."""
+        """The directory of the output of a run's other processes, one `<rank>.log` each."""
         return self.path / "processes"
 
     @property
@@ -100,27 +100,27 @@ class RunDir:
 
     @property
     def peft(self) -> Path:
-        """The directory of the same adapter as PEFT loads it."""
+        """The directory of the same adapter in PEFT's format."""
         return self.adapter / "peft"
 
     @property
     def weights(self) -> Path:
-        """The directory of the model, where its weights were trained."""
+        """The directory of the model, if its weights were trained."""
         return self.path / "weights"
 
     @property
     def merged(self) -> Path:
-        """The directory of a merged model, where a merge was not told another."""
+        """The default directory of a merged model."""
         return self.path / "merged"
 
     @property
     def merged_tensors(self) -> Path:
-        """The file of merged tensors alone, where a merge was not told another."""
+        """The default file of merged tensors."""
         return self.path / "merged.safetensors"
 
     @property
     def parity(self) -> Path:
-        """The certificate of what a merge or an export wrote."""
+        """The certificate of a merge or an export."""
         return self.path / "parity.json"
 
     @property
@@ -145,12 +145,12 @@ class RunDir:
 
     @property
     def validation(self) -> Path:
-        """The validation loss of each document, one a line."""
+        """The validation loss of each document, one per line."""
         return self.path / "validation.jsonl"
 
     @property
     def scorecards(self) -> Path:
-        """The directory of what was answered while training ran, one file a scorecard."""
+        """The directory of the answers given during training, one file per scorecard."""
         return self.path / "scorecards"
 
     def events_at(self, step: int) -> Path:
@@ -164,12 +164,12 @@ class RunDir:
 
     @property
     def comparison_page(self) -> Path:
-        """The same as a page."""
+        """The comparison as a page."""
         return self.path / "compare.html"
 
     @property
     def comparison_table(self) -> Path:
-        """The same as a table in Markdown."""
+        """The comparison as a table in Markdown."""
         return self.path / "compare.md"
 
     @property
@@ -189,7 +189,7 @@ class RunDir:
 
     @property
     def skip_stats(self) -> Path:
-        """The rows that were not learned from, by reason, under the mens trainer's keys."""
+        """The rows that were not used in training, by reason, under the mens trainer's keys."""
         return self.path / "training_skip_stats.json"
 
     @property
@@ -199,12 +199,12 @@ class RunDir:
 
     @property
     def sync(self) -> Path:
-        """The parts of the run that W&B services have."""
+        """The parts of the run that were uploaded to W&B services."""
         return self.path / "sync.json"
 
     @property
     def sync_lock(self) -> Path:
-        """Held by the process that sends the run."""
+        """Lock held by the process that uploads the run."""
         return self.path / "sync.lock"
 
     @property
@@ -219,12 +219,12 @@ class RunDir:
 
     @property
     def csv(self) -> Path:
-        """The directory of Lightning's CSV logger, one below it for each attempt."""
+        """The directory of Lightning's CSV logger, with one subdirectory per attempt."""
         return self.path / "csv"
 
     @property
     def tensorboard(self) -> Path:
-        """The directory of TensorBoard's event files, one below it for each attempt."""
+        """The directory of TensorBoard's event files, with one subdirectory per attempt."""
         return self.path / "tensorboard"
 
     @property
@@ -237,7 +237,7 @@ class RunDir:
         return self.checkpoints / f"step_{step:08d}.ckpt"
 
     def last_checkpoint(self) -> Path | None:
-        """Return the training state of the highest step, or None where there is none."""
+        """Return the training state of the highest step; None if there is none."""
         return next(reversed(self.states()), None)
 
     def states(self) -> list[Path]:
@@ -252,13 +252,13 @@ def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = No
     """Find the run that `text` names.
 
     Args:
-        text: ``latest``, the run that started last, or a run directory. A task that opens a
-            run of its own must resolve ``latest`` before it does.
-        outputs: where runs lie, at any depth.
-        task: let ``latest`` mean the latest run of this task alone.
+        text: ``latest``, the run that started last, or a run directory. A task that opens a new
+            run must resolve ``latest`` before it does.
+        outputs: directory that contains the runs, at any depth.
+        task: restrict ``latest`` to runs of this task.
 
     Raises:
-        RequestError: there is no such run; the message names the nearest that exists.
+        RequestError: there is no such run; the message suggests the nearest one.
     """
     if text == "latest":
         return _latest(outputs, task)
@@ -290,10 +290,10 @@ def _latest(outputs: Path, task: str | None) -> RunDir:
 
 
 def runs(outputs: Path) -> Iterator[RunDir]:
-    """Yield every run below a directory; a run that lies in another is not looked for."""
+    """Yield every run below a directory, without searching inside runs."""
     for directory, names, files in os.walk(outputs):
         if _MANIFEST in files:
-            names.clear()  # a run holds no runs, and its checkpoints are many
+            names.clear()  # a run contains no runs, and may have many checkpoints
             yield RunDir(Path(directory))
 
 

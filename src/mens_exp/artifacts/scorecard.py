@@ -1,4 +1,4 @@
-"""scorecard.json and events.jsonl: what a suite measured, and the items it measured."""
+"""scorecard.json and events.jsonl: the measurements of a suite, and its items."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 EVENT_VERSION: Final = 3
 UNSAFE: Final = "unsafe"
-"""A scorecard's `sandbox` where programs ran outside of any; no evidence for a promotion."""
+"""A scorecard's `sandbox` if programs ran without one; not valid for promotion."""
 
 
 class Condition(StrEnum):
     """The model that answered: the base model alone, or with the adapter.
 
-    A suite that brings models of its own names its conditions itself.
+    A suite that specifies its own models also names its own conditions.
     """
 
     BASE = "base"
@@ -29,12 +29,12 @@ class Condition(StrEnum):
 
 
 class _LintEvent(TypedDict, total=False):
-    """Fields that only a suite that lints has.
+    """Fields present only if the suite lints.
 
     Attributes:
         lint_clean: the last attempt compiles, and the linter finds nothing in it.
-        lint_warnings: how many things the linter finds; null where it does not compile.
-        lints: their names, in the order of the source.
+        lint_warnings: number of linter findings; null if it does not compile.
+        lints: names of the findings, in source order.
     """
 
     lint_clean: bool | None
@@ -43,44 +43,44 @@ class _LintEvent(TypedDict, total=False):
 
 
 class ItemEvent(_LintEvent):
-    """One sample of one item under one condition; a null is explained in `unknown`.
+    """One sample of one item under one condition; null values are explained in `unknown`.
 
     Attributes:
-        version: of this layout.
-        item_id: the suite's name for the item.
-        condition: which model answered.
-        sample: its number among the samples of the item, from 0.
-        group: the part of the suite that the item belongs to; empty where there is one alone.
-        prompt: what was asked first.
+        version: version of this layout.
+        item_id: the suite's id of the item.
+        condition: the model that answered.
+        sample: index among the samples of the item, from 0.
+        group: the part of the suite that the item belongs to; empty if there is only one.
+        prompt: the first prompt.
         reference: the suite's own answer.
         completion: the answer of the last attempt.
         parses: whether that answer compiles, or parses.
-        finished: whether it ended with the model's own end marker, or at a stop string.
-        error: what is wrong with it.
-        tokens_in: tokens of the prompts of all attempts.
-        tokens_out: tokens generated in all attempts.
-        attempts: answers asked for, 1 without a retry.
+        finished: whether it ended with the model's end marker, or at a stop string.
+        error: error in the answer.
+        tokens_in: prompt tokens of all attempts.
+        tokens_out: generated tokens of all attempts.
+        attempts: number of requested answers, 1 without a retry.
         compile_pass_1: the first attempt compiles.
-        compile_pass_n: one of the attempts compiles.
-        canonical_pass: the last attempt compiles and is written as formatters write it.
+        compile_pass_n: at least one attempt compiles.
+        canonical_pass: the last attempt compiles and is formatted as formatters do.
         strictness: the last attempt is code only: no fences, no chatter.
-        pass_1: the first attempt does the task.
-        task_success: one of the attempts does the task.
-        semantic_task_success: it does, and nothing in it holds the place of code.
-        repair_depth: attempts before the first valid one; null where none is.
-        repair_stalled: two attempts running have the same errors.
-        error_count: errors of all attempts.
-        latency_ms: until the answer was there, all attempts; that of a batch is each item's.
-        time_to_first_valid_ms: until the first valid attempt was there.
-        placeholder_marker_hits: places that say that something is left to write.
-        trivial_placeholder_output: nothing is in it but what holds a place.
-        richness: statements that do something, from 0 to 1, where there are enough of them.
+        pass_1: the first attempt solves the task.
+        task_success: at least one attempt solves the task.
+        semantic_task_success: it does, without placeholder code.
+        repair_depth: number of attempts before the first valid one; null if there is none.
+        repair_stalled: two consecutive attempts have the same errors.
+        error_count: number of errors in all attempts.
+        latency_ms: time until the answer, over all attempts; each item of a batch has the batch's.
+        time_to_first_valid_ms: time until the first valid attempt.
+        placeholder_marker_hits: number of markers of unfinished code.
+        trivial_placeholder_output: it consists only of placeholders.
+        richness: score from 0 to 1 for the number of effective statements.
         anti_stub_pass: it is neither trivial nor marked.
-        outcome: how running it ended, such as ``passed`` or ``timeout``.
-        style: how grading read that answer: as a ``continuation`` of the prompt's function, as the
-            ``whole`` function or as ``class Solution`` where it looks for one function, else from
-            the ``last block``, an ``open block`` or the whole ``completion``.
-        unknown: field that is null -> why.
+        outcome: result of the execution, such as ``passed`` or ``timeout``.
+        style: how grading interpreted the answer: as a ``continuation`` of the prompt's function,
+            as the ``whole`` function, or as ``class Solution`` if it looks for one function;
+            otherwise from the ``last block``, an ``open block`` or the whole ``completion``.
+        unknown: null field -> reason.
     """
 
     version: int
@@ -124,7 +124,7 @@ _SINCE_2: Final = (
     *("placeholder_marker_hits", "trivial_placeholder_output", "richness", "anti_stub_pass"),
     "outcome",
 )
-_WITHOUT_STYLE: Final = 2  # the last version that records none
+_WITHOUT_STYLE: Final = 2  # the last version without styles
 _NOT_RECORDED: Final = "written by version {}, which did not record it"
 
 
@@ -139,17 +139,17 @@ class Scorecard(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_scorecard``.
-        version: of this layout.
+        version: version of this layout.
         suite: the suite's name.
         suite_digest: SHA-256 of its items and settings.
-        items: how many items each condition answered; the denominator of every share.
-        conditions: condition -> KPI -> value; None where it is unknown.
-        generation: how answers were made: engine, temperature, samples, retries.
-        sandbox: what generated code was run in; None where none was run. ``unsafe`` is no
-            evidence for a promotion.
-        self_test: what the suite's own references and stubs came to, before anything was scored;
-            None where the suite runs nothing that could be tested.
-        unknown: dotted KPI that is null -> why it is.
+        items: number of items answered under each condition; the denominator of every share.
+        conditions: condition -> KPI -> value; None if unknown.
+        generation: how answers were generated: engine, temperature, samples, retries.
+        sandbox: where generated code ran; None if none was run. ``unsafe`` is not valid for
+            promotion.
+        self_test: results of the suite's own references and stubs, obtained before scoring; None
+            if the suite runs nothing that could be tested.
+        unknown: dotted path of a null KPI -> reason.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _scorecard_of_1}
@@ -166,7 +166,7 @@ class Scorecard(StoredRecord):
     unknown: dict[str, str] = field(default_factory=dict)
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what no scorecard can say."""
+        """Return inconsistencies of the scorecard."""
         if self.items >= 0:
             return []
         return [
@@ -180,25 +180,25 @@ def write_item_events(path: Path, events: Iterable[ItemEvent]) -> None:
     """Write one line per sample, item and condition, atomically.
 
     Raises:
-        MensError: an event is not as ItemEvent declares; nothing is written.
+        MensError: an event does not match ItemEvent; nothing is written.
     """
     write_lines(path, events, ItemEvent)
 
 
 def read_item_events(path: Path) -> list[ItemEvent]:
-    """Read the lines that `write_item_events` wrote, also those of versions 1 and 2.
+    """Read lines written by `write_item_events`, including those of versions 1 and 2.
 
     Raises:
-        DataError: the file is missing, or a line is no such event (``file:line``), or of a newer
-            version.
-        Problems: several are.
+        DataError: the file is missing, or a line is not a valid event (``file:line``) or has a
+            newer version.
+        Problems: several lines are invalid.
     """
     events: list[ItemEvent] = read_lines(path, ItemEvent, migrate=event_of_today)
     return events
 
 
 def event_of_today(value: Any, where: str) -> Any:
-    """Make a line of version 1, which has no version, or of version 2 one of today's."""
+    """Migrate a line of version 1 (without a version field) or 2 to the current version."""
     if not isinstance(value, dict):
         return value
     if "version" not in value:
@@ -216,10 +216,10 @@ def event_of_today(value: Any, where: str) -> Any:
 
 
 def _with_style(value: dict[str, Any], version: int) -> dict[str, Any]:
-    """Say of a line that was written before styles were recorded that its style is unknown."""
+    """Mark the style of a line written before styles were recorded as unknown."""
     unknown = value.get("unknown")
     if not isinstance(unknown, dict):
-        return value  # the check of its type says so
+        return value  # reported by the check of its type
     reason = {"style": _NOT_RECORDED.format(version)}
     return {"style": None, **value, "version": EVENT_VERSION, "unknown": reason | unknown}
 

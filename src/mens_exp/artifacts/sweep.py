@@ -1,8 +1,8 @@
 """Records of a sweep: its directory, sweep.json with jobs and trials, job.json, and attempts.
 
 A batch system starts a job on its own schedule, and may restart it, whether or not the launcher is
-running. So each attempt is logged beside the job, one line for each begin and end, and the launcher
-reads the log.
+running. Therefore each attempt is logged next to the job, with one line for its start and one for
+its end, and the launcher reads the log.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SweepDir:
-    """One sweep's directory; nothing is made or read until asked for."""
+    """The directory of a sweep; nothing is created or read until accessed."""
 
     path: Path
 
     @property
     def record(self) -> Path:
-        """The record of the sweep, written by its launcher alone."""
+        """The record of the sweep, written only by its launcher."""
         return self.path / "sweep.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the launcher as long as it lives."""
+        """Lock held by the launcher as long as it lives."""
         return self.path / "sweep.lock"
 
     @property
     def batch(self) -> Path:
-        """Files to and from a batch system: scripts, output, attempts."""
+        """Files exchanged with a batch system: scripts, output, attempts."""
         return self.path / "batch"
 
     def attempts(self, number: int) -> Path:
-        """Return the log of the attempts at a job that the launcher does not start itself."""
+        """Return the log of attempts at a job that the launcher does not start itself."""
         return self.batch / f"attempts_{number}.jsonl"
 
     @property
@@ -64,12 +64,12 @@ class SweepDir:
 
     @property
     def sync(self) -> Path:
-        """The parts of the sweep as a whole that W&B services have."""
+        """The parts of the sweep as a whole that were uploaded to W&B services."""
         return self.path / "sync.json"
 
     @property
     def sync_lock(self) -> Path:
-        """Held by the process that sends it."""
+        """Lock held by the process that uploads the sweep."""
         return self.path / "sync.lock"
 
 
@@ -83,11 +83,11 @@ class TrialState(StrEnum):
 
 
 class Dimension(TypedDict):
-    """One key that a search draws values for.
+    """One key whose values a search samples.
 
     ``kind`` is ``group`` or ``choice`` (one of ``values``), ``int`` or ``float`` (from ``low`` to
-    ``high``, both included, in multiples of ``step`` above ``low`` where there is one; even in the
-    logarithm where ``log``).
+    ``high`` inclusive, in multiples of ``step`` above ``low`` if it is set; uniform in the
+    logarithm if ``log``).
     """
 
     key: str
@@ -100,13 +100,13 @@ class Dimension(TypedDict):
 
 
 class Trial(TypedDict):
-    """One draw.
+    """One sample of the search space.
 
-    ``params`` are the overrides drawn, without those that would do nothing beside the others.
-    ``values`` are the objectives' in their order; null until it is complete. ``intermediate`` are
-    validation losses by optimizer step. ``job`` is the number of the job whose values these are:
-    its own, that of an earlier trial that comes to the same run, or null for one that cannot run.
-    ``meaning`` is a hash of what that run does and leaves.
+    ``params`` are the sampled overrides, without those that have no effect given the others.
+    ``values`` are the objectives, in order; null until the trial is complete. ``intermediate`` are
+    validation losses by optimizer step. ``job`` is the number of the job that produced the values:
+    the trial's own, that of an earlier trial that amounts to the same run, or null for one that
+    cannot run. ``meaning`` is a hash of that run's behaviour and outputs.
     """
 
     number: int
@@ -124,20 +124,20 @@ class SearchRecord(TypedDict):
 
     Attributes:
         sampler: ``tpe`` or ``random``.
-        seed: that each draw derives from, with the number of its trial.
-        startup_trials: random draws before the sampler models anything.
-        n_trials: in all.
+        seed: seed from which, with the number of its trial, each sample is derived.
+        startup_trials: random trials before the sampler fits a model.
+        n_trials: total number of trials.
         pruner: ``none``, ``median`` or ``hyperband``.
-        pruner_startup_trials: complete trials before any is pruned; null where the pruner has none.
-        pruner_min_steps: optimizer steps before which none is pruned.
+        pruner_startup_trials: complete trials before any is pruned; null if not applicable.
+        pruner_min_steps: optimizer steps before a trial can be pruned.
         objectives: KPIs of the runs.
-        directions: ``minimize`` or ``maximize`` of each.
-        fixed: overrides that all trials share.
-        space: what is drawn.
-        trials: the draws so far.
-        best: trials that no other is better than in all objectives.
-        importance: objective -> key -> share of what it decides; empty while unknown.
-        importance_unknown: why it is.
+        directions: ``minimize`` or ``maximize``, for each objective.
+        fixed: overrides shared by all trials.
+        space: the search space.
+        trials: the trials so far.
+        best: the Pareto-optimal trials.
+        importance: objective -> key -> share of the influence on it; empty while unknown.
+        importance_unknown: the reason why it is unknown.
     """
 
     sampler: str
@@ -160,8 +160,8 @@ class SearchRecord(TypedDict):
 _LAUNCHERS_OF_1 = {
     "joblib": "local",
     "submitit_slurm": "slurm",
-}  # what a record of version 1 calls those of today
-_BACKEND = "backend"  # a setting of joblib's alone
+}  # names in a record of version 1 -> current names
+_BACKEND = "backend"  # a setting that only joblib has
 
 
 class JobState(StrEnum):
@@ -172,7 +172,7 @@ class JobState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    PRUNED = "pruned"  # a search ended it, as others are better
+    PRUNED = "pruned"  # a search stopped it because others are better
 
 
 class _Queued(TypedDict, total=False):
@@ -184,11 +184,11 @@ class _Queued(TypedDict, total=False):
 class JobAttempt(_Queued):
     """One process that worked on a job.
 
-    ``process_started`` (seconds since 1970) tells it from a later one of the same number.
-    ``exit_code`` is minus the number of the signal that ended it, and null while it runs or where
-    nobody was there to see. ``peak_rss_bytes`` adds up the peaks of all processes that train along.
-    A batch system adds its own number of the job (``queue_id``), the
-    ``host`` it ran on, and ``why`` it ended that attempt (``TIMEOUT``), null where it did not.
+    ``process_started`` (seconds since 1970) distinguishes it from a later process with the same id.
+    ``exit_code`` is minus the number of the signal that ended it, and null while it is running or
+    if it was not observed. ``peak_rss_bytes`` is the sum of the peaks of all training processes. A
+    batch system adds its own number of the job (``queue_id``), the ``host`` it ran on, and the
+    reason why it ended that attempt (``why``, such as ``TIMEOUT``), null if it did not.
     """
 
     pid: int
@@ -207,8 +207,7 @@ class SweepJob(_Shared):
     """One cell that runs.
 
     ``directory`` is relative to the sweep's. ``estimate`` and ``results`` hold seconds, bytes and
-    losses by name, null where unknown; bytes are those of all its ``processes``, one where nothing
-    is said.
+    losses by name, null if unknown; bytes are the total over its ``processes`` (default one).
     """
 
     number: int
@@ -234,7 +233,7 @@ class LeftOut(TypedDict):
 
 
 def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of version 1 as one of version 2: launchers had other names."""
+    """Migrate a record of version 1 to version 2; launchers had different names."""
     try:
         before = value.get("launcher")
         if before not in _LAUNCHERS_OF_1:
@@ -244,7 +243,7 @@ def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
             f"it was launched with hydra/launcher={before}, and goes on with hydra/launcher={now}"
         )
         if value.get("search") is not None:
-            fixed = value["search"]["fixed"]  # composed again when the search goes on
+            fixed = value["search"]["fixed"]  # recomposed when the search continues
             fixed[:] = [
                 text.replace(f"hydra/launcher={before}", f"hydra/launcher={now}")
                 for text in fixed
@@ -252,7 +251,7 @@ def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
             ]
         value["launcher_settings"].pop(_BACKEND, None)
         return {**value, "launcher": now, "notes": [*value.get("notes", []), note]}
-    except (AttributeError, KeyError, TypeError):  # the check of keys and types says what is wrong
+    except (AttributeError, KeyError, TypeError):  # reported by the check of keys and types
         return value
 
 
@@ -262,24 +261,24 @@ class SweepRecord(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_sweep``.
-        version: of this layout.
+        version: version of this layout.
         sweep_id: the name of its directory.
-        created_utc: when it was launched.
-        command: the overrides as typed.
-        code_sha256: of the code that composed its cells.
+        created_utc: time of the launch.
+        command: the overrides, as typed.
+        code_sha256: digest of the code that composed its cells.
         provenance: code, packages and machine of the launch.
-        n_jobs: jobs at a time.
-        threads: threads of each job; it stays when the sweep goes on, as results depend on it.
-        gpus: devices that jobs take in turn; empty where they see what the launcher sees.
-        gpus_per_job: how many of them a job may use.
+        n_jobs: number of concurrent jobs.
+        threads: threads per job; kept when the sweep is resumed, because results depend on it.
+        gpus: devices assigned to jobs in turn; empty if jobs see all devices of the launcher.
+        gpus_per_job: maximum number of devices per job.
         launcher: the option of hydra/launcher.
-        launcher_settings: its settings; they hold for what is left when the sweep goes on.
-        retries: how often a job is started again after it was killed.
-        changes: ``refuse`` or ``accept`` other code than at launch.
+        launcher_settings: its settings; they apply to the remaining jobs when the sweep is resumed.
+        retries: number of restarts of a job that was killed.
+        changes: ``refuse`` or ``accept`` code other than that at launch.
         jobs: the cells that run, in order.
-        left_out: the cells that do not.
-        notes: what a reader should know besides.
-        search: what drew the cells; None where the command lists them.
+        left_out: the cells that do not run.
+        notes: further remarks for the reader.
+        search: the search that sampled the cells; None if the command lists them.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _sweep_of_1}
@@ -305,7 +304,7 @@ class SweepRecord(StoredRecord):
     search: SearchRecord | None = None
 
     def problems(self, where: str) -> list[DataError]:
-        """Return directories that lead out of the sweep: somebody else may have written them."""
+        """Return directories that lead outside the sweep, since the record may be untrusted."""
         return [
             DataError(
                 "wrong value",
@@ -329,14 +328,14 @@ class Job(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_job``.
-        version: of this layout.
-        number: its place in the sweep.
-        overrides: what its configuration was composed from.
+        version: version of this layout.
+        number: its index in the sweep.
+        overrides: the overrides that its configuration was composed from.
         choices: the option chosen in each config group.
-        config_digest: of the configuration in config.yaml.
-        code_sha256: of the code that composed it.
-        own_files: the user's own modules that it names, relative path -> SHA-256.
-        contract: digest of what it means; None for a task that trains nothing.
+        config_digest: digest of the configuration in config.yaml.
+        code_sha256: digest of the code that composed it.
+        own_files: user-defined modules that it uses, relative path -> SHA-256.
+        contract: digest of its contract; None for a task that trains nothing.
     """
 
     format: str = "mens_exp_job"
@@ -350,7 +349,7 @@ class Job(StoredRecord):
     contract: str | None = None
 
     def problems(self, where: str) -> list[DataError]:
-        """Return nothing: its hashes are compared where it is used."""
+        """Return an empty list: its hashes are compared where they are used."""
         del where
         return []
 
@@ -373,14 +372,14 @@ class _Line(TypedDict, total=False):
 
 
 class AttemptLog:
-    """The log of one job."""
+    """The log of attempts at one job."""
 
     def __init__(self, path: Path) -> None:
-        """Take a file, which the first line makes."""
+        """Set the path of the log; the first line creates the file."""
         self._path = path
 
     def began(self, pid: int, process_started: float, *, host: str, queue_id: str | None) -> None:
-        """Note that a process began on the job."""
+        """Record that a process started on the job."""
         line = _Line(event="began", utc=utc_now(), pid=pid, process_started=process_started)
         line["host"] = host
         if queue_id is not None:
@@ -390,16 +389,16 @@ class AttemptLog:
     def ended(
         self, exit_code: int | None, *, peak_rss_bytes: int | None = None, why: str | None = None
     ) -> None:
-        """Note that the last process has ended."""
+        """Record that the last process has ended."""
         line = _Line(event="ended", utc=utc_now(), exit_code=exit_code, why=why)
         line["peak_rss_bytes"] = peak_rss_bytes
         self._append(line)
 
     def attempts(self) -> list[JobAttempt]:
-        """Read all attempts, in order; one without an end runs, or nobody saw how it ended.
+        """Read all attempts, in order; one without an end is running, or its end was not observed.
 
         Raises:
-            DataError: a line is not of this form.
+            DataError: a line is malformed.
         """
         if not self._path.exists():
             return []
@@ -409,7 +408,7 @@ class AttemptLog:
                 if made and made[-1]["ended_utc"] is None:
                     made[-1]["ended_utc"], made[-1]["why"] = line["utc"], _UNSEEN
                 made.append(_attempt(line))
-            elif made:  # the line of its begin may have been torn
+            elif made:  # the line of its start may have been truncated
                 made[-1]["ended_utc"], made[-1]["exit_code"] = line["utc"], line["exit_code"]
                 made[-1]["peak_rss_bytes"], made[-1]["why"] = line["peak_rss_bytes"], line["why"]
         return made

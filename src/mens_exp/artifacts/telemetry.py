@@ -44,7 +44,7 @@ _ENDS = frozenset({"run_finished", "train_complete"})
 
 
 class Event(TypedDict):
-    """One line: milliseconds since 1970 in UTC, a name from EVENTS, and what belongs to it."""
+    """One line: milliseconds since 1970 in UTC, a name from EVENTS, and the event's payload."""
 
     ts_ms: int
     event: str
@@ -55,13 +55,13 @@ Subscriber = Callable[[Event], object]
 
 
 class Telemetry:
-    """Appends events to a file and hands them to sinks that may fail without harm."""
+    """Writer that appends events to a file and forwards them to sinks, isolating their failures."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open the file for appending; a torn last line of a killed writer is cut off.
+        """Open the file for appending; an incomplete last line of a killed writer is removed.
 
         Args:
-            path: the file; made with its parents when missing.
+            path: the file; created with its parents if missing.
             clock: seconds since 1970.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,15 +73,15 @@ class Telemetry:
         self._file = path.open("ab", buffering=0)
 
     def emit(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Append one event, then hand it to every subscriber; credentials in it are masked.
+        """Append one event, then pass it to every subscriber; credentials in it are masked.
 
         Args:
             event: a name from EVENTS.
-            payload: JSON values; a key with a slash is a metric's name.
+            payload: JSON values; a key with a slash is the name of a metric.
 
         Raises:
-            MensError: an unknown event or metric, a value that is not JSON or not finite,
-                or a closed file; nothing is written then.
+            MensError: an unknown event or metric, a value that is not JSON or not finite, or a
+                closed file; nothing is written in that case.
         """
         if self._file.closed:
             raise MensError("the telemetry is closed", where=str(self._path), found=event)
@@ -95,18 +95,18 @@ class Telemetry:
         self._hand_out(record)
 
     def subscribe(self, fn: Subscriber, name: str | None = None) -> None:
-        """Hand every later event to `fn`, which must not change it.
+        """Pass every later event to `fn`, which must not modify it.
 
-        A subscriber that raises is dropped and a ``sink_failed`` event says so.
+        A subscriber that raises is removed, and a ``sink_failed`` event is recorded.
 
         Args:
             fn: called with each record after it is written.
-            name: what to call it in that event; its own name by default.
+            name: its name in that event; by default the name of the function.
         """
         self._subscribers[fn] = name or _name_of(fn)
 
     def close(self) -> None:
-        """Close the file; closing twice is no error."""
+        """Close the file; closing twice is allowed."""
         self._subscribers.clear()
         self._file.close()
 
@@ -122,7 +122,7 @@ class Telemetry:
         self.close()
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or nothing: a disk that fills up takes a part of one first."""
+        """Write a whole line or nothing; a disk that fills up may first accept part of it."""
         end = self._path.stat().st_size
         left = memoryview(line)
         try:
@@ -146,25 +146,25 @@ class Telemetry:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read a telemetry file; a last line without its newline was torn, and is left out.
+    """Read a telemetry file; an incomplete last line is ignored.
 
     Raises:
-        DataError: the file is missing, or another line is no event (``file:line``).
-        Problems: several are.
+        DataError: the file is missing, or another line is not an event (``file:line``).
+        Problems: several lines are not.
     """
     events: list[Event] = read_lines(path, Event, torn_end=True)
     return events
 
 
 def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
-    """Read what was added to a telemetry file that is still being written.
+    """Read the events added to a telemetry file that is still being written.
 
     Args:
-        path: the file; where it is missing nothing was added.
-        offset: in bytes, of what was read before.
+        path: the file; if it is missing, there are no new events.
+        offset: position in bytes up to which it was read before.
 
     Returns:
-        The new events, and the offset to go on from.
+        The new events, and the offset to continue from.
 
     Raises:
         DataError: a line is not JSON.
@@ -174,25 +174,25 @@ def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
     with path.open("rb") as file:
         file.seek(offset)
         added = file.read()
-    whole = added[: added.rfind(b"\n") + 1]  # a line is whole with its end
+    whole = added[: added.rfind(b"\n") + 1]  # a line is complete once it has its newline
     events: list[Any] = [parse_json(line, str(path)) for line in whole.splitlines()]
     return events, offset + len(whole)
 
 
 def rewind(path: Path, step: int, *, validated: int | None = None) -> None:
-    """Forget, atomically, what a stopped attempt did after the step it is resumed from.
+    """Remove, atomically, the events of a stopped attempt after the step it is resumed from.
 
-    Kept is everything up to the ``checkpoint_saved`` event of that step. Without one, kept
-    are the events of steps up to it and those that belong to no step, ends left out.
+    Everything up to the ``checkpoint_saved`` event of that step is kept. If there is none, events
+    of steps up to it and events without a step are kept, except ends.
 
     Args:
-        path: the file; when it is missing there is nothing to forget.
+        path: the file; if it is missing, nothing is done.
         step: the optimizer step of the checkpoint.
-        validated: how many validations before the first step are on record, and so are not done
-            again; the events of others go. By default all stay.
+        validated: number of recorded validations before the first step, which are not repeated;
+            the events of others are removed. By default all are kept.
 
     Raises:
-        DataError: as `read_events`.
+        DataError: as in `read_events`.
     """
     if not path.exists():
         return
@@ -238,10 +238,10 @@ def _is_kept(record: Event, step: int) -> bool:
 
 
 class DocumentLoss(TypedDict):
-    """One document under one condition.
+    """The loss of one document under one condition.
 
-    ``item_id`` is made of its tokens and of which of them are learned, so that runs over the same
-    text name it alike. ``loss`` is the sum over its ``tokens`` supervised tokens, in nats.
+    ``item_id`` is derived from its tokens and its supervised positions, so that runs over the same
+    text give it the same id. ``loss`` is the sum over its ``tokens`` supervised tokens, in nats.
     """
 
     item_id: str
@@ -256,11 +256,11 @@ def write_document_losses(path: Path, losses: Iterable[DocumentLoss]) -> None:
 
 
 def read_document_losses(path: Path) -> list[DocumentLoss]:
-    """Read what `write_document_losses` wrote.
+    """Read a file written by `write_document_losses`.
 
     Raises:
-        DataError: the file is missing, or a line is no such loss (``file:line``).
-        Problems: several are.
+        DataError: the file is missing, or a line is malformed (``file:line``).
+        Problems: several lines are.
     """
     losses: list[DocumentLoss] = read_lines(path, DocumentLoss)
     seen: set[tuple[str, str]] = set()

@@ -1,10 +1,10 @@
-"""YAML and regular expressions from untrusted files, within limits of time and memory.
+"""YAML and regular expressions from untrusted files, with limits on time and memory.
 
-YAML aliases let a kilobyte stand for billions of values, and deep nesting exceeds Python's
-recursion limit, so both are counted before anything is built. A regular expression may take a time
-that doubles with each character of the text, and `re` cannot be interrupted, so patterns run in a
-process that can be ended. PEFT matches with `re`, and another engine or a smaller grammar would
-sometimes give another answer. Patterns that consist of names only are matched in this process.
+YAML aliases let a kilobyte expand to billions of values, and deep nesting exceeds Python's
+recursion limit, so both are counted before any object is built. A regular expression may need time
+exponential in the length of the text, and `re` cannot be interrupted, so patterns run in a process
+that can be killed. PEFT matches with `re`; another engine or a smaller grammar would sometimes give
+a different answer. Patterns that consist only of names are matched in this process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import yaml
 
 from mens_exp.errors import DataError
 
-MAX_YAML_NODES: Final = 100_000  # the largest configuration of a run has some 500
+MAX_YAML_NODES: Final = 100_000  # the largest run configuration has about 500
 MAX_YAML_DEPTH: Final = 100
-_OPEN: Final = 0  # the size of a collection whose end has not come
-_MOST_DIGITS: Final = 4_300  # Python's own limit; numbers to base 60 take the square of it
+_OPEN: Final = 0  # the size of a collection that is still open
+_MOST_DIGITS: Final = 4_300  # Python's own limit; base-60 numbers take quadratic time
 _DIGITS: Final = re.compile(r"[-+0-9a-fA-FxXoO:_.]+")
-# In C where PyYAML was built with libyaml: ten times as fast.
+# The C implementation, if PyYAML was built with libyaml: ten times as fast.
 YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # PyYAML's own errors, and those of the constructors of dates, numbers and the like.
 _FAILURES: Final = (
@@ -43,10 +43,10 @@ def parse_yaml(data: str | bytes, where: str, loader: Any = YAML_LOADER) -> Any:
     Args:
         data: the text.
         where: the file, for messages.
-        loader: a safe loader with tags of its own.
+        loader: a safe loader, possibly with additional tags.
 
     Raises:
-        DataError: it is not valid YAML, contains itself, or holds more than a configuration does.
+        DataError: it is not valid YAML, contains itself, or is larger than any configuration.
     """
     try:
         _count(data, where, loader)
@@ -60,9 +60,9 @@ def parse_yaml(data: str | bytes, where: str, loader: Any = YAML_LOADER) -> Any:
 
 
 def _count(data: str | bytes, where: str, loader: Any) -> None:
-    """Count the values that a text stands for, aliases at the size of what they repeat."""
+    """Count the values in a document, with each alias counted at the size of its target."""
     sizes: dict[str, int] = {}
-    open_nodes: list[tuple[str | None, int]] = []  # anchors of collections, and the count before
+    open_nodes: list[tuple[str | None, int]] = []  # anchors and prior counts of open ones
     count = 0
     for event in yaml.parse(data, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
@@ -87,7 +87,7 @@ def _count(data: str | bytes, where: str, loader: Any) -> None:
 
 
 def _repeated(event: yaml.AliasEvent, sizes: dict[str, int], where: str) -> int:
-    """Return the size of what an alias repeats."""
+    """Return the size of an alias's target."""
     size = sizes.get(event.anchor or "", 1)
     if size == _OPEN:
         raise DataError("a value contains itself", where=where, found=f"*{event.anchor}")
@@ -109,10 +109,10 @@ def _too_much(where: str, found: str) -> DataError:
 
 
 _MOST_S: Final = 5  # processor time for all matches of one file, or for one search
-_MOST_WALL_S: Final = 60  # for one of them, where the system has no limit on processor time
+_MOST_WALL_S: Final = 60  # per match, if the system cannot limit processor time
 _MOST_BYTES: Final = 2**30  # of memory
-_MOST_PATTERN: Final = 100_000  # characters; compiling takes the square of some
-# Names, `.` (which stands for any character), `\.`, and the ends of a text: nothing to try twice.
+_MOST_PATTERN: Final = 100_000  # characters; compiling some takes quadratic time
+# Names, `.` (any character), `\.`, and the ends of a text: no backtracking possible.
 _NAMES: Final = re.compile(r"\^?(?:[\w.-]|\\\.)*\$?")
 _PEFT: Final = re.compile(r"\(\.\*\\\.\)\?\((?P<names>.*)\)\$", re.DOTALL)
 _SOURCE: Final = """
@@ -144,7 +144,7 @@ for line in sys.stdin.buffer:
 
 
 def pattern_problem(pattern: str, where: str) -> str | None:
-    """Return why a text is not a regular expression, or None if it is one.
+    """Return the reason why a string is not a regular expression, or None if it is one.
 
     Raises:
         DataError: compiling it takes too long.
@@ -156,26 +156,26 @@ def pattern_problem(pattern: str, where: str) -> str | None:
 
 
 def pattern_matches(pattern: str, text: str, where: str) -> bool:
-    """Tell whether ``re.match`` finds a pattern at the beginning of a text.
+    """Return whether ``re.match`` finds a pattern at the start of a text.
 
     Args:
         pattern: a regular expression, for which `problem_of` returns None.
         text: the text.
-        where: the file that holds the pattern; the patterns of a file share their time.
+        where: the file that contains the pattern; the patterns of a file share one time limit.
 
     Raises:
-        DataError: it takes too long, or too much memory.
+        DataError: it takes too much time or memory.
     """
     return _found("match", pattern, text, where)
 
 
 def pattern_searches(pattern: str, text: str, where: str) -> bool:
-    """Tell whether ``re.search`` finds a pattern anywhere in a text.
+    """Return whether ``re.search`` finds a pattern anywhere in a text.
 
-    Each search has the whole time, because a file does not say how many answers it is applied to.
+    Each search has its own time limit, because a file may apply it to any number of answers.
 
     Raises:
-        DataError: it takes too long, or too much memory.
+        DataError: it takes too much time or memory.
     """
     return _found("search", pattern, text, where)
 
@@ -187,13 +187,13 @@ def _found(how: str, pattern: str, text: str, where: str) -> bool:
 
 
 def _is_plain(pattern: str) -> bool:
-    r"""Tell whether a pattern holds names alone, also in PEFT's ``(.*\.)?(names)$``."""
+    r"""Return whether a pattern consists only of names, also in PEFT's ``(.*\.)?(names)$``."""
     form = _PEFT.fullmatch(pattern)
     return _NAMES.fullmatch(pattern if form is None else form["names"]) is not None
 
 
 class _Worker:
-    """A process that matches patterns; it is started on first use, and again after it was ended."""
+    """A process that matches patterns; started on first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class _Worker:
         self._used_s: Counter[str] = Counter()
 
     def ask(self, how: str, pattern: str, text: str, where: str) -> Any:
-        """Return what the process finds."""
+        """Return the answer of the process."""
         with self._lock:
             is_over = self._used_s[where] > _MOST_S
             reply = None if is_over else self._answer([how, pattern, text])
@@ -216,7 +216,7 @@ class _Worker:
         return found
 
     def _answer(self, asked: list[str]) -> Any:
-        """Ask the process; None where it was ended before it had an answer."""
+        """Ask the process; None if it was killed before it answered."""
         process = self._started()
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
@@ -237,7 +237,7 @@ class _Worker:
         return None
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # A fork has the pipes of the process that it came from, and must not write into them.
+        # After a fork, the pipes belong to the parent process, and must not be written to.
         if self._process is None or self._owner != os.getpid():
             self._owner = os.getpid()
             self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and source
@@ -249,7 +249,7 @@ class _Worker:
         return self._process
 
     def end(self) -> None:
-        """End the process, if this process has started one."""
+        """Stop the process, if this process has started one."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return
@@ -258,7 +258,7 @@ class _Worker:
             assert pipe is not None, "both are pipes"
             try:
                 pipe.close()
-            except OSError:  # what it did not take
+            except OSError:  # unread input
                 continue
         process.wait()
 

@@ -25,7 +25,7 @@ def lr_beside(default_lr: float | None, parts: int = 1) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """Settings common to all optimizers, user-defined ones included; they train only the adapter."""
+    """Settings common to all optimizers; they train only the adapter."""
 
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
     name: str = setting("own", "The option's name; set by the option.", changes=Effect.NOTHING)

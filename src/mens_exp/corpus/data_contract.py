@@ -178,7 +178,7 @@ def overlap_part(
 
 
 def _repeats(pair: TrainingPair) -> bool:
-    """Tell whether a conversation gives an answer again, word for word."""
+    """Return whether a conversation gives an answer again, word for word."""
     answers = [normalised(said) for _, said in pair.exchanges]
     return len(set(answers)) < len(answers)
 

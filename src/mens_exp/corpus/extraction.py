@@ -143,12 +143,12 @@ def _response(lines: list[str], node: DefinitionNode) -> tuple[str, DefinitionNo
 
 
 def _is_text(docstring: str) -> bool:
-    """Tell whether a file of UTF-8 lines can hold it: escapes may spell what none can."""
+    """Return whether a file of UTF-8 lines can hold it: escapes may spell what none can."""
     return "\0" not in docstring and not any("\ud800" <= char <= "\udfff" for char in docstring)
 
 
 def _is_stub(statement: ast.stmt) -> bool:
-    """Tell whether a statement is ``pass``, ``...`` or ``raise NotImplementedError``."""
+    """Return whether a statement is ``pass``, ``...`` or ``raise NotImplementedError``."""
     if isinstance(statement, ast.Pass):
         return True
     if isinstance(statement, ast.Expr):

@@ -225,7 +225,7 @@ _TOTALS = ("bytes", "rows", "bad", "filtered", "other_sides", "validated_on", "t
 
 
 def validates_apart(config: RowsData) -> bool:
-    """Tell whether rows to validate on are named apart."""
+    """Return whether rows to validate on are named apart."""
     named = config.val_path if isinstance(config, JsonlData) else getattr(config, "val_split", None)
     return named is not None
 

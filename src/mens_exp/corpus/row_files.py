@@ -119,7 +119,7 @@ def read_apart(config: RowsData) -> list[FileOfRows] | None:
 
 
 def is_large(config: JsonlData) -> bool:
-    """Tell whether the rows are of files of lines that together are too large to hold."""
+    """Return whether the rows are of files of lines that together are too large to hold."""
     text = 0
     for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
         try:

@@ -142,7 +142,7 @@ def load(cache: Path, root: Path | None = None) -> Extraction:
 
 
 def is_cached(cache: Path, root: Path | None = None) -> bool:
-    """Tell whether `load` would find its cache file, without reading it."""
+    """Return whether `load` would find its cache file, without reading it."""
     return _cache_path(cache, stdlib_digest(root)).is_file()
 
 

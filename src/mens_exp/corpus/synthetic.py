@@ -87,7 +87,7 @@ def counts(config: SyntheticData) -> dict[Side, int]:
 
 
 def is_cached(config: SyntheticData, cache: Path) -> bool:
-    """Tell whether `load` would find its cache file, without reading it."""
+    """Return whether `load` would find its cache file, without reading it."""
     return _path(cache, _content(config)).is_file()
 
 

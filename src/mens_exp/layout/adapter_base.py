@@ -334,7 +334,7 @@ def _tensor_problems(
 
 
 def is_transposed(key: str) -> bool:
-    """Tell whether a key is of a weight that is stored ``[in, out]`` (transformers' Conv1D)."""
+    """Return whether a key is of a weight that is stored ``[in, out]`` (transformers' Conv1D)."""
     for family in FAMILIES.values():
         if family.transposed:
             layers = {family.layers, family.layers.partition(".")[2]}
@@ -346,7 +346,7 @@ def is_transposed(key: str) -> bool:
 
 
 def untied(layer: AdaptedLayer) -> bool:
-    """Tell whether a layer is a head whose weight, in the base, is the embedding table."""
+    """Return whether a layer is a head whose weight, in the base, is the embedding table."""
     return layer.logical == HEAD and not layer.key.endswith(_HEAD_KEY)
 
 

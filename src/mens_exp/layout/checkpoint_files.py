@@ -347,7 +347,7 @@ _ASK_NOTHING = frozenset({"cc0-1.0", "unlicense", "mit-0", "0bsd"})
 
 
 def attribution_required(licence: str | None) -> bool | None:
-    """Tell whether a licence asks for a notice of where the weights come from.
+    """Return whether a licence asks for a notice of where the weights come from.
 
     Args:
         licence: as the publisher names it, SPDX or the hub's own id; capitals mean nothing.

@@ -69,7 +69,7 @@ class Projection:
     slot: Slot | None = None
 
     def is_in(self, layer: int) -> bool:
-        """Tell whether a decoder layer has it."""
+        """Return whether a decoder layer has it."""
         return self.layers is None or layer in self.layers
 
 

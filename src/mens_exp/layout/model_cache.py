@@ -74,7 +74,7 @@ def marked_weights(directory: Path) -> str:
 
 
 def is_whole(directory: Path) -> bool:
-    """Tell whether every file still has its recorded size: enough for a plan, not for a run."""
+    """Return whether every file still has its recorded size: enough for a plan, not for a run."""
     try:
         record: dict[str, Any] = json.loads((directory / _MARK).read_text("utf-8"))
         return all(

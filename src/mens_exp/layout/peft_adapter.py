@@ -79,7 +79,7 @@ class PeftAdapter:
 
 
 def is_peft(directory: Path) -> bool:
-    """Tell whether a directory holds a PEFT adapter."""
+    """Return whether a directory holds a PEFT adapter."""
     return (directory / CONFIG_NAME).is_file()
 
 

@@ -89,7 +89,7 @@ class PeftSettings:
     parameters: tuple[str, ...] = ()
 
     def adapts(self, parameter: str) -> bool:
-        """Tell whether a parameter is among those that it names; the end of a path counts."""
+        """Return whether a parameter is among those that it names; the end of a path counts."""
         return any(f".{parameter}".endswith(f".{one}") for one in self.parameters)
 
     def rank_of(self, path: str) -> int:
@@ -107,7 +107,7 @@ class PeftSettings:
         return self.alpha_of(path) / (math.sqrt(rank) if self.rslora else rank)
 
     def _applies(self, pattern: str, path: str) -> bool:
-        """Tell whether PEFT applies a pattern to a module: it matches the end of the path."""
+        """Return whether PEFT applies a pattern to a module: it matches the end of the path."""
         return pattern_matches(_in_full(pattern), path, self.file)
 
 

@@ -54,11 +54,11 @@ class LinearModule:
     stack: str | None = None
 
     def is_called(self, name: str) -> bool:
-        """Tell whether a name is the last part, or the last parts, of a path."""
+        """Return whether a name is the last part, or the last parts, of a path."""
         return any(f".{path}".endswith(f".{name}") for path in self.paths)
 
     def is_like(self, glob: str) -> bool:
-        """Tell whether a glob matches a path."""
+        """Return whether a glob matches a path."""
         return any(fnmatchcase(path, glob) for path in self.paths)
 
     @property

@@ -164,7 +164,7 @@ def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncode
 
 
 def _is_in(text: str, rendered: str, encoder: TextEncoder) -> bool:
-    """Tell whether a rendered text has another, as it is or as a JSON text."""
+    """Return whether a rendered text has another, as it is or as a JSON text."""
     plain = encoder.guard(text).strip()
     return plain in rendered or _as_json(plain) in rendered
 
@@ -340,7 +340,7 @@ def _lead_elsewhere(before: list[dict[str, Any]], encoder: TextEncoder) -> str |
 
 
 def _same(body: str, response: str) -> bool:
-    """Tell whether a rendered answer is the row's, but for white space that templates trim.
+    """Return whether a rendered answer is the row's, but for white space that templates trim.
 
     Around the tags of reasoning it counts as little as at the ends; empty reasoning counts for
     nothing where the row has none.

@@ -256,7 +256,7 @@ _AFTER: Final = {"user": ("assistant",), "tool": ("tool", "assistant"), "assista
 
 
 def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool:
-    """Tell whether user and assistant take turns, and tools answer calls; an answer comes last."""
+    """Return whether user and assistant take turns, and tools answer calls; an answer comes last."""
     roles = [turn["role"] for turn in turns]
     first = 1 if roles[0] == "system" else 0
     due: tuple[str, ...] = ("user",)

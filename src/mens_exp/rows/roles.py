@@ -197,7 +197,7 @@ class _Counter:
         return answers and len(pair.exchanges) > 1
 
     def _is_in_one(self, pair: TrainingPair, shape: Shape) -> bool:
-        """Tell whether the template leaves earlier answers as they are, so that one has all."""
+        """Return whether the template leaves earlier answers as they are, so that one has all."""
         if not self._learns_all(pair):
             return True
         shapes = [self._shape(pair, k) for k in range(len(pair.exchanges) - 1)]

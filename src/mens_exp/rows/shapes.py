@@ -77,7 +77,7 @@ class Shape:
     answer: int
 
     def begins(self, other: Shape) -> bool:
-        """Tell whether another shape has this one unchanged at its beginning."""
+        """Return whether another shape has this one unchanged at its beginning."""
         mine, theirs = _joined(self.pieces), _joined(other.pieces)
         (*same, closing), there = mine, theirs[len(mine) - 1 : len(mine)]
         if closing.content is not None:

@@ -169,7 +169,7 @@ class Bubblewrap:
 
 
 def _every_uid_is_mapped() -> bool:
-    """Tell whether this is the machine's root, not the root of a user namespace."""
+    """Return whether this is the machine's root, not the root of a user namespace."""
     lines = Path("/proc/self/uid_map").read_text("ascii").splitlines()
     return [line.split() for line in lines] == [["0", "0", str(2**32 - 1)]]
 

@@ -250,7 +250,7 @@ def pieces_of(core: Tokenizer) -> Pieces | None:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Tell whether a match of one text could begin inside a match of the other."""
+    """Return whether a match of one text could begin inside a match of the other."""
     if one != other and one in other:
         return True
     most = min(len(one), len(other))

@@ -210,7 +210,7 @@ _SPELLED: Final = {
 
 
 def _is_text(node: Any) -> bool:
-    """Tell whether an expression is a text, whatever its variables are, and was counted."""
+    """Return whether an expression is a text, whatever its variables are, and was counted."""
     if isinstance(node, Add):
         return _is_text(node.left) or _is_text(node.right)
     if isinstance(node, Const):

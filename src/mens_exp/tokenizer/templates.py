@@ -193,7 +193,7 @@ def check_syntax(template: str) -> None:
 
 
 def is_dated(template: str) -> bool:
-    """Tell whether a template asks for the date."""
+    """Return whether a template asks for the date."""
     return _ASKS_FOR_DATE.search(template) is not None
 
 

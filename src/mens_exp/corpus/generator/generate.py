@@ -174,7 +174,7 @@ class _Source:
     seen: set[str] = field(default_factory=set)
 
     def wants_repair(self, repair_frac: float) -> bool:
-        """Tell whether the next task is one to repair: exactly their share, spread evenly."""
+        """Return whether the next task is one to repair: exactly their share, spread evenly."""
         before, after = (each * repair_frac + self.phase for each in (self.made, self.made + 1))
         return int(after) > int(before)
 

@@ -145,7 +145,7 @@ class Duplicates:
         return jaccard(self._prints.shingles(row), self._prints.shingles(int(self.kept[row])))
 
     def alike(self, one: int, other: int) -> bool:
-        """Tell whether two rows are near-duplicates."""
+        """Return whether two rows are near-duplicates."""
         assert self.like is not None, "only then is there a threshold"
         sets = self._prints.shingles(one), self._prints.shingles(other)
         return jaccard(*sets) >= self.like.threshold

@@ -393,7 +393,7 @@ def _module(path: str, ending: str, of_directory: str) -> str:
 
 
 def _can_be_written(pair: TrainingPair, dropped: Counter[str]) -> bool:
-    """Tell whether a file of UTF-8 lines can hold a row, and a reader take it."""
+    """Return whether a file of UTF-8 lines can hold a row, and a reader take it."""
     texts = (pair.prompt, pair.response)
     if all(text.strip() and "\0" not in text for text in texts):
         return True
