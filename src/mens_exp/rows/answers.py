@@ -1,8 +1,9 @@
-"""An answer as the chat template renders it: what stands before it, itself, and what closes it.
+"""An answer as rendered by the chat template: the text before it, the answer, and its closing.
 
-Each answered turn is rendered three ways: up to where the assistant begins, which is all that
-generation sees; with the answer; and with a probe in its place, which tells what the template
-writes behind an answer. What is learned follows the first text, whatever the third has before it.
+Each answered turn is rendered three ways: up to the start of the assistant's turn, which is all
+that generation sees; with the answer; and with a probe in its place, which shows what the template
+writes after an answer. Supervised text follows the first rendering, whatever the third has before
+the probe.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 _PROBE = "mens_exp probe 7d1f"
 _TAG = re.compile(r"\s*(</?think>)\s*")
 _EMPTY = "<think></think>"
-# What may stand before an answer though nobody wrote it, in a template that changes its prompt:
-# white space (Mistral), and empty reasoning. Generation has to write it too.
+# Text that a template may insert before an answer when it re-renders an answered prompt: white
+# space (Mistral), and empty reasoning. Generation has to produce it too.
 _LEAD = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
-# A tag that a generation prompt opens, and that the model's answer closes.
+# A tag that is opened by a generation prompt and closed by the model's answer.
 _OPENED = re.compile(r"<([A-Za-z][\w:.-]*)>\s*\Z")
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that encoding needs."""
+    """The part of the tokenizer interface that encoding uses."""
 
     @property
     def special_ids(self) -> set[int]:
@@ -40,20 +41,20 @@ class TextEncoder(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the begin-of-sequence token, where there is one."""
+        """Id of the begin-of-sequence token, if there is one."""
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-sequence token, where there is one."""
+        """Id of the end-of-sequence token, if there is one."""
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Render a conversation under the chat template."""
+        """Render a conversation with the chat template."""
 
     def generated_spans(self, messages: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
-        """Return what the template marks as generated, or None where it has no markers."""
+        """Return the spans that the template marks as generated; None if it has no markers."""
 
     def guard(self, text: str) -> str:
-        """Return a text as `render` pastes it into the template."""
+        """Return a text in the form that `render` inserts into the template."""
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens."""
@@ -61,11 +62,11 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One answer in its context; the three texts follow each other without a gap.
+    """One answer in its context; the three texts are contiguous.
 
-    White space and empty reasoning that the template puts before an answer belong to it.
-    ``is_ended`` says that the body may end with the template's own control token, as calls of
-    tools can.
+    White space and empty reasoning that the template writes before an answer belong to the answer.
+    ``is_ended`` means that the body may end with the template's own control token, as tool calls
+    can.
     """
 
     prompt: str
@@ -75,11 +76,11 @@ class Answer:
 
 
 def messages_of(pair: TrainingPair, exchange: int = -1) -> list[dict[str, Any]]:
-    """Return the turns before an answer; the first has the tools on offer, where there are some.
+    """Return the turns before an answer; the first carries the available tools, if any.
 
     Args:
         pair: the row.
-        exchange: which of its answers; the last by default.
+        exchange: index of the answer; the last by default.
     """
     last = exchange % len(pair.exchanges)
     system = [] if pair.system is None else [{"role": "system", "content": pair.system}]
@@ -99,7 +100,7 @@ def messages_of(pair: TrainingPair, exchange: int = -1) -> list[dict[str, Any]]:
 def _held(
     conversation: str,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, list[int]]:
-    """Return turns and tools of a row with tools, and the places of its answers; change none."""
+    """Copy the turns and tools of a row with tools; also return the positions of its answers."""
     held = json.loads(conversation)
     turns = held["messages"]
     answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -115,7 +116,7 @@ def answer_turn(pair: TrainingPair, exchange: int) -> dict[str, Any]:
 
 
 def prompt_text(pair: TrainingPair, encoder: TextEncoder) -> str:
-    """Render everything before the last answer, the opening of the assistant's turn included."""
+    """Render everything before the last answer, including the start of the assistant's turn."""
     return encoder.render(messages_of(pair), add_generation_prompt=True)
 
 
@@ -124,8 +125,8 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
 
     Raises:
         DataError: the template refuses the row, drops its system prompt or tools, alters or drops
-            the answer, opens the assistant's turn otherwise than for generation, or marks other
-            text as generated.
+            the answer, starts the assistant's turn differently than for generation, or marks
+            other text as generated.
     """
     before, turn = messages_of(pair, exchange), answer_turn(pair, exchange)
     try:
@@ -147,7 +148,7 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
 
 
 def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncoder) -> None:
-    """Refuse a prompt that lacks what the row says beside what the user asks."""
+    """Refuse a prompt that lacks any content of the row other than the user's text."""
     first = before[0]
     dropped = [
         *(("system prompt", turn["content"]) for turn in before[:1] if turn["role"] == "system"),
@@ -164,7 +165,7 @@ def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncode
 
 
 def _is_in(text: str, rendered: str, encoder: TextEncoder) -> bool:
-    """Return whether a rendered text has another, as it is or as a JSON text."""
+    """Return whether a rendered text contains another, as it is or JSON-escaped."""
     plain = encoder.guard(text).strip()
     return plain in rendered or _as_json(plain) in rendered
 
@@ -187,7 +188,7 @@ def _found(
     """Find an answer in its rendered conversation.
 
     Returns:
-        The answer, and the part of the rendered conversation that it was found in.
+        The answer, and the part of the rendered conversation in which it was found.
     """
     full = encoder.render([*before, turn], add_generation_prompt=False)
     probed = encoder.render(_answered(before, _PROBE), add_generation_prompt=False)
@@ -209,18 +210,18 @@ def _found(
 def _calls(
     turn: dict[str, Any], prompt: str, full: str, closing: str, encoder: TextEncoder
 ) -> tuple[Answer, str]:
-    """Find an answer that calls tools: all that the template writes from where generation begins.
+    """Find an answer with tool calls: everything that the template writes from generation's start.
 
     Args:
         turn: the answer.
         prompt: all that generation sees.
         full: the rendered conversation.
-        closing: what the template writes behind an answer of text; empty where it ends calls
-            otherwise, with a control token that is then part of the answer.
+        closing: what the template writes after a text answer; empty if it ends calls
+            differently, with a control token that is then part of the answer.
         encoder: the tokenizer with its template.
 
     Raises:
-        DataError: the calls are not all there, or do not follow the prompt.
+        DataError: calls are missing, or do not follow the prompt.
     """
     said = full.removesuffix(closing) if closing else full.rstrip()
     tag = _OPENED.search(prompt)
@@ -243,7 +244,7 @@ def _calls(
 
 
 def _texts_in(call: dict[str, Any]) -> Iterator[str]:
-    """Yield the name of a call, and each text of its arguments."""
+    """Yield the name of a call, and each string in its arguments."""
     yield call["function"]["name"]
     left = [call["function"]["arguments"]]
     while left:
@@ -265,13 +266,13 @@ def _bodies(
     text: str,
     encoder: TextEncoder,
 ) -> Iterator[tuple[str, str]]:
-    """Yield what follows a prompt where a conversation has the answer, and the part that has it.
+    """Yield the text after a prompt if the conversation has the answer, and the part that has it.
 
     Args:
         before: the turns before the answer.
         prompt: all that generation sees.
-        said: the rendered conversation, without what closes the answer.
-        context: what the template puts before another answer.
+        said: the rendered conversation, without the closing of the answer.
+        context: what the template writes before a different answer.
         text: the answer of the row.
         encoder: the tokenizer with its template.
     """
@@ -282,7 +283,7 @@ def _bodies(
         if _same(body, text) or (tag is not None and _same(tag[0] + body, text)):
             yield body, body
         elif body == lead + text and prompt != encoder.render(before, add_generation_prompt=False):
-            # gpt-oss names a channel behind the opening of the turn; a template may also close a
+            # gpt-oss names a channel after the start of the turn; a template may also close a
             # tag before reasoning that it does not recognize.
             closes = tag is not None and f"</{tag[1]}>" in lead
             yield (_inside(tag, text) if tag is not None and closes else body), body
@@ -298,10 +299,10 @@ def _bodies(
 
 
 def _inside(tag: re.Match[str], response: str) -> str:
-    """Return an answer as a model writes it behind a tag that its prompt has opened.
+    """Return an answer as a model writes it after a tag that its prompt has opened.
 
-    The template leaves reasoning out of answered turns (DeepSeek-R1's). Generation has to close
-    the tag first, at once where the row has no reasoning.
+    The template drops reasoning from answered turns (DeepSeek-R1's does). Generation has to close
+    the tag first, immediately if the row has no reasoning.
     """
     reasoning, answer = _halves(tag, response)
     newline = "" if tag[0].endswith("\n") else "\n"
@@ -309,7 +310,7 @@ def _inside(tag: re.Match[str], response: str) -> str:
 
 
 def _halves(tag: re.Match[str], response: str) -> tuple[str, str]:
-    """Split a response into its reasoning, empty where it has none, and its answer."""
+    """Split a response into its reasoning, empty if there is none, and its answer."""
     reasoning, closed, answer = response.partition(f"</{tag[1]}>")
     if not closed:
         return "", response.lstrip("\n")
@@ -317,14 +318,14 @@ def _halves(tag: re.Match[str], response: str) -> tuple[str, str]:
 
 
 def _lead_elsewhere(before: list[dict[str, Any]], encoder: TextEncoder) -> str | None:
-    """Return what is put before an answer by a template that changes an answered prompt.
+    """Return the text before an answer, for a template that changes an answered prompt.
 
-    Mistral's takes a system prompt out of an answered turn. Generation has no answer yet, so its
-    prompt is the one to learn after, if nothing changes from the last user's text on.
+    Mistral's removes the system prompt from an answered turn. Generation has no answer yet, so its
+    prompt is the one to train on, provided that nothing changes from the last user text on.
 
     Returns:
-        The text between where generation begins and the answer, or None where the template
-        changes what stands there.
+        The text between the start of generation and the answer; None if the template changes
+        what comes there.
     """
     probing = [*before[:-1], {**before[-1], "content": _PROBE}]
     opened = encoder.render(probing, add_generation_prompt=True)
@@ -340,12 +341,12 @@ def _lead_elsewhere(before: list[dict[str, Any]], encoder: TextEncoder) -> str |
 
 
 def _same(body: str, response: str) -> bool:
-    """Return whether a rendered answer is the row's, but for white space that templates trim.
+    """Return whether a rendered answer is the row's, up to white space that templates trim.
 
-    Around the tags of reasoning it counts as little as at the ends; empty reasoning counts for
-    nothing where the row has none.
+    White space around reasoning tags is ignored as at the ends; empty reasoning is ignored if the
+    row has none.
     """
-    if not body or body.strip() == response.strip():  # nearly always, and quick
+    if not body or body.strip() == response.strip():  # the usual case, and fast
         return bool(body)
     found, given = (_TAG.sub(r"\1", text.strip()) for text in (body, response))
     return found == given or (
@@ -364,9 +365,9 @@ def _check_markers(
 ) -> None:
     """Compare the answer that was found with the template's own ``{% generation %}`` markers.
 
-    They must begin where the template opens the turn or at the answer, and reach its end; what is
-    learned begins where generation does. Whether the end marker is inside differs between
-    templates, and it is learned either way.
+    A marked span must start at the start of the turn or at the answer, and reach its end;
+    supervision starts where generation does. Templates differ in whether the end marker is inside,
+    and it is supervised in either case.
     """
     messages = [*before, turn]
     spans = encoder.generated_spans(messages)

@@ -1,11 +1,11 @@
-"""The cache of encoded documents, and rows that are read from their files when they are needed.
+"""The cache of encoded documents, and lazy access to rows in their files.
 
-Encoded documents are keyed by the content of everything that shaped them.
+Encoded documents are keyed by the content of everything that affects them.
 
-For rows on disk only the place of each is held. A file is read whole once, and all its problems are
-reported then. Later a row is read again from its place: the file must be unchanged (its size, time
-and inode), and so must the line (its checksum), so that a changed file is an error and never other
-rows.
+For rows on disk, only the location of each is kept in memory. A file is read in full once, and all
+its problems are reported then. Later a row is read again from its location. The file must be
+unchanged (size, time and inode), and so must the line (checksum), so that a changed file is an
+error and never yields other rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COUNTS = ("documents", "tokens", "supervised_tokens", *_OF_PARTS)
 
 
 def cache_root() -> Path:
-    """Return the cache folder: MENS_EXP_CACHE, else XDG_CACHE_HOME/mens_exp, else ~/.cache."""
+    """Return the cache directory: MENS_EXP_CACHE, else XDG_CACHE_HOME/mens_exp, else ~/.cache."""
     named = os.environ.get("MENS_EXP_CACHE")
     if named:
         return Path(named).expanduser()
@@ -55,7 +55,7 @@ def cache_root() -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheKey:
-    """Everything the ids and masks depend on."""
+    """Everything on which ids and masks depend."""
 
     rows_sha256: str
     tokenizer_sha256: str
@@ -66,14 +66,14 @@ class CacheKey:
     labelling: Labelling
 
     def directory(self, root: Path) -> Path:
-        """Return the folder of this key."""
+        """Return the directory of this key."""
         name = digest({**asdict(self), "version": ENCODING_VERSION})
         return root / "encoded" / name[:32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCounts:
-    """A cache's counts of its documents, known without opening them."""
+    """Document counts of a cache entry, available without opening the documents."""
 
     documents: int
     tokens: int
@@ -86,39 +86,39 @@ class TokenCounts:
 
 
 def peek(root: Path, key: CacheKey) -> TokenCounts | None:
-    """Return the counts of a cached encoding, or None when it is not there or not whole."""
+    """Return the counts of a cached encoding; None if it is missing or incomplete."""
     meta = files.arrays_meta(key.directory(root))
     return None if meta is None else _counts_in(meta)
 
 
 def encoded(root: Path, key: CacheKey, build: Callable[[], Encoded]) -> tuple[Encoded, TokenCounts]:
-    """Open the cached documents of a key; build and store them when absent or damaged."""
+    """Open the cached documents of a key; build and store them if missing or damaged."""
     return encoded_parts(root, key, lambda _: [build()])
 
 
 def encoded_parts(
     root: Path, key: CacheKey, build: Callable[[Path], Sequence[Encoded]]
 ) -> tuple[Encoded, TokenCounts]:
-    """Open the cached documents of a key, memory-mapped; build them when absent or damaged.
+    """Open the cached documents of a key, memory-mapped; build them if missing or damaged.
 
-    One process builds and the others wait for what it stores.
+    One process builds them while the others wait for the result.
 
     Args:
-        root: the cache folder.
-        key: what the documents depend on.
-        build: returns the documents in parts; it may keep finished parts in the folder it is
-            given, which is cleared when all of them are stored.
+        root: the cache directory.
+        key: everything that the documents depend on.
+        build: returns the documents in parts; it may store finished parts in the directory it is
+            given, which is deleted once all of them are stored.
 
     Raises:
-        SetupError: what was stored cannot be read back.
+        SetupError: the stored documents cannot be read back.
     """
     directory = key.directory(root)
     found = _open(directory)
     if found is not None:
         return found
     with file_lock(root / f".{directory.name}.lock"):
-        atomic.remove_stale(directory.parent)  # nobody else writes there now
-        found = _open(directory)  # somebody may have built it meanwhile
+        atomic.remove_stale(directory.parent)  # this process holds the lock
+        found = _open(directory)  # another process may have built it
         if found is None:
             kept = directory.with_suffix(".parts")
             _store(directory, key, build(kept))
@@ -170,7 +170,7 @@ def _store(directory: Path, key: CacheKey, parts: Sequence[Encoded]) -> None:
 
 
 class _Pieces(Sequence[np.ndarray]):
-    """One array of each part; the part may be opened for it."""
+    """One array of each part; a part may be opened on access."""
 
     def __init__(self, parts: Sequence[Encoded], name: str) -> None:
         self._parts, self._name = parts, name
@@ -190,7 +190,7 @@ class _Pieces(Sequence[np.ndarray]):
 
 
 def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
-    """Return where documents begin in all parts together, a piece for each, and their counts."""
+    """Return the document offsets over all parts, one piece per part, and their counts."""
     offsets = [np.zeros(1, np.int64)]
     counts = dict.fromkeys(_COUNTS, 0)
     for part in parts:
@@ -203,21 +203,21 @@ def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
     return offsets, TokenCounts(**counts, sha256="")
 
 
-# What is held of a row: 20 bytes.
+# In-memory size of a row's location: 20 bytes.
 _PLACE: Final = np.dtype([("start", "<i8"), ("line", "<u4"), ("check", "<u4"), ("file", "<u4")])
-_AT_ONCE: Final = 1_024  # rows in memory together while all are gone through; unverified guess
+_AT_ONCE: Final = 1_024  # rows in memory together during iteration; unverified guess
 _State = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TextFile:
-    """A file of lines as it was when its rows were checked.
+    """A file of lines, in the state in which its rows were checked.
 
     Attributes:
-        name: what messages call it.
-        path: its text, or where it is compressed the copy that is not.
-        how: how its rows are read.
-        state: size, time of the last change, inode.
+        name: name of the file in messages.
+        path: the text, or an uncompressed copy of a compressed file.
+        how: the settings for reading its rows.
+        state: size, modification time, inode.
     """
 
     name: str
@@ -227,16 +227,16 @@ class _TextFile:
 
 
 class RowsOnDisk(Sequence[TrainingPair]):
-    """Rows of files of lines, in any order; a part of them shares the files, and is as lazy."""
+    """Rows of line-based files, in any order; slices share the files and are equally lazy."""
 
     def __init__(self, files: Sequence[_TextFile], places: np.ndarray) -> None:
-        """Hold rows by their places, ``[rows]`` of file, byte, line and checksum."""
+        """Store the locations of rows, ``[rows]`` of file, byte, line and checksum."""
         self.files = tuple(files)
         self.places = places
 
     @classmethod
     def joined(cls, parts: Sequence[RowsOnDisk]) -> RowsOnDisk:
-        """Return the rows of all parts, one part after the other."""
+        """Return the concatenated rows of all parts."""
         moved: list[np.ndarray] = []
         files: list[_TextFile] = []
         for part in parts:
@@ -247,7 +247,7 @@ class RowsOnDisk(Sequence[TrainingPair]):
         return cls(files, np.concatenate([np.zeros(0, _PLACE), *moved]))
 
     def __len__(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
         return len(self.places)
 
     @overload
@@ -255,23 +255,23 @@ class RowsOnDisk(Sequence[TrainingPair]):
     @overload
     def __getitem__(self, index: slice) -> RowsOnDisk: ...
     def __getitem__(self, index: int | slice) -> TrainingPair | RowsOnDisk:
-        """Read a row, or name several."""
+        """Read a row, or select several lazily."""
         if isinstance(index, slice):
             return RowsOnDisk(self.files, self.places[index])
         number = range(len(self))[index]
         return self._read(self.places[number : number + 1])[0]
 
     def __iter__(self) -> Iterator[TrainingPair]:
-        """Read all rows, some at a time."""
+        """Read all rows, a batch at a time."""
         for start in range(0, len(self), _AT_ONCE):
             yield from self._read(self.places[start : start + _AT_ONCE])
 
     def take(self, numbers: np.ndarray) -> RowsOnDisk:
-        """Name rows by their numbers, or by a mask of all."""
+        """Select rows by their indices, or by a boolean mask."""
         return RowsOnDisk(self.files, self.places[numbers])
 
     def _read(self, places: np.ndarray) -> list[TrainingPair]:
-        """Read rows, each file opened once for those that stand together."""
+        """Read rows, opening each file once per consecutive group."""
         ends = np.flatnonzero(np.diff(places["file"])) + 1
         parts = np.split(places, ends)
         return [pair for part in parts for pair in _rows_of(self.files[part["file"][0]], part)]
@@ -280,17 +280,17 @@ class RowsOnDisk(Sequence[TrainingPair]):
 def read_on_disk(
     path: Path, how: Reading, copies: Path, seen: Callable[[TrainingPair], None]
 ) -> FileOfRows:
-    """Read a file of lines as `read_rows` does, and leave its rows there.
+    """Read a file of lines like `read_rows`, but keep only the locations of its rows.
 
     Args:
-        path: the file; of a compressed one a copy is kept that is not.
-        how: how to read it.
-        copies: the folder of these copies, each by the content of what it was made of.
-        seen: is given each row as it passes.
+        path: the file; an uncompressed copy is kept of a compressed one.
+        how: the settings for reading it.
+        copies: the directory of these copies, named by the content of their originals.
+        seen: called with each row as it is read.
 
     Raises:
-        DataError: as `read_rows`, or the file was changed meanwhile.
-        Problems: as `read_rows`.
+        DataError: as in `read_rows`, or the file was changed in the meantime.
+        Problems: as in `read_rows`.
         SetupError: the copy cannot be written.
     """
     with open_file(path, how.setting) as file:
@@ -324,7 +324,7 @@ def read_on_disk(
 
 
 class _Places:
-    """The places of the rows of one file, collected while they are read."""
+    """The locations of the rows of one file, collected during reading."""
 
     def __init__(self) -> None:
         self._starts, self._lines, self._checks = array("q"), array("I"), array("I")
@@ -335,7 +335,7 @@ class _Places:
         self._checks.append(zlib.crc32(raw))
 
     def array(self) -> np.ndarray:
-        """Return them as `RowsOnDisk` holds them; the file is its first."""
+        """Return them in the form used by `RowsOnDisk`, with file index 0."""
         places = np.zeros(len(self._starts), _PLACE)
         places["start"], places["line"] = self._starts, self._lines
         places["check"] = self._checks
@@ -343,7 +343,7 @@ class _Places:
 
 
 def _copied(pieces: Iterator[bytes], path: Path) -> Generator[bytes, None, None]:
-    """Pass text on, and keep it once all of it is read.
+    """Pass text through, and store it once all of it has been read.
 
     Raises:
         SetupError: the cache cannot be written.

@@ -1,9 +1,10 @@
-"""Decode a file of rows (JSON Lines, JSON, Parquet or Arrow) to objects, each with its place.
+"""Decode a file of rows (JSON Lines, JSON, Parquet or Arrow) to objects, each with its location.
 
-A null in a column of a table is a field that the row does not have: a table has no other way to say
-it. In a table many rows may share one value, by a dictionary or by views of one buffer, and a few
-bytes in the file then become a value in each of millions of rows. So the size that rows take with
-values of their own is measured before they are made. pyarrow is imported only inside functions.
+A null in a table column means that the row does not have the field, because a table cannot express
+this otherwise. In a table many rows may share one value, through a dictionary or views of one
+buffer, so that a few bytes in the file can become a value in each of millions of rows. Therefore
+the size of the rows with separate values is measured before they are created. pyarrow is imported
+only inside functions.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _TABLES: Final[dict[str, Literal["parquet", "arrow"]]] = {".parquet": "parquet",
 
 
 class Located(NamedTuple):
-    """The value at one place of a file.
+    """The value at one location in a file.
 
     Attributes:
-        where: the place, as ``file:line``; in a table as ``file:row``, the first row being 1.
-        value: what was decoded, or the `DataError` that says why nothing was.
-        raw: the line as it was read; empty where rows are no lines.
-        ends: nothing behind this place can be read.
+        where: the location, as ``file:line``; in a table as ``file:row``, counted from 1.
+        value: the decoded value, or the `DataError` that explains why there is none.
+        raw: the line as read; empty if rows are not lines.
+        ends: nothing after this location can be read.
     """
 
     where: str
@@ -48,7 +49,7 @@ class Located(NamedTuple):
 
 
 def has_lines(path: Path) -> bool:
-    """Tell by its name whether a file has a row a line, and is neither a table nor an array."""
+    """Return whether a file, by its name, has one row per line (not a table or an array)."""
     return inner_suffix(path) not in {*_TABLES, ".json"}
 
 
@@ -56,17 +57,17 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
     """Decode a file row by row.
 
     Args:
-        path: UTF-8 (a byte order mark is tolerated); one object a line, or in a ``.json`` file
+        path: UTF-8 (a byte order mark is tolerated); one object per line, or in a ``.json`` file
             an array of objects; either may be compressed (``.gz``, ``.zst``). Or a table:
             ``.parquet``, ``.arrow``.
         field: the setting that names the file, for messages.
 
     Yields:
-        Each row's place with its value, or with the `DataError` that kept it from being read.
-        A line over `MAX_LINE_BYTES` is such an error.
+        Each row's location with its value, or with the `DataError` that prevented reading it. A
+        line longer than `MAX_LINE_BYTES` is such an error.
 
     Raises:
-        DataError: the file cannot be read, or is no file of rows.
+        DataError: the file cannot be read, or is not a file of rows.
         MissingExtra: it is a table, and pyarrow is not installed.
     """
     suffix = inner_suffix(path)
@@ -76,7 +77,7 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
         return
     pieces: Iterator[bytes] = chunks(path, field)
     if suffix == ".json":
-        data = b"".join(pieces)  # an array has no lines to read it by
+        data = b"".join(pieces)  # an array cannot be read line by line
         if data.lstrip().startswith(b"["):
             yield from _array(data, path)
             return
@@ -86,7 +87,7 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
 
 
 def decoded_line(line: Line, where: str) -> Located:
-    """Decode one line, as `decoded_rows` does those of a file."""
+    """Decode one line, like `decoded_rows` does for a file."""
     try:
         return Located(where, _json(_text(line, where), where), line.raw)
     except DataError as problem:
@@ -94,7 +95,7 @@ def decoded_line(line: Line, where: str) -> Located:
 
 
 def _text(line: Line, where: str) -> str:
-    """Decode one line; each way in which it can fail has its own message."""
+    """Decode one line; each kind of failure has a separate message."""
     if line.size > MAX_LINE_BYTES:
         raise DataError(
             "the line is too long",
@@ -139,9 +140,9 @@ def _json(text: str, where: str) -> object:
 
 
 def _array(data: bytes, path: Path) -> Iterator[Located]:
-    """Decode the elements of an array, each with the line on which it begins.
+    """Decode the elements of an array, each with the line on which it starts.
 
-    What is wrong with the array itself ends it: no element behind it can be trusted.
+    An error in the array itself ends decoding, because no element after it can be trusted.
     """
     try:
         text = data.decode("utf-8")
@@ -169,7 +170,7 @@ def _array(data: bytes, path: Path) -> Iterator[Located]:
 
 
 def _element(text: str, position: int, where: str) -> tuple[object, int]:
-    """Decode one element and return where the next one begins, or the closing bracket."""
+    """Decode one element; return where the next one, or the closing bracket, starts."""
     decoder = json.JSONDecoder(object_pairs_hook=lambda items: _object(items, where))
     try:
         value, end = decoder.raw_decode(text, position)
@@ -203,7 +204,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def _object(items: list[tuple[str, object]], where: str) -> dict[str, object]:
-    """Build an object, refusing what `json` does silently: the last of two equal keys wins."""
+    """Build an object, rejecting repeated keys, of which `json` silently keeps the last."""
     row = dict(items)
     if len(row) < len(items):
         twice = Counter(key for key, _ in items).most_common(1)[0][0]
@@ -213,7 +214,7 @@ def _object(items: list[tuple[str, object]], where: str) -> dict[str, object]:
 
 EXTRA: Final = "pip install 'mens-exp[datasets]'"
 _AT_ONCE: Final = 1_000  # rows turned into Python objects at a time
-_MAGIC: Final = b"ARROW1"  # of the file format; `datasets` writes the stream format
+_MAGIC: Final = b"ARROW1"  # magic of the file format; `datasets` writes the stream format
 
 
 def rows_of_file(
@@ -223,15 +224,15 @@ def rows_of_file(
 
     Args:
         path: the file.
-        kind: what it is; an Arrow file may be in the file or the stream format.
+        kind: kind of table; an Arrow file may be in the file or the stream format.
         field: the setting that names it, for messages.
 
     Yields:
-        Each row's number with its fields, or with the `DataError` that kept it from being read.
+        Each row's number with its fields, or with the `DataError` that prevented reading it.
 
     Raises:
-        DataError: the file cannot be read, is no such table, has no rows, or two columns of one
-            name.
+        DataError: the file cannot be read, is not a table of this kind, has no rows, or has two
+            columns of the same name.
         MissingExtra: pyarrow is not installed.
     """
     try:
@@ -269,18 +270,18 @@ def rows_of_file(
 
 
 def _parquet(file: BinaryIO, path: Path) -> Any:
-    """Open a Parquet file so that a value that many rows share is decoded once.
+    """Open a Parquet file so that a value shared by many rows is decoded once.
 
     Raises:
-        DataError: it says of itself that it holds more values than it has room for.
+        DataError: its metadata declares more values than the file can hold.
     """
     import pyarrow.parquet as pq
 
     about = pq.ParquetFile(file)
     columns = [about.schema.column(number) for number in range(len(about.schema.names))]
     groups = [about.metadata.row_group(number) for number in range(about.num_row_groups)]
-    # pyarrow (26.0) aborts the process over some damaged descriptions of a column in a group, so
-    # only those of lists are looked at, which alone may hold more values than rows.
+    # pyarrow (26.0) aborts the process on some damaged descriptions of a column in a group, so
+    # only those of lists are inspected; only lists can have more values than rows.
     values = sum(
         group.column(number).num_values if column.max_repetition_level else group.num_rows
         for group in groups
@@ -288,7 +289,7 @@ def _parquet(file: BinaryIO, path: Path) -> Any:
     )
     if values > most_unpacked(path):
         raise _too_large(str(path), f"{values:,} values", most_unpacked(path))
-    # Texts within lists are decoded one by one: pyarrow does not share those.
+    # Strings within lists are decoded one by one, because pyarrow does not share them.
     texts = [
         one.path for one in columns if one.physical_type == "BYTE_ARRAY" and "." not in one.path
     ]
@@ -304,11 +305,11 @@ def rows_of_batches(
     Args:
         names: the columns.
         batches: record batches.
-        where: what holds them, for messages.
-        most: bytes that they may hold in all; None where what they come from has no size.
+        where: name of their container, for messages.
+        most: maximum total bytes; None if their source has no known size.
 
     Raises:
-        DataError: two columns have one name: which one is meant cannot be told. Or they hold more.
+        DataError: two columns have the same name and are ambiguous, or the limit is exceeded.
     """
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -328,17 +329,17 @@ def rows_of_batches(
 
 
 def _refuse_damaged(column: Any) -> None:
-    """Check that a column's offsets and indices lie within it: pyarrow reads them unchecked.
+    """Check that a column's offsets and indices are in range, because pyarrow does not check them.
 
-    A text that is not UTF-8 passes where its row can be named later, which it can not inside of
-    another column.
+    Strings that are not UTF-8 are accepted if their row can be named later, which is not possible
+    inside another column.
 
     Raises:
-        ArrowInvalid: they do not.
+        ArrowInvalid: they are out of range.
     """
     import pyarrow as pa
 
-    column.validate()  # the sizes that the next line goes by
+    column.validate()  # validates the sizes used by the next line
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -355,7 +356,7 @@ def _arrow_batches(reader: Any) -> Iterator[Any]:
 
 
 def _values(batch: Any, where: str, before: int) -> Iterator[object]:
-    """Turn a batch into objects; where one row cannot be, one by one."""
+    """Convert a batch to objects; if one row cannot be converted, convert rows one by one."""
     size = batch_bytes(batch, where)
     if size > MAX_LINE_BYTES and len(batch) > 1:
         half = len(batch) // 2
@@ -372,7 +373,7 @@ def _values(batch: Any, where: str, before: int) -> Iterator[object]:
         return
     try:
         rows = batch.to_pylist()
-    except ValueError as error:  # UnicodeDecodeError, or a field of an object twice
+    except ValueError as error:  # UnicodeDecodeError, or a repeated field of an object
         if len(batch) > 1:
             for index in range(len(batch)):
                 yield from _values(batch.slice(index, 1), where, before + index)
@@ -394,7 +395,7 @@ def _too_large(where: str, found: str, most: int) -> DataError:
     )
 
 
-_VIEW_BYTES: Final = 16  # of a view of a text: its length in the first four
+_VIEW_BYTES: Final = 16  # size of a string view; the length is in the first four
 _VALUE_BYTES: Final = 8
 
 
@@ -403,10 +404,10 @@ def batch_bytes(batch: Any, where: str) -> int:
 
     Args:
         batch: a record batch, or a table.
-        where: what holds it, for messages.
+        where: name of its container, for messages.
 
     Raises:
-        DataError: a column is of a type that no row of text is written in.
+        DataError: a column has a type that text rows cannot have.
     """
     chunks = (chunk for column in batch.columns for chunk in getattr(column, "chunks", [column]))
     return sum(_size(chunk, where) for chunk in chunks)
@@ -445,7 +446,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _shared(array: Any, where: str) -> int:
-    """Return the size of values that rows have by number."""
+    """Return the size of values that rows reference by index."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,19 +1,19 @@
-"""Encode rows to ids and supervision masks, in this process or in several.
+"""Encode rows to token ids and supervision masks, in this process or in several.
 
-This is the one place where masks are made. Generation encodes the prompt alone and the answer
-follows it, so the ids before each learned answer must be those of its prompt alone: the whole text
-is tokenized where that keeps the seams, and the parts apart where a token would straddle one.
+Masks are created only here. Generation encodes the prompt alone and the answer follows it, so the
+ids before each supervised answer must equal those of its prompt alone. The whole text is tokenized
+at once if that preserves the boundaries, and the parts separately if a token would straddle one.
 
-A conversation is one document as long as each answer in it, with all that stands before it, is
-token for token what generation had when it was the last one. Some templates change earlier turns
-(Qwen 3 drops their reasoning): an answer that is changed gets a document of its own, up to it.
+A conversation is one document as long as each answer in it, with everything before it, is token for
+token what generation had when that answer was the last. Some templates change earlier turns (Qwen 3
+drops their reasoning); an answer that is changed gets a separate document that ends with it.
 
-Many rows are encoded in shards, and each shard is stored as soon as it is finished, so that an
-interrupted build resumes from the shards that are whole. Processes are spawned, not forked: this
-one has threads by now (torch's, the tokenizer's), whose locks a fork would copy as they happen to
-be. Each process gets the tokenizer once and tokenizes on its one core. Starting them takes about a
-second, so few rows are encoded in this process, where the tokenizer uses all cores; so are all
-where there is one core, still shard by shard.
+Large sets of rows are encoded in shards, and each shard is stored as soon as it is finished, so
+that an interrupted build resumes from the complete shards. Processes are spawned, not forked,
+because this one already has threads (torch's, the tokenizer's) whose locks a fork would copy in an
+arbitrary state. Each process receives the tokenizer once and tokenizes on one core. Starting the
+processes takes about a second, so small sets are encoded in this process, where the tokenizer uses
+all cores. On a single core all sets are, still shard by shard.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.schema import TrainingPair
 
-ENCODING_VERSION = 4  # raise it when ids, masks or counts of the same row change
+ENCODING_VERSION = 4  # increment when ids, masks or counts of the same row change
 _OBJECTIVES = ("assistant", "causal", "last_k")
-_ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
+_ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
 _MOST_PROBLEMS = 20
-_SHORTEST = 2  # tokens of which one can be predicted
+_SHORTEST = 2  # minimum tokens, so that one can be predicted
 
 _Document = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labelling:
-    """The settings besides rows and tokenizer that decide ids and masks.
+    """The settings that determine ids and masks, besides rows and tokenizer.
 
     Attributes:
-        objective: ``assistant`` learns answers and their end markers, ``causal`` every token,
-            ``last_k`` the end of the text as it is rendered, with nothing added to it.
-        seq_len: tokens that a document may have.
-        turns: ``all`` answers of a conversation are learned, or the ``last``.
-        truncation: the side that is cut, ``right`` or ``left``.
-        k: tokens that ``last_k`` learns; 0 is every one after the prompt.
+        objective: ``assistant`` supervises answers and their end markers, ``causal`` every token,
+            ``last_k`` the end of the rendered text, with nothing appended to it.
+        seq_len: maximum tokens of a document.
+        turns: supervise ``all`` answers of a conversation, or the ``last``.
+        truncation: the side that is truncated, ``right`` or ``left``.
+        k: number of tokens that ``last_k`` supervises; 0 means every token after the prompt.
     """
 
     objective: str
@@ -73,9 +73,9 @@ class Labelling:
 class Encoded:
     """Documents as flat arrays; document ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
 
-    ``supervised[t]`` says that token ``t`` is learned, that is predicted from those before it.
-    ``truncated`` and ``dropped`` count documents that lost tokens, or everything, to the limit;
-    of the dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
+    ``supervised[t]`` means that token ``t`` is a target, predicted from the tokens before it.
+    ``truncated`` and ``dropped`` count documents that lost some or all tokens to the limit. Of the
+    dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
     ``unrolled`` counts documents beyond the first of their row.
     """
 
@@ -88,18 +88,18 @@ class Encoded:
     short: int = 0
 
     def __len__(self) -> int:
-        """Count documents."""
+        """Return the number of documents."""
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens in each document, ``[documents] int64``."""
+        """Number of tokens in each document, ``[documents] int64``."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Own:
-    """The document that ends with one answer; ``ids[start:end]`` are the answer and its end."""
+    """The document that ends with one answer; ``ids[start:end]`` is the answer and its end."""
 
     ids: list[int]
     start: int
@@ -112,13 +112,13 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
     Args:
         pairs: the rows.
         encoder: tokenizer with its chat template.
-        labelling: what is learned and how long a document may be. Cut on the left, it keeps a
-            begin-of-sequence token. One that keeps no supervised token is dropped and counted.
+        labelling: supervision and length limit. Truncation on the left keeps a begin-of-sequence
+            token. A document without a supervised token left is dropped and counted.
 
     Raises:
-        DataError: the template changes the prompt once an answer follows, or drops the answer,
-            or nothing would mark the answer's end; the row is named.
-        Problems: it does so with several rows.
+        DataError: the template changes the prompt once an answer follows, drops the answer, or
+            nothing marks the answer's end; the row is named.
+        Problems: several rows have such problems.
         ConfigError: an unknown objective.
     """
     if labelling.objective not in _OBJECTIVES:
@@ -130,7 +130,7 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
         )
     parts = []
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
-        some = list(pairs[start : start + _ROWS_AT_ONCE])  # of rows on disk these are read
+        some = list(pairs[start : start + _ROWS_AT_ONCE])  # this reads rows that are on disk
         documents: list[_Document] = []
         unrolled = 0
         for owns in _owns(some, encoder, labelling):
@@ -139,7 +139,7 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
                 mine = [(ids, [True] * len(ids)) for ids, _ in mine]
             documents += mine
             unrolled += len(mine) - 1
-        # Lists of numbers take some ten times what their arrays do, and are not yet cut.
+        # Lists of numbers take about ten times the memory of arrays, and are not truncated yet.
         parts.append(_flatten(documents, labelling, encoder.bos_id, unrolled))
     return _joined(parts)
 
@@ -147,7 +147,7 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
 def _owns(
     pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
 ) -> Iterator[list[_Own]]:
-    """Yield, for each row, the documents of the answers that it learns, oldest first."""
+    """Yield, for each row, the documents of its supervised answers, oldest first."""
     problems: list[MensError] = []
     answers: list[Answer] = []
     counts: list[int] = []
@@ -187,9 +187,9 @@ def _owns(
 def _ids(
     answers: Sequence[Answer], encoder: TextEncoder
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Tokenize parts: as one text where no token straddles a seam, else apart."""
+    """Tokenize parts: as one text if no token straddles a boundary, else separately."""
     count = len(answers)
-    # Together, because they share nearly all of their pieces.
+    # Together, because they share almost all of their pieces.
     found = encoder.encode_all(
         [
             *(one.prompt for one in answers),
@@ -217,10 +217,10 @@ def _own(
     as_rendered: bool,
     is_ended: bool,
 ) -> _Own | None:
-    """Join the parts; learned are the answer and what closes it, to the first control token.
+    """Join the parts; the answer and its closing, up to the first control token, are supervised.
 
-    A closing without one ends with the end-of-sequence token, or generation would never stop,
-    unless the text is wanted as it is rendered.
+    A closing without a control token ends with the end-of-sequence token, since generation would
+    otherwise never stop, unless the text is wanted exactly as rendered.
     """
     end = next((i + 1 for i, token in enumerate(closing) if token in special), None)
     if end is None and is_ended and body[-1] in special:
@@ -237,14 +237,14 @@ def _own(
 
 
 def _end(owns: Sequence[_Own], k: int) -> list[_Document]:
-    """Learn the last ``k`` tokens of a row's text, or with 0 all that follow its prompt."""
+    """Supervise the last ``k`` tokens of a row's text, or with 0 all tokens after its prompt."""
     last = owns[-1]
     first = max(last.end - k, 0) if k else last.start
     return [(last.ids[: last.end], [place >= first for place in range(last.end)])]
 
 
 def _documents(owns: Sequence[_Own]) -> list[_Document]:
-    """Learn each answer once, in the longest document that has it as generation met it."""
+    """Supervise each answer once, in the longest document that has it as generation saw it."""
     documents: list[_Document] = []
     left = list(owns)
     while left:
@@ -264,21 +264,21 @@ def _documents(owns: Sequence[_Own]) -> list[_Document]:
 def _cut(
     ids: list[int], learned: list[bool], labelling: Labelling, bos_id: int | None
 ) -> _Document:
-    """Cut a document that is too long; what is learned moves with its tokens."""
+    """Truncate a document that is too long, together with its mask."""
     limit = labelling.seq_len
     if len(ids) <= limit:
         return ids, learned
     if labelling.truncation == "right":
         return ids[:limit], learned[:limit]
-    # A token that opens every turn (ChatML's) is no begin of sequence, whatever it is called.
+    # A token that starts every turn (ChatML's) is not a begin of sequence, whatever its name.
     kept = int(ids[0] == bos_id and bos_id not in ids[1:])
     rest = len(ids) - limit + kept
-    # The first token behind the cut would be predicted from what never stood before it.
+    # The first token after the cut would be predicted from a token that never preceded it.
     return ids[:kept] + ids[rest:], [False] * (kept + 1) + learned[rest + 1 :]
 
 
 def _joined(parts: Sequence[Encoded]) -> Encoded:
-    """Put the documents of all parts one after the other."""
+    """Concatenate the documents of all parts."""
     lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
     return Encoded(
         ids=np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]),
@@ -299,7 +299,7 @@ def _flatten(
     for whole, mask in documents:
         truncated += len(whole) > labelling.seq_len
         ids, learned = _cut(whole, mask, labelling, bos_id)
-        if any(learned[1:]):  # the first token is predicted from nothing
+        if any(learned[1:]):  # the first token has no predecessor
             kept.append((ids, learned))
         else:
             dropped += 1
@@ -319,15 +319,15 @@ def _flatten(
     )
 
 
-_SHARD: Final = 4_096  # rows; measured: one or two seconds' work of one core
-_POOL_FROM: Final = 16_384  # rows; measured: from about here two processes outrun their start
+_SHARD: Final = 4_096  # rows; measured: one or two seconds of work on one core
+_POOL_FROM: Final = 16_384  # rows; measured: from about here two processes pay off
 _SHARD_ARRAYS: Final = ("ids", "supervised", "offsets")
 _SHARD_COUNTS: Final = ("truncated", "dropped", "unrolled", "short")
 _ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -336,23 +336,23 @@ def usable_cores() -> int:
 def encode_parts(
     pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling, kept: Path
 ) -> Sequence[Encoded]:
-    """Encode rows, many of them by several processes.
+    """Encode rows, using several processes if there are many.
 
     Rows on disk are read by the process that encodes them.
 
     Args:
         pairs: the rows.
         encoder: tokenizer with its chat template.
-        labelling: what is learned and how long a document may be.
-        kept: folder of finished shards, of these rows under this encoder and labelling only.
+        labelling: supervision and length limit.
+        kept: directory of finished shards, for exactly these rows, encoder and labelling.
 
     Returns:
-        The documents in parts; one after the other they are what `encode` returns. Those of many
-        rows are opened when they are asked for.
+        The documents in parts, whose concatenation equals the result of `encode`. For many rows,
+        parts are opened on access.
 
     Raises:
-        SetupError: a process was ended from outside.
-        MensError: as `encode`; of the first shard that has a problem.
+        SetupError: a process was killed externally.
+        MensError: as in `encode`; for the first shard with a problem.
     """
     if len(pairs) < _POOL_FROM:
         return [encode(pairs, encoder, labelling)]
@@ -361,7 +361,7 @@ def encode_parts(
         for start in range(0, len(pairs), _SHARD)
     }
     missing = {shard: rows for shard, rows in shards.items() if _open_shard(shard) is None}
-    if usable_cores() < 2:  # noqa: PLR2004  # one core is this process's
+    if usable_cores() < 2:  # noqa: PLR2004  # a single core is used by this process
         for shard, rows in missing.items():
             _store_shard(shard, encode(rows, encoder, labelling))
     elif missing:
@@ -370,7 +370,7 @@ def encode_parts(
 
 
 class _Shards(Sequence[Encoded]):
-    """Finished shards, each mapped only while it is used: there may be more than open files."""
+    """Finished shards, each mapped only while in use, as the number of open files is limited."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -391,7 +391,7 @@ class _Shards(Sequence[Encoded]):
 def _encode_missing(
     missing: dict[Path, Sequence[TrainingPair]], encoder: TextEncoder, labelling: Labelling
 ) -> None:
-    """Encode shards side by side; the first one in order that has a problem tells it."""
+    """Encode shards in parallel; the problem of the first shard in order is raised."""
     pool = ProcessPoolExecutor(
         min(usable_cores(), len(missing)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -412,12 +412,12 @@ def _encode_missing(
         pool.shutdown(cancel_futures=True)
 
 
-_of_this_process: list[Any] = []  # of a process of the pool: its encoder and labelling
+_of_this_process: list[Any] = []  # in a pool process: its encoder and labelling
 
 
 def _begin_process(encoder: TextEncoder, labelling: Labelling) -> None:
     os.environ.update(_ENVIRONMENT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to all; the first one acts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     _of_this_process[:] = encoder, labelling
 
 

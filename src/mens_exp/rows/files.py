@@ -1,17 +1,17 @@
-"""Files under the rows: the files of a setting, their bytes and lines, and arrays in folders.
+"""File access for rows: resolving a setting to files, reading bytes and lines, storing arrays.
 
-A setting names one file, a list or a glob. Nothing here holds a whole file: a gigabyte of lines
-passes through a megabyte at a time, decompressed where its name says so.
+A setting names one file, a list or a glob. No file is held in memory as a whole: a gigabyte of
+lines is streamed a megabyte at a time, decompressed if its name says so.
 
-A folder of named arrays is whole or absent: it is put in place in one step, memory-mapped, and
-verified when it is opened:
+A directory of named arrays is either complete or absent: it is renamed into place, memory-mapped,
+and verified when it is opened:
 
-- ``meta.json`` carries its own hash; types, shapes and file sizes must be those it names.
-- The arrays' content must have the hash it names. Up to 64 MiB the content is read each time it is
-  opened. Beyond, it is read once for each state of the files: size, inode and the times of the last
-  change to content and to inode are recorded after a verification, and while all of these stay,
-  nothing was written to the files (the inode's time cannot be set back). What a disk forgets
-  without writing is then not found again until the files are copied or touched.
+- ``meta.json`` contains its own hash; dtypes, shapes and file sizes must match those it states.
+- The arrays' content must match the hash it states. Up to 64 MiB, the content is read each time the
+  directory is opened. Larger content is read once per state of the files: size, inode, mtime and
+  ctime are recorded after a verification, and while all of them are unchanged, nothing was written
+  to the files (ctime cannot be set back). Silent disk corruption is then not detected until the
+  files are copied or touched.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ ROWS = (*_TEXT, *(f"{text}{end}" for text in _TEXT for end in COMPRESSED), ".par
 
 
 def inner_suffix(path: Path) -> str:
-    """Return how the name of a file ends, in lower case, less what says how it is compressed."""
+    """Return the suffix of a file name in lower case, ignoring a compression suffix."""
     if path.suffix.lower() in COMPRESSED:
         path = path.with_suffix("")
     return path.suffix.lower()
 
 
 def resolve_files(names: str | list[str], field: str) -> list[Path]:
-    """Return the files that a setting names, a glob's in the order of their names.
+    """Return the files that a setting names; a glob's are sorted by name.
 
     Args:
-        names: a path, a glob, or a list of them; a tilde is the user's home.
+        names: a path, a glob, or a list of them; a tilde is the user's home directory.
         field: the setting's dotted path, for messages.
 
     Returns:
-        Each file once, in the order given. A path without glob characters is returned as it is,
+        Each file once, in the given order. A path without glob characters is returned as it is,
+        even if it does not exist.
         whether it exists or not.
 
     Raises:
@@ -94,16 +95,16 @@ def _matches(name: str, field: str, problems: list[MensError]) -> list[Path]:
     return files
 
 
-# Some 16 million tokens: a longer line is a file without line ends, or an accident.
+# About 16 million tokens: a longer line means a file without line ends, or a mistake.
 MAX_LINE_BYTES: Final = 64 * 2**20
 _CHUNK: Final = 2**20
-_FED: Final = 2**10  # to Zstandard at once: four bytes of it may become 128 KiB
-# JSON packs to a tenth, rows that share a long system prompt to a fiftieth; a bomb to a thousandth.
+_FED: Final = 2**10  # bytes given to Zstandard at once; four may become 128 KiB
+# JSON compresses to a tenth, rows that share a long system prompt to a fiftieth, a bomb to 1/1000.
 _MOST_RATIO: Final = 100
-_ALWAYS_BYTES: Final = 32 * 2**20  # unpacked, however small the file
-_KEPT: Final = 1_000  # bytes of a line over the limit, for whoever has to find it
+_ALWAYS_BYTES: Final = 32 * 2**20  # uncompressed, however small the file
+_KEPT: Final = 1_000  # bytes kept of a line over the limit, to help find it
 _UTF16_MARKS: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# First bytes of files whose name says something else.
+# Magic bytes of files whose name indicates another format.
 _SIGNATURES: Final = {
     b"\x1f\x8b": (".jsonl.gz", "gzip"),
     b"\x28\xb5\x2f\xfd": (".jsonl.zst", "Zstandard"),
@@ -114,7 +115,7 @@ _HEAD: Final = 8
 
 
 class Line(NamedTuple):
-    """One line without its newline; of one over `MAX_LINE_BYTES` only the beginning."""
+    """One line without its newline; if it exceeds `MAX_LINE_BYTES`, only its start."""
 
     raw: bytes
     size: int
@@ -128,10 +129,10 @@ def open_file(path: Path, field: str) -> BinaryIO:
         field: the setting that names it, for messages.
 
     Raises:
-        DataError: it is not there, is a directory or cannot be read.
+        DataError: it does not exist, is a directory or cannot be read.
     """
     try:
-        # Asked first, because opening a directory is PermissionError on Windows.
+        # Checked first, because opening a directory is PermissionError on Windows.
         if path.is_dir():
             raise DataError(
                 "this is a directory, not a file of rows",
@@ -153,15 +154,15 @@ def open_file(path: Path, field: str) -> BinaryIO:
 
 
 def chunks(path: Path, field: str) -> Generator[bytes, None, None]:
-    """Yield the text of a file in pieces, less its byte order mark.
+    """Yield the text of a file in pieces, without its byte order mark.
 
     Args:
-        path: UTF-8; compressed where its name ends in ``.gz`` or ``.zst``.
+        path: UTF-8; compressed if its name ends in ``.gz`` or ``.zst``.
         field: the setting that names it, for messages.
 
     Raises:
-        DataError: the file cannot be read, is empty, in UTF-16, of a kind that its name does not
-            tell, or its compressed data is damaged or cut off.
+        DataError: the file cannot be read, is empty, in UTF-16, or of a kind that its name does
+            not indicate, or its compressed data is damaged or truncated.
     """
     with open_file(path, field) as file:
         try:
@@ -184,15 +185,15 @@ def chunks(path: Path, field: str) -> Generator[bytes, None, None]:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return how many bytes a compressed file may hold."""
+    """Return the maximum uncompressed size of a compressed file, in bytes."""
     return _ALWAYS_BYTES + _MOST_RATIO * path.stat().st_size
 
 
 def bounded(pieces: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Pass on the content of a compressed file.
+    """Pass through the content of a compressed file.
 
     Raises:
-        DataError: it is more than rows of a file of this size can be.
+        DataError: it is larger than rows in a file of this size can be.
     """
     most = most_unpacked(path)
     size = 0
@@ -210,16 +211,16 @@ def bounded(pieces: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 
 def first_byte(path: Path) -> int:
-    """Return where the text of a plain file begins: behind its byte order mark, if it has one."""
+    """Return the offset of the text of a plain file: after its byte order mark, if any."""
     with path.open("rb") as file:
         return len(codecs.BOM_UTF8) if file.read(_HEAD).startswith(codecs.BOM_UTF8) else 0
 
 
 def lines(pieces: Iterator[bytes]) -> Iterator[Line]:
-    """Cut pieces of text into lines.
+    """Split pieces of text into lines.
 
-    Only a newline ends one: a lone carriage return does not, and the last newline of a file
-    begins no other line.
+    Only a newline ends a line: a lone carriage return does not, and the last newline of a file
+    does not start another line.
     """
     held: list[bytes] = []
     size = 0
@@ -252,7 +253,7 @@ def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _zstandard(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Decompress frame by frame: the library's own reader takes a cut-off file for a whole one."""
+    """Decompress frame by frame, because the library's reader accepts truncated files."""
     import zstandard
 
     frame = None
@@ -276,7 +277,7 @@ def _zstandard(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _begun(head: bytes, path: Path) -> bytes:
-    """Return the first bytes of a text, less a byte order mark."""
+    """Return the first bytes of a text, without a byte order mark."""
     if head.startswith(_UTF16_MARKS):
         raise DataError(
             "the file is UTF-16", where=str(path), expected="UTF-8", remedy="save it as UTF-8"
@@ -322,13 +323,13 @@ def store_arrays(
     arrays: Mapping[str, Sequence[np.ndarray]],
     meta: Callable[[str], Mapping[str, Any]],
 ) -> None:
-    """Write arrays, each from its pieces, and put the folder in place.
+    """Write arrays, each from pieces, and rename the directory into place.
 
     Args:
-        directory: the folder; an earlier one is replaced.
-        arrays: pieces of each array, one-dimensional and of one type; at least one piece each. They
-            are gone through twice, one at a time.
-        meta: returns what else to keep, from the SHA-256 of all arrays' content in their order.
+        directory: the directory; an existing one is replaced.
+        arrays: pieces of each array, one-dimensional and of one dtype, at least one piece each.
+            They are iterated over twice, one at a time.
+        meta: returns further metadata, given the SHA-256 of all arrays' content in order.
     """
     state = hashlib.sha256()
     with atomic.directory(directory) as temporary:
@@ -343,7 +344,7 @@ def store_arrays(
 
 
 def arrays_meta(directory: Path) -> dict[str, Any] | None:
-    """Return what was kept beside the arrays, or None where it is absent or damaged."""
+    """Return the metadata stored with the arrays; None if missing or damaged."""
     try:
         record: dict[str, Any] = json.loads((directory / _META).read_text("utf-8"))
         stored = record.pop("meta_sha256")
@@ -353,10 +354,10 @@ def arrays_meta(directory: Path) -> dict[str, Any] | None:
 
 
 def open_arrays(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """Map the arrays into memory, read-only, once their content is verified.
+    """Memory-map the arrays, read-only, after verifying their content.
 
     Returns:
-        The arrays and what was kept beside them; None where the folder is absent or damaged.
+        The arrays and their metadata; None if the directory is missing or damaged.
     """
     meta = arrays_meta(directory)
     if meta is None:
@@ -377,7 +378,7 @@ def open_arrays(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]
 
 
 def release_pages(*arrays: np.ndarray) -> None:
-    """Let go of what was read of arrays that are mapped; it is read again when asked for."""
+    """Release the pages of memory-mapped arrays; they are read again on access."""
     for array in arrays:
         if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             array.base.madvise(mmap.MADV_DONTNEED)
@@ -386,7 +387,7 @@ def release_pages(*arrays: np.ndarray) -> None:
 def _write_array(
     path: Path, pieces: Sequence[np.ndarray], state: hashlib._Hash
 ) -> tuple[np.dtype[Any], int]:
-    """Write an array, a piece in memory at a time, and return its type and length."""
+    """Write an array, one piece in memory at a time; return its dtype and length."""
     about = [(piece.dtype, piece.ndim, len(piece)) for piece in pieces]
     dtype, length = about[0][0], sum(one for *_, one in about)
     assert {one[:2] for one in about} == {(dtype, 1)}, "of one array"
@@ -403,7 +404,7 @@ def _write_array(
 def _mapped(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
-    except ValueError:  # there is no map of nothing
+    except ValueError:  # an empty file cannot be mapped
         array: np.ndarray = np.load(path)
         if array.size:
             raise
@@ -426,12 +427,12 @@ def _is_verified(directory: Path, states: Mapping[str, list[int]]) -> bool:
 
 def _put_down(directory: Path, states: Mapping[str, list[int]]) -> None:
     if sum(state[0] for state in states.values()) > _ALWAYS_READ:
-        with contextlib.suppress(OSError):  # somebody else's cache: it is verified each time
+        with contextlib.suppress(OSError):  # a read-only cache is verified each time
             atomic.write_json(directory / _VERIFIED, states)
 
 
 def _content(directory: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """Hash the content through the files: pages of a map would count as this process's memory."""
+    """Hash the content through file reads, as mapped pages would count as this process's memory."""
     state = hashlib.sha256()
     for name, array in arrays.items():
         with (directory / f"{name}.npy").open("rb") as file:

@@ -1,9 +1,10 @@
-"""Parse one decoded row, with its turns and tool calls, to a training pair.
+"""Parse one decoded row, including turns and tool calls, to a training pair.
 
-A row is taken whole or refused: a key that would be ignored is an error, because a dropped
-column trains something else than was meant. Turns are `messages` as chat models have them, or
-ShareGPT's. Tool calls, their results and the tools on offer take the form that chat templates read
-(https://huggingface.co/docs/transformers/chat_extras): arguments are objects, never their JSON.
+A row is accepted in full or refused: a key that would be ignored is an error, because with a
+dropped column something other than intended is trained. Turns are `messages` as chat models use
+them, or ShareGPT's. Tool calls, their results and the available tools have the form that chat
+templates read (https://huggingface.co/docs/transformers/chat_extras): arguments are objects, never
+JSON strings.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from mens_exp.rows.schema import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_CALL: Final = "function_call"  # LLaMA-Factory's speaker of a turn that is a call
+_CALL: Final = "function_call"  # LLaMA-Factory's role for a turn that is a call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnKeys:
-    """The spelling of a turn in a format: its two keys, and each speaker's role."""
+    """The spelling of a turn in a format: its two keys, and the role of each speaker."""
 
     role: str
     content: str
@@ -50,16 +51,15 @@ SHAREGPT: Final = TurnKeys(
     content="value",
     roles={**_ROLES, "human": "user", "gpt": "assistant", _CALL: _CALL, "observation": "tool"},
 )
-# Keys of a turn beside role and content, by role.
+# Keys of a turn in addition to role and content, by role.
 _EXTRA: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """A system prompt where the turns begin with one, exchanges of texts, and all turns.
+    """The system prompt if there is one, the exchanges of texts, and all turns.
 
-    ``turns`` are empty unless tools have a part in the conversation, and leave the system prompt
-    out.
+    ``turns`` is empty unless the conversation involves tools, and excludes the system prompt.
     """
 
     system: str | None
@@ -68,9 +68,9 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> str | None:
-        """Return turns and tools as JSON; None where tools have no part in the conversation.
+        """Return turns and tools as JSON; None if the conversation does not involve tools.
 
-        Keys keep their order, because chat templates write tools and arguments in it.
+        Keys keep their order, because chat templates write tools and arguments in that order.
         """
         if not self.turns:
             return None
@@ -84,17 +84,17 @@ def read_turns(
     problems: RowProblems,
     tools: list[dict[str, Any]] | None = None,
 ) -> Conversation | None:
-    """Read a list of turns.
+    """Parse a list of turns.
 
     Args:
-        value: what the row has.
-        keys: how the format spells a turn.
-        problems: where to keep what is wrong.
-        tools: the tools that the row offers, as `read_tools` returns them.
+        value: the value in the row.
+        keys: the format's spelling of a turn.
+        problems: collects the problems.
+        tools: the row's available tools, as returned by `read_tools`.
 
     Returns:
-        The conversation, or None where something was wrong: a turn that is no turn, a role out
-        of order, an empty text, or an end without an answer.
+        The conversation; None if there was a problem: an invalid turn, a role out of order, an
+        empty text, or no answer at the end.
     """
     if not isinstance(value, list) or not value:
         problems.add(
@@ -119,11 +119,11 @@ def read_turns(
 
 
 def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
-    """Read the tools that a row offers: a list of functions, or its JSON.
+    """Parse the tools available in a row: a list of functions, or its JSON.
 
     Args:
-        value: what the row has; None where it has none.
-        problems: where to keep what is wrong.
+        value: the value in the row; None if it has none.
+        problems: collects the problems.
 
     Returns:
         Each as ``{"type": "function", "function": {"name": …}}``.
@@ -152,7 +152,7 @@ def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
 def _turn(
     turn: object, number: int, keys: TurnKeys, problems: RowProblems
 ) -> dict[str, Any] | None:
-    """Return one turn as chat templates take it."""
+    """Return one turn in the form that chat templates accept."""
     name = f"turn {number}"
     if not isinstance(turn, Mapping):
         problems.add(f"{name} must be an object", f"{json_type(turn)} {shown(turn)}")
@@ -183,7 +183,7 @@ def _turn(
         text = "" if said is None else problems.text(label, said) or ""
         calls = _calls(turn["tool_calls"], f"'tool_calls' of {name}", problems)
         return {"role": "assistant", "content": text, "tool_calls": calls}
-    if role in {"system", "tool"}:  # an empty one asks for an empty one, and tools may be silent
+    if role in {"system", "tool"}:  # these may be empty
         text = problems.text(label, said) or ""
     else:
         text = problems.filled(label, said)
@@ -194,7 +194,7 @@ def _turn(
 
 
 def _calls(value: object, label: str, problems: RowProblems) -> list[dict[str, Any]]:
-    """Return calls of tools, each with its arguments as an object."""
+    """Return tool calls, each with its arguments as an object."""
     found: list[dict[str, Any]] = []
     for call in value if isinstance(value, list) else [value]:
         outer = call if isinstance(call, Mapping) else {}
@@ -223,7 +223,7 @@ def _is_name(value: object) -> bool:
 
 
 def _decoded(value: object) -> Any:
-    """Return what a JSON text holds; any other value, and text that is no JSON, as it is."""
+    """Decode a JSON string; return any other value, or invalid JSON, unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -233,11 +233,11 @@ def _decoded(value: object) -> Any:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
+    raise ValueError(constant)  # NaN and Infinity are not JSON
 
 
 def _exchanges(turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the texts: what the assistant was told since its last answer, and what it answers."""
+    """Return pairs of all text given to the assistant since its last answer, and its answer."""
     found, told = [], []
     for turn in turns:
         if turn["role"] != "assistant":
@@ -256,7 +256,7 @@ _AFTER: Final = {"user": ("assistant",), "tool": ("tool", "assistant"), "assista
 
 
 def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool:
-    """Return whether user and assistant take turns, and tools answer calls; an answer comes last."""
+    """Return whether user and assistant alternate, tools answer calls, and an answer is last."""
     roles = [turn["role"] for turn in turns]
     first = 1 if roles[0] == "system" else 0
     due: tuple[str, ...] = ("user",)
@@ -305,10 +305,10 @@ _TURNS: Final = {
 
 
 def as_object(obj: object, where: str) -> Mapping[str, object]:
-    """Return a decoded row as the object that it must be.
+    """Return a decoded row, checked to be an object.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not an object.
     """
     if not isinstance(obj, Mapping):
         raise DataError(
@@ -321,20 +321,20 @@ def as_object(obj: object, where: str) -> Mapping[str, object]:
 
 
 def parse_row(obj: object, where: str, form: RowFormat = RowFormat.auto) -> TrainingPair:
-    """Read one decoded JSON row.
+    """Parse one decoded JSON row.
 
     Args:
-        obj: what the JSON decoder made of the row.
-        where: the place to name in messages, as ``file:line``.
-        form: how the row is written; `auto` tells from its keys.
+        obj: the decoded row.
+        where: the location for messages, as ``file:line``.
+        form: the row's format; `auto` infers it from the keys.
 
     Returns:
-        The pair. An Alpaca row's `input` follows its instruction after a blank line; where it is
-        blank the instruction stands alone.
+        The pair. An Alpaca row's `input` follows its instruction after a blank line; if it is
+        blank, the instruction is used alone.
 
     Raises:
-        DataError: the row is no object or one thing in it is wrong.
-        Problems: several things in it are wrong.
+        DataError: the row is not an object, or has one problem.
+        Problems: it has several problems.
     """
     row = as_object(obj, where)
     if form is RowFormat.auto:
@@ -343,17 +343,17 @@ def parse_row(obj: object, where: str, form: RowFormat = RowFormat.auto) -> Trai
 
 
 class _RowReader:
-    """Reads the fields of one object and collects what is wrong with them."""
+    """Reader of the fields of one object that collects their problems."""
 
     def __init__(self, row: Mapping[str, object], where: str, form: RowFormat) -> None:
         self._row = row
         self._form = form
         self._problems = RowProblems(where)
-        # Names that a misspelt key evidently stands for: not reported as missing too.
+        # Names that a misspelled key evidently stands for: not reported as missing as well.
         self._meant: set[str] = set()
 
     def pair(self) -> TrainingPair:
-        """Return the pair, or raise everything that is wrong with the row."""
+        """Return the pair, or raise all problems of the row."""
         self._check_keys()
         values = self._canonical()
         conversation = self._conversation(values)
@@ -395,14 +395,14 @@ class _RowReader:
             self._problems.add(f"{UNKNOWN_KEY} {name!r}", shown(value), expected, remedy)
 
     def _columns(self) -> str:
-        """Return what `data.columns` would be for the keys that the row has of its format."""
+        """Return the value of `data.columns` that would map the row's keys to its format."""
         named = {ALIASES.get(key, key): key for key in self._row}
         fields = [name for name in KEYS[self._form] if name in named and name != "provenance"]
         columns = [f"{name}:{named[name]}" for name in fields]
         return f"{{{','.join(columns)}}}"
 
     def _canonical(self) -> dict[str, object]:
-        """Return the values by their own names, aliases resolved."""
+        """Return the values by canonical name, with aliases resolved."""
         keys = KEYS[self._form]
         values = {name: self._row[name] for name in keys if name in self._row}
         for alias, name in ALIASES.items():

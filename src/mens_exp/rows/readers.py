@@ -1,7 +1,7 @@
 """Readers of files of training rows, and the quarantine of rows that cannot be used.
 
-A file is read whole and all its problems are reported together, so that its author can fix it in
-one go. A quarantined row keeps its place, content and reason, and is counted.
+A file is read in full and all its problems are reported together, so that they can be fixed in one
+go. A quarantined row is recorded with its location, content and reason, and counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-_MOST_BAD = 100_000  # bad rows of a file that has fewer good ones
+_MOST_BAD = 100_000  # limit on bad rows, if the file has fewer good ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +42,11 @@ class Reading:
     """The settings for reading files.
 
     Attributes:
-        form: how rows are written; `auto` tells for each file.
-        columns: the column that holds each field; empty where files have our own keys.
+        form: the rows' format; `auto` infers it for each file.
+        columns: the column of each field; empty if files use our own keys.
         group_column: the column whose value is the row's group.
         setting: the setting that names the files, for messages.
-        quarantine: put bad rows aside instead of refusing the file.
+        quarantine: quarantine bad rows instead of refusing the file.
     """
 
     form: RowFormat = RowFormat.auto
@@ -58,10 +58,10 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOfRows:
-    """The rows of a file in order, the format they were in, and the columns that were left.
+    """The rows of a file in order, their format, and the ignored columns.
 
-    ``name`` is its path, or what messages call it; ``ignored`` counts the rows that had each
-    column which `data.columns` does not name, and ``bad`` are the rows that were put aside.
+    ``name`` is its path, or its name in messages. ``ignored`` counts, for each column not named in
+    `data.columns`, the rows that had it; ``bad`` are the quarantined rows.
     """
 
     name: str
@@ -76,15 +76,15 @@ def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) ->
 
     Args:
         path: the file: JSON Lines, in a ``.json`` file an array of objects, or a table.
-        how: how to read it; by default our own keys in whichever format they tell.
-        max_problems: how many problems to tell in full; the rest is counted.
+        how: the settings for reading; by default our own keys, in any format they indicate.
+        max_problems: maximum number of problems reported in full; the rest are counted.
 
     Returns:
-        The rows in file order, at least one unless all were put aside.
+        The rows in file order, at least one unless all were quarantined.
 
     Raises:
-        DataError: the file cannot be read, or one thing in it is wrong.
-        Problems: several things in it are wrong; each names ``file:line``.
+        DataError: the file cannot be read, or has one problem.
+        Problems: it has several problems; each names ``file:line``.
     """
     how = how or Reading()
     return read_located(str(path), decoded_rows(path, how.setting), how, max_problems)
@@ -93,13 +93,13 @@ def read_rows(path: Path, how: Reading | None = None, max_problems: int = 20) ->
 def read_located(
     name: str, rows: Iterable[Located], how: Reading, max_problems: int = 20
 ) -> FileOfRows:
-    """Read rows that were decoded already, as `read_rows` does those of a file.
+    """Read rows that are already decoded, like `read_rows` does for a file.
 
     Args:
-        name: what holds them, for messages and the record.
-        rows: the decoded rows; they are of one format.
-        how: how to read them.
-        max_problems: how many problems to tell in full; the rest is counted.
+        name: name of their container, for messages and the record.
+        rows: the decoded rows, all of one format.
+        how: the settings for reading.
+        max_problems: maximum number of problems reported in full; the rest are counted.
     """
     reader = RowReader(name, how, max_problems)
     for located in rows:
@@ -108,14 +108,14 @@ def read_located(
 
 
 class RowReader:
-    """Reads the rows of one file, whose format the rows settle between them.
+    """Reader of the rows of one file, whose common format is inferred from the rows.
 
-    ``pairs`` and ``bad`` are what was read so far and what was put aside; whoever reads a file
-    bit by bit may take them out. ``wrong`` is for what :meth:`take` returns.
+    ``pairs`` and ``bad`` hold the rows read so far and the quarantined ones; a caller that reads
+    incrementally may remove them. ``wrong`` collects the problems returned by :meth:`take`.
     """
 
     def __init__(self, name: str, how: Reading, max_problems: int = 20) -> None:
-        """Begin a file; ``name`` is what messages call it."""
+        """Start a file; ``name`` is used in messages."""
         self.name = name
         self.how = how
         self.form: RowFormat | None = None if how.form is RowFormat.auto else how.form
@@ -123,17 +123,17 @@ class RowReader:
         self.ignored: Counter[str] = Counter()
         self.bad: list[BadRow] = []
         self.wrong = WrongRows(max_problems)
-        self._told_by = ""  # the place of the row that settled the format
+        self._told_by = ""  # location of the row that determined the format
         self._seen: Counter[str] = Counter()
         self._last: Mapping[str, object] = {}
         self._rows = self._bad_rows = 0
 
     def file(self, pairs: Sequence[TrainingPair]) -> FileOfRows:
-        """Return what was read once the last row is.
+        """Return the result after the last row has been read.
 
         Raises:
-            DataError: one thing in it was wrong.
-            Problems: several things were.
+            DataError: there was one problem.
+            Problems: there were several.
         """
         absent = [
             _no_column(f"data.columns.{name}", column, self.name, self._last)
@@ -150,12 +150,12 @@ class RowReader:
         )
 
     def take(self, located: Located) -> Sequence[MensError]:
-        """Read one row, and return what is wrong with it unless it is put aside."""
+        """Read one row, and return its problems unless it is quarantined."""
         settled = self.form, self._told_by
         self._rows += 1
         try:
             if isinstance(located.value, DataError):
-                raise located.value  # told with the others
+                raise located.value  # reported with the others
             self._last = as_object(located.value, located.where)
             self.pairs.append(self._pair(self._last, located.where))
         except (DataError, Problems) as error:
@@ -163,15 +163,15 @@ class RowReader:
             self._count_bad(wrong)
             if not self.how.quarantine or located.ends:
                 return wrong
-            self.form, self._told_by = settled  # a bad row settles nothing
+            self.form, self._told_by = settled  # a bad row does not determine the format
             self.bad.append(quarantined(located, wrong))
         return ()
 
     def _count_bad(self, wrong: Sequence[MensError]) -> None:
-        """Stop reading a file of mostly bad rows: a megabyte may unpack to millions of them.
+        """Stop reading a file of mostly bad rows; a compressed megabyte may hold millions.
 
         Raises:
-            Problems: most rows are bad, and they are many.
+            Problems: most rows are bad, and there are many.
         """
         self._bad_rows += 1
         if self._bad_rows > _MOST_BAD and 2 * self._bad_rows > self._rows:
@@ -194,7 +194,7 @@ class RowReader:
         return pair if group is None else dataclasses.replace(pair, group=group)
 
     def _group(self, row: Mapping[str, object], where: str) -> str | None:
-        """Return the value of the group column as text; whole numbers count as their digits."""
+        """Return the value of the group column as a string; integers are converted to digits."""
         column = self.how.group_column
         if column is None:
             return None
@@ -210,7 +210,7 @@ class RowReader:
         return str(value)
 
     def _without_group_column(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Drop the group column, unless it is a field that the row is read for anyway."""
+        """Drop the group column, unless it is also a field of the row."""
         column = self.how.group_column
         read = {*ALIASES, *(key for keys in KEYS.values() for key in keys)}
         if self.how.columns or (column in read and column != "group"):
@@ -218,7 +218,7 @@ class RowReader:
         return {name: value for name, value in fields.items() if name != column}
 
     def _named(self, row: Mapping[str, object]) -> dict[str, Any]:
-        """Return the row under our own names, and count the columns that are left out."""
+        """Return the row under our own names, and count the ignored columns."""
         columns = self.how.columns
         if not columns:
             return dict(row)
@@ -229,7 +229,7 @@ class RowReader:
         return named
 
     def _form(self, fields: Mapping[str, object], where: str) -> RowFormat:
-        """Settle how the row is written, which is how the file's other rows are."""
+        """Determine the row's format, which must be that of the file's other rows."""
         if self.how.form is not RowFormat.auto:
             return self.how.form
         told = format_of(fields)
@@ -252,20 +252,20 @@ class RowReader:
 
 
 class WrongRows:
-    """The problems in the rows of a file: the first ones, and the number of the others.
+    """The problems in the rows of a file: the first ones in full, and the number of the rest.
 
-    A key that many rows have is one problem, told where it is met first.
+    A key that occurs in many rows is one problem, reported at its first occurrence.
     """
 
     def __init__(self, most: int) -> None:
-        """Tell so many in full."""
+        """Set the maximum number of problems reported in full."""
         self._most = most
         self._first: list[MensError] = []
         self._total = 0
         self._keys: Counter[str] = Counter()
 
     def add(self, problems: Iterable[MensError]) -> None:
-        """Take what is wrong with the next row."""
+        """Add the problems of the next row."""
         for one in problems:
             if one.what.startswith(UNKNOWN_KEY):
                 self._keys[one.what] += 1
@@ -276,7 +276,7 @@ class WrongRows:
                 self._first.append(one)
 
     def told(self, before: Sequence[MensError], where: str) -> list[MensError]:
-        """Return what to tell, what is wrong with the whole file before it."""
+        """Return the problems to report; those of the whole file come first."""
         told = [*before, *map(self._counted, self._first)]
         more = len(before) + self._total - self._most
         if more <= 0:
@@ -306,13 +306,13 @@ def _no_column(setting: str, column: str, where: str, row: Mapping[str, object])
 
 
 def rows_digest(pairs: Iterable[TrainingPair]) -> str:
-    """Hash rows in their order.
+    """Hash rows in order.
 
     Args:
         pairs: the rows.
 
     Returns:
-        The SHA-256, in hex, of the rows' canonical JSON, one a line.
+        The SHA-256, in hex, of the rows' canonical JSON, one per line.
     """
     state = hashlib.sha256()
     for pair in pairs:
@@ -325,19 +325,19 @@ def row_line(pair: TrainingPair) -> bytes:
     return digest.canonical_json(to_json(pair)) + b"\n"
 
 
-_NUMBER = re.compile(r"(?<![-\w])\d+")  # not that of UTF-8
+_NUMBER = re.compile(r"(?<![-\w])\d+")  # not the 8 of UTF-8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadRow:
-    """One row that is put aside.
+    """A quarantined row.
 
     Attributes:
-        file: what holds it.
-        line: its line there, or its row in a table, from 1.
-        raw: what stood there; bytes that are no text are escaped, of a line over the limit only
-            the beginning is kept, of a row that is no line its JSON.
-        problems: everything that is wrong with it, in full.
+        file: the file that contains it.
+        line: its line, or its row in a table, from 1.
+        raw: its content; bytes that are not text are escaped, only the start of a line over the
+            limit is kept, and a row that is not a line is stored as JSON.
+        problems: all its problems, in full.
     """
 
     file: str
@@ -348,7 +348,7 @@ class BadRow:
 
 
 def quarantined(row: Located, problems: Sequence[MensError]) -> BadRow:
-    """Keep a row with what is wrong with it."""
+    """Return a quarantined row with its problems."""
     file, _, line = row.where.rpartition(":")
     if row.raw or isinstance(row.value, DataError):
         raw = row.raw.decode("utf-8", "backslashreplace")
@@ -364,27 +364,27 @@ def quarantined(row: Located, problems: Sequence[MensError]) -> BadRow:
 
 
 def _reason(problem: MensError) -> str:
-    """Return what is wrong without what differs from row to row: numbers, and details behind it."""
+    """Return the problem without the parts that vary between rows: numbers and trailing details."""
     return _NUMBER.sub("N", problem.what.partition(":")[0])
 
 
 def quarantine_counts(bad: Sequence[BadRow]) -> Counter[str]:
-    """Count rows by reason; a row with several counts for each of them."""
+    """Count rows by reason; a row with several reasons counts for each."""
     return Counter(reason for row in bad for reason in row.reasons)
 
 
 def quarantine_summary(bad: Sequence[BadRow], rows: int, most_frac: float) -> dict[str, Any]:
-    """Say for the record how many rows were put aside and why.
+    """Summarize for the record how many rows were quarantined and why.
 
-    Too many are refused: rows of which many are bad were meant to be read otherwise.
+    If too many are bad, they are refused, because they were probably meant to be read differently.
 
     Args:
-        bad: those that are put aside.
-        rows: how many there are, the bad ones included.
-        most_frac: the largest share that may be bad.
+        bad: the quarantined rows.
+        rows: the number of all rows, including bad ones.
+        most_frac: the largest accepted fraction of bad rows.
 
     Raises:
-        DataError: more are.
+        DataError: the fraction is larger.
     """
     if len(bad) <= most_frac * rows:
         return {
@@ -405,10 +405,10 @@ def quarantine_summary(bad: Sequence[BadRow], rows: int, most_frac: float) -> di
 
 
 def write_quarantine(path: Path, bad: Sequence[BadRow]) -> None:
-    """Write rows that were put aside, one JSON object a line: file, line, problems, raw.
+    """Write quarantined rows, one JSON object per line: file, line, problems, raw.
 
     Raises:
-        OSError: the disk refused.
+        OSError: writing failed.
     """
     with atomic.stream(path) as file:
         for row in bad:

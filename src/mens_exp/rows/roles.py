@@ -1,8 +1,8 @@
-"""Who wrote the tokens that are trained: documents held against the rows that they are made of.
+"""Attribution of training tokens to their authors, by comparing documents with their rows.
 
-The documents of an encoding are made again from the rows, by another way than the encoding's: the
-rows' texts and the template's own are known apart, so that each token's author is. A document whose
-ids come out otherwise has been made of something else than its row, and then nothing is told.
+The documents of an encoding are rebuilt from the rows by a different method than the encoder's: the
+rows' texts and the template's own text are kept apart, so that the author of each token is known.
+If the ids of a document differ, it was not made from its row, and no roles are reported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from mens_exp.rows.encode import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
 
-_ROWS_AT_ONCE = 2048  # their texts are in memory together; unverified guess
+_ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
 _ROLES = len(Role)
 
 
 class PlacedTokens(Protocol):
-    """The tokens of a text that was given in pieces, and the first and last piece of each."""
+    """The tokens of a text given in pieces, with the first and the last piece of each token."""
 
     @property
     def ids(self) -> np.ndarray:
@@ -38,11 +38,11 @@ class PlacedTokens(Protocol):
 
     @property
     def first(self) -> np.ndarray:
-        """The piece that each begins in."""
+        """The piece in which each token starts."""
 
     @property
     def last(self) -> np.ndarray:
-        """The piece that each ends in."""
+        """The piece in which each token ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class _Joined:
 
 
 class PieceEncoder(TextEncoder, Protocol):
-    """A tokenizer that tells which pieces of a text its tokens are of."""
+    """A tokenizer that reports which pieces of a text its tokens belong to."""
 
     def encode_pieces(self, texts: Sequence[Sequence[str]]) -> Sequence[PlacedTokens]:
-        """Encode texts given in pieces, and say which piece each token is of."""
+        """Encode texts given in pieces, with the pieces of each token."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,15 +65,15 @@ class RoleCounts:
 
     Attributes:
         tokens: tokens by role.
-        trained: those that are learned.
-        documents: documents that were placed.
-        ends: documents that reach the end marker of their last answer.
-        ends_trained: those of them that learn it.
-        missed: tokens of last answers that are not learned, but for one behind a cut on the left,
-            which nothing stands before to be predicted from.
+        trained: supervised tokens by role.
+        documents: number of attributed documents.
+        ends: documents that include the end marker of their last answer.
+        ends_trained: those of them in which it is supervised.
+        missed: unsupervised tokens of last answers, except the first token after a cut on the
+            left, which has no predecessor to be predicted from.
         too_long: rows with a document over the limit.
-        left_of_too_long: learned tokens that are left of those rows.
-        why_unknown: why documents could not be placed, None where all were.
+        left_of_too_long: supervised tokens that remain of those rows.
+        why_unknown: reason why documents could not be attributed; None if all were.
     """
 
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(_ROLES, np.int64))
@@ -89,7 +89,7 @@ class RoleCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A document as it would be without a limit, its last answer, and where that one's end is."""
+    """A document as it would be without a limit, its last answer, and the position of its end."""
 
     ids: np.ndarray
     roles: np.ndarray
@@ -104,9 +104,9 @@ def role_counts(
 
     Args:
         pairs: the rows.
-        documents: what `encode` made of them.
-        encoder: the tokenizer with its template, as it was then.
-        labelling: likewise.
+        documents: the result of `encode`.
+        encoder: the tokenizer with its template, as used by `encode`.
+        labelling: the labelling, as used by `encode`.
     """
     counter = _Counter(documents, encoder, labelling)
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
@@ -122,7 +122,7 @@ def role_counts(
 def supervised_tokens(
     pairs: Iterable[TrainingPair], encoder: TextEncoder, labelling: Labelling
 ) -> int:
-    """Count what would be learned of rows if there were no limit."""
+    """Count the tokens of rows that would be supervised without a length limit."""
     endless = dataclasses.replace(labelling, seq_len=2**31 - 1)
     rest, total = iter(pairs), 0
     while some := list(itertools.islice(rest, _ROWS_AT_ONCE)):
@@ -131,7 +131,7 @@ def supervised_tokens(
 
 
 class _Counter:
-    """Walks rows and documents side by side."""
+    """Iterates over rows and documents in parallel."""
 
     def __init__(self, documents: Encoded, encoder: PieceEncoder, labelling: Labelling) -> None:
         self.documents, self.encoder, self.labelling = documents, encoder, labelling
@@ -141,7 +141,7 @@ class _Counter:
         self.stuck: int | None = None
 
     def take(self, first: int, pairs: Sequence[TrainingPair]) -> None:
-        """Place the documents of some rows, the first of which has a number."""
+        """Attribute the documents of some rows; ``first`` is the number of the first row."""
         if self.found.why_unknown is not None:
             return
         last = [len(pair.exchanges) - 1 for pair in pairs]
@@ -166,7 +166,7 @@ class _Counter:
         before, placed = int(self.found.trained.sum()), self.found.documents
         self._place(pair, shape, pieces, whole)
         if self.found.documents == placed and self.stuck is None:
-            self.stuck = number  # unless nothing of it was within the limit
+            self.stuck = number  # unless no part of it was within the limit
         if len(whole.ids) > self.labelling.seq_len:
             self.found.too_long.append(number)
             self.found.left_of_too_long += int(self.found.trained.sum()) - before
@@ -179,7 +179,7 @@ class _Counter:
             self._match(document)
 
     def _earlier(self, pair: TrainingPair) -> Iterator[_Document]:
-        """Yield the documents of every answer: a template may change those that came before."""
+        """Yield the documents of every answer, because a template may change earlier answers."""
         for k in range(len(pair.exchanges) if self._learns_all(pair) else 0):
             shape = self._shape(pair, k)
             if shape is None:
@@ -197,14 +197,14 @@ class _Counter:
         return answers and len(pair.exchanges) > 1
 
     def _is_in_one(self, pair: TrainingPair, shape: Shape) -> bool:
-        """Return whether the template leaves earlier answers as they are, so that one has all."""
+        """Return whether one document has all answers, as the template keeps them unchanged."""
         if not self._learns_all(pair):
             return True
         shapes = [self._shape(pair, k) for k in range(len(pair.exchanges) - 1)]
         return all(one is not None and one.begins(shape) for one in shapes)
 
     def _shape(self, pair: TrainingPair, exchange: int) -> Shape | None:
-        if pair.conversation is not None:  # its calls are no other row's
+        if pair.conversation is not None:  # tool calls are specific to the row
             return shape_of_answer(pair, exchange, self.encoder)
         key = (None if pair.system is None else bool(pair.system), exchange)
         if key not in self.shapes:
@@ -216,7 +216,7 @@ class _Counter:
         return [piece.of(guarded) for piece in shape.pieces]
 
     def _apart(self, shape: Shape, pieces: list[str]) -> _Document:
-        """Tokenize prompt, answer and closing apart, as is done where a token would straddle."""
+        """Tokenize prompt, answer and closing separately, as for a token that would straddle."""
         bounds = (0, shape.prompt, shape.answer + 1, len(pieces))
         found = self.encoder.encode_pieces([pieces[a:b] for a, b in itertools.pairwise(bounds)])
         joined = _Joined(
@@ -229,7 +229,7 @@ class _Counter:
     def _document(self, shape: Shape, placed: PlacedTokens) -> _Document:
         by_piece = np.array([piece.role for piece in shape.pieces], np.int64)
         first, last = by_piece[placed.first], by_piece[placed.last]
-        # A token that straddles is of the row's text, not of the template's.
+        # A token that straddles is attributed to the row's text, not the template's.
         roles = np.where(last != Role.TEMPLATE, last, first)
         is_answer = placed.last == shape.answer
         special = np.isin(placed.ids, self.special) & (roles == Role.TEMPLATE)
@@ -238,7 +238,7 @@ class _Counter:
             behind = np.flatnonzero(special & (placed.first > piece))[:1]
             roles[behind] = Role.END_MARKER
             if piece == shape.answer:
-                own = shape.pieces[piece].content is None  # calls of tools may end themselves
+                own = shape.pieces[piece].content is None  # tool calls may include their own end
                 last = np.flatnonzero(is_answer & np.isin(placed.ids, self.special) & own)[-1:]
                 end = next((int(place) for place in (*behind, *last)), None)
         ids, as_rendered = placed.ids, self.labelling.objective == "last_k"
@@ -252,7 +252,7 @@ class _Counter:
         return _Document(ids, roles, is_answer, end)
 
     def _match(self, whole: _Document) -> bool:
-        """Take a document for the next of the encoding, if it is that."""
+        """Consume the next document of the encoding if it matches."""
         number = self.found.documents
         if number == len(self.documents):
             return False
@@ -266,7 +266,7 @@ class _Counter:
         found.tokens += np.bincount(roles, minlength=_ROLES)
         found.trained += np.bincount(roles[supervised], minlength=_ROLES)
         missed = whole.is_answer[kept] & ~supervised
-        behind = np.append([True], np.diff(kept) > 1)  # the first token, and the first behind a cut
+        behind = np.append([True], np.diff(kept) > 1)  # the first token, and the first after a cut
         found.missed += int((missed & ~behind).sum())
         place = np.flatnonzero(kept == whole.end) if whole.end is not None else np.zeros(0, int)
         if len(place):
@@ -275,7 +275,7 @@ class _Counter:
         return True
 
     def _kept(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places that the limit leaves."""
+        """Return the positions kept under the length limit."""
         length, limit = len(ids), self.labelling.seq_len
         if length <= limit:
             return np.arange(length)

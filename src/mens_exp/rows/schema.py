@@ -1,8 +1,8 @@
-"""The schema of one training row, the formats it may be written in, and the problems found in it.
+"""The schema of one training row, its possible formats, and the problems found in it.
 
-A row is a conversation that ends with an answer to learn. Most rows are one prompt and one
-response; a row of several turns has the earlier ones as its history, so that whoever asks for the
-prompt and the response gets the last exchange.
+A row is a conversation that ends with an answer to train on. Most rows have one prompt and one
+response. A row with several turns has the earlier ones as its history, so that its prompt and
+response are always those of the last exchange.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPair:
-    """One prompt and the response to learn.
+    """One prompt and the response to train on.
 
     Attributes:
-        prompt: what the user asks; not blank.
-        response: what the assistant answers; not blank.
-        rating: quality, 1 (worst) to 5 (best); None where nobody rated it.
-        category: a free tag that filters may look at.
-        language: what the answer is written in, a programming language say; filters look at it.
-        system: the system prompt; None leaves the chat template's own in force, while
-            an empty string asks for an empty one.
-        group: what must not be on two sides of a split, a source file say; an empty
-            string where the source names none.
-        difficulty: from 1, one line of a beginner's, to 10; None where nobody told.
-        history: the exchanges before the prompt, oldest first, each what the user said and what
-            the assistant answered.
+        prompt: the user's text; not blank.
+        response: the assistant's answer; not blank.
+        rating: quality, 1 (worst) to 5 (best); None if not rated.
+        category: a free tag that filters can use.
+        language: language of the answer, such as a programming language; filters can use it.
+        system: the system prompt; None keeps the chat template's default, while an empty string
+            requests an empty one.
+        group: identifier of rows that must stay on one side of a split, such as a source file; an
+            empty string if the source has none.
+        difficulty: from 1, a beginner's single line, to 10; None if unknown.
+        history: the exchanges before the prompt, oldest first, each the user's text and the
+            assistant's answer.
         conversation: for a row with tools, its messages and tools as JSON, in the form and order
-            that chat templates take; None for every other row. The exchanges are then its texts:
-            what tools returned is said to the assistant, and calls are JSON in its answers.
-        provenance: for a row that a model wrote, the model, the task and how the answer was drawn,
-            an object as JSON text; None where nobody told.
-        place: where it was read, as ``file:line``; no part of what the row is.
+            that chat templates expect; None for other rows. The exchanges are then its texts: tool
+            results are part of the user's text, and calls are JSON in the answers.
+        provenance: for a row written by a model, the model, the task and the sampling of the
+            answer, as a JSON object string; None if unknown.
+        place: its location, as ``file:line``; not part of the row's content.
     """
 
     prompt: str
@@ -60,10 +60,10 @@ class TrainingPair:
 
     @property
     def id(self) -> str:
-        """16 hex digits of the SHA-256 of what is trained on: system, history, prompt, response.
+        """16 hex digits of the SHA-256 of the training text: system, history, prompt, response.
 
-        Labels (rating, category, language, group, difficulty, provenance) do not enter, so that
-        relabelling a corpus keeps the identity of its items.
+        Labels (rating, category, language, group, difficulty, provenance) are excluded, so that
+        relabeling a corpus keeps the identity of its items.
         """
         content: dict[str, Any] = {
             "prompt": self.prompt,
@@ -78,24 +78,24 @@ class TrainingPair:
 
     @property
     def name(self) -> str:
-        """The name of the row in messages: its id, and its place where it has one."""
+        """The name of the row in messages: its id, and its location if known."""
         return f"row {self.id} ({self.place})" if self.place else f"row {self.id}"
 
     @property
     def exchanges(self) -> tuple[tuple[str, str], ...]:
-        """All exchanges, the last one included."""
+        """All exchanges, including the last one."""
         return (*self.history, (self.prompt, self.response))
 
 
 def to_json(pair: TrainingPair) -> dict[str, Any]:
-    """Return the row as a JSON object; a field at its default is left out.
+    """Return the row as a JSON object; fields at their default are omitted.
 
     Args:
         pair: the row.
 
     Returns:
-        An object that `parse_row` reads back as an equal pair: `prompt` and `response`, or
-        `messages` where there are several exchanges or tools.
+        An object that `parse_row` parses to an equal pair: `prompt` and `response`, or `messages`
+        if there are several exchanges or tools.
     """
     optional = {
         "rating": pair.rating,
@@ -120,7 +120,7 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
 
 
 def _in_any_order(conversation: str) -> dict[str, Any]:
-    """Return messages and tools, what templates write in the order of its keys as JSON texts."""
+    """Return messages and tools, with order-sensitive values as JSON strings."""
     held: dict[str, Any] = json.loads(conversation)
     for message in held["messages"]:
         for call in message.get("tool_calls", ()):
@@ -135,23 +135,23 @@ SHOWN_CHARS: Final = 60
 
 
 class RowProblems:
-    """Collects what is wrong with a row, so that all of it is told at once."""
+    """Collects the problems of a row, so that all of them are reported at once."""
 
     def __init__(self, where: str) -> None:
-        """Collect for the row at ``where``, as ``file:line``."""
+        """Collect problems for the row at ``where``, as ``file:line``."""
         self.where = where
         self._problems: list[DataError] = []
 
     def add(
         self, what: str, found: str, expected: str | None = None, remedy: str | None = None
     ) -> None:
-        """Keep one problem."""
+        """Add one problem."""
         self._problems.append(
             DataError(what, where=self.where, found=found, expected=expected, remedy=remedy)
         )
 
     def raise_if_any(self) -> None:
-        """Raise what was kept, if anything was.
+        """Raise the collected problems, if there are any.
 
         Raises:
             DataError: one problem.
@@ -160,11 +160,11 @@ class RowProblems:
         Problems.raise_if(self._problems)
 
     def text(self, name: str, value: object) -> str | None:
-        """Return a text, or keep why the value is none.
+        """Return a string, or add the problem that the value is not one.
 
         Args:
-            name: how messages call the value, quoted where it is a key.
-            value: what the row has.
+            name: name of the value in messages, quoted if it is a key.
+            value: the value in the row.
         """
         if not isinstance(value, str):
             self.add(f"{name} must be a string", f"{json_type(value)} {shown(value)}")
@@ -172,7 +172,7 @@ class RowProblems:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            # JSON can spell half a surrogate pair; no tokenizer or file can hold it.
+            # JSON can contain half a surrogate pair, which no tokenizer or file can represent.
             self.add(
                 f"{name} holds half a surrogate pair at character {error.start}",
                 shown(value[error.start]),
@@ -182,7 +182,7 @@ class RowProblems:
         return value
 
     def filled(self, name: str, value: object) -> str:
-        """Return a text that is not blank; an empty one stands for what was kept as wrong."""
+        """Return a string that is not blank; an empty one means that a problem was added."""
         text = self.text(name, value)
         if text is not None and not text.strip():
             self.add(f"{name} is empty", shown(text), "some text")
@@ -190,13 +190,13 @@ class RowProblems:
 
 
 def shown(value: object) -> str:
-    """Write a value for a message, shortened and in characters that can be printed."""
+    """Format a value for a message, shortened and with printable characters only."""
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
 
 
 def json_type(value: object) -> str:
-    """Name the type as JSON does, for readers who wrote JSON, not Python."""
+    """Return the JSON name of a type, for users who wrote JSON rather than Python."""
     for kind, name in (
         (type(None), "null"),
         (bool, "boolean"),
@@ -223,7 +223,7 @@ KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
 }
 _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 
-# Keys of other common formats, which no spelling suggestion could explain: the names
+# Keys of other common formats that a spelling suggestion could not explain: the names
 # that they stand for, and what to do.
 KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "text": (
@@ -237,14 +237,14 @@ KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 
 
 def format_of(keys: Collection[object]) -> RowFormat | None:
-    """Tell how a row is written from its keys.
+    """Infer a row's format from its keys.
 
     Args:
         keys: the row's keys.
 
     Returns:
-        The format; None where no key tells. A row of instruction and output without an `input`
-        is a pair: Alpaca's form for it is the same.
+        The format; None if no key determines it. A row with instruction and output but no `input`
+        is a pair, because Alpaca's form for it is the same.
     """
     if "messages" in keys or "turns" in keys:
         return RowFormat.messages
@@ -256,14 +256,14 @@ def format_of(keys: Collection[object]) -> RowFormat | None:
 
 
 def joint_format(first: RowFormat, other: RowFormat) -> RowFormat | None:
-    """Return the format of a file that has rows of both, or None where it can have none."""
+    """Return the format of a file with rows of both; None if they are incompatible."""
     if first is other:
         return first
     return RowFormat.alpaca if {first, other} == {RowFormat.pair, RowFormat.alpaca} else None
 
 
 def accepted_keys(form: RowFormat) -> str:
-    """Say which keys a row of a format may have."""
+    """List the keys that a row of a format may have."""
     aliases = {name: alias for alias, name in ALIASES.items()}
     names = [
         f"{name!r} (alias {aliases[name]!r})" if name in aliases else repr(name)

@@ -1,10 +1,10 @@
-"""The places of a row's texts in its template, found by rendering probes, once a shape of row.
+"""The positions of a row's texts in its template, found by rendering probes once per row shape.
 
-Rows of one shape (as many exchanges, with or without a system prompt) are rendered alike, so that
-a row's text can be put together of the template's own pieces and the row's, each token told by the
-pieces that it lies in. A row with tools is a shape by itself: its calls are rendered as they are. A
-template that looks into the texts may do otherwise; whoever uses a shape holds the ids that it
-gives against those of the encoding.
+Rows of one shape (equal number of exchanges, with or without a system prompt) are rendered alike,
+so that a row's text can be assembled from pieces of the template and of the row, and each token
+attributed to its pieces. A row with tools has its own shape: its calls are rendered as they are. A
+template that inspects the texts may behave differently, so users of a shape compare the resulting
+ids with those of the encoding.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _SENTINEL = re.compile(r"m3xp(\d{4})q")
 _REASONED = "</think>"
-_PAD = "\n\t \t"  # around a text, to see what the template trims
+_PAD = "\n\t \t"  # put around a text to detect trimming by the template
 
 
 class Role(IntEnum):
-    """Who wrote a token; an answer's end marker is the template's, and told apart.
+    """The author of a token; an answer's end marker is the template's, but has a separate role.
 
-    What tools return counts as the user's: it is said to the model.
+    Tool results count as the user's, because they are input to the model.
     """
 
     TEMPLATE = 0
@@ -45,10 +45,10 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a rendered row: the template's own text, or one of the row's.
+    """A segment of a rendered row: the template's own text, or one of the row's texts.
 
-    ``strips`` are the characters trimmed before and behind: none, all white space where None.
-    ``as_json`` says that the template writes a JSON text of it.
+    ``strips`` are the characters trimmed before and after: none, or all white space if None.
+    ``as_json`` means that the template writes it as a JSON string.
     """
 
     role: Role
@@ -58,7 +58,7 @@ class Piece:
     as_json: bool = False
 
     def of(self, contents: list[str]) -> str:
-        """Return its text in a row."""
+        """Return the segment's text in a row."""
         if self.content is None:
             return self.text
         text, (before, behind) = contents[self.content], self.strips
@@ -70,14 +70,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The pieces of a document: ``prompt`` of them before generation, and which is the answer."""
+    """The pieces of a document: ``prompt`` of them precede generation; index of the answer."""
 
     pieces: tuple[Piece, ...]
     prompt: int
     answer: int
 
     def begins(self, other: Shape) -> bool:
-        """Return whether another shape has this one unchanged at its beginning."""
+        """Return whether another shape starts with this one, unchanged."""
         mine, theirs = _joined(self.pieces), _joined(other.pieces)
         (*same, closing), there = mine, theirs[len(mine) - 1 : len(mine)]
         if closing.content is not None:
@@ -90,13 +90,13 @@ class Shape:
 def contents_of(pair: TrainingPair, exchange: int) -> list[str]:
     """Return the texts of a row up to an answer: the system prompt, and those of its turns.
 
-    An answer that calls tools has none.
+    An answer with tool calls has no text.
     """
     return [text for _, text in _said(pair, exchange)]
 
 
 def _said(pair: TrainingPair, exchange: int) -> list[tuple[Role, str]]:
-    """Return the texts of a row up to an answer, each with whose it is."""
+    """Return the texts of a row up to an answer, each with its author."""
     system = [] if pair.system is None else [(Role.SYSTEM, pair.system)]
     whose = {"assistant": Role.ASSISTANT, "user": Role.USER, "tool": Role.USER}
     turns = [*messages_of(pair, exchange), answer_turn(pair, exchange)][len(system) :]
@@ -110,12 +110,12 @@ def shape_of_answer(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> 
     """Return the shape of a row's document up to an answer.
 
     Args:
-        pair: the row; only its shape counts.
+        pair: the row; only its shape matters.
         exchange: the answer that ends the document.
         encoder: the tokenizer with its template.
 
     Returns:
-        None where the template renders probes so that they cannot be told from its own text.
+        The shape; None if the template renders probes in a way that hides them in its own text.
     """
     roles = [role for role, _ in _said(pair, exchange)]
     try:
@@ -144,7 +144,7 @@ def shape_of_answer(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> 
 
 
 def _joined(pieces: tuple[Piece, ...]) -> list[Piece]:
-    """Join neighbouring pieces of the template's own text."""
+    """Merge adjacent pieces of the template's own text."""
     found: list[Piece] = []
     for piece in pieces:
         if found and piece.content is None and found[-1].content is None:
@@ -158,7 +158,7 @@ def _sentinel(number: int) -> str:
 
 
 def _probe(pair: TrainingPair, exchange: int, pad: str = "") -> TrainingPair:
-    """Return a row of the same shape whose texts are sentinels, each between pads."""
+    """Return a row of the same shape with sentinels as texts, each surrounded by padding."""
     marks = iter([f"{pad}{_sentinel(n)}{pad[::-1]}" for n in range(len(_said(pair, exchange)))])
     system = None if pair.system is None else next(marks)
     if pair.conversation is not None:
@@ -182,7 +182,7 @@ def _probe(pair: TrainingPair, exchange: int, pad: str = "") -> TrainingPair:
 def _calls(
     probe: TrainingPair, exchange: int, whole: str, encoder: TextEncoder
 ) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each answer that calls tools, up to one; before 0 where not found.
+    """Yield start and end of each answer with tool calls, up to one; negative if not found.
 
     A template may drop reasoning from an earlier answer, even if it is empty.
     """
@@ -201,16 +201,16 @@ def _calls(
 def _pieces(
     text: str, roles: list[Role], calls: list[tuple[int, int]], answer: tuple[int, int]
 ) -> Iterator[tuple[int, Piece]]:
-    """Cut a text at its sentinels, at the bounds of its answer and of calls.
+    """Split a text at its sentinels and at the bounds of its answer and of calls.
 
     Args:
         text: a rendered row of sentinels.
-        roles: whose each of them is.
-        calls: begin and end of each answer that calls tools.
-        answer: begin and end of the last answer.
+        roles: author of each sentinel.
+        calls: start and end of each answer with tool calls.
+        answer: start and end of the last answer.
 
     Yields:
-        Each piece, and where it begins.
+        Each piece, and its start.
     """
     bounds = sorted({0, len(text), *answer, *(place for span in calls for place in span)})
     for begin, end in pairwise(bounds):
@@ -227,7 +227,7 @@ def _pieces(
 
 
 def _with_trims(pieces: list[Piece], padded: str) -> list[Piece] | None:
-    """Read off the padded rendering what is trimmed of each text."""
+    """Determine from the padded rendering what is trimmed from each text."""
     inner = re.escape(_PAD[1:])
     before, behind = (re.escape(json.dumps(pad)[1:-1]) for pad in (_PAD, _PAD[::-1]))
     pattern = "".join(
@@ -247,14 +247,14 @@ def _with_trims(pieces: list[Piece], padded: str) -> list[Piece] | None:
 
 
 def _trimmed(piece: Piece, before: str, behind: str) -> Piece:
-    """Return a row's text with what is left of the pads around it."""
+    """Return a row's text with the remaining padding around it."""
     if "\\" in before + behind:
         return replace(piece, as_json=True)
     return replace(piece, strips=(_strips(before), _strips(behind)))
 
 
 def _strips(kept: str) -> str | None:
-    """Return the characters that were trimmed where this is left of a pad."""
+    """Return the characters that were trimmed, given what is left of the padding."""
     if not kept:
         return None
     return "" if "\n" in kept else "\n"
