@@ -1,1 +1,1 @@
-"""Adapters' initialisation and dropout, keyed by layer name."""
+"""Initialization and dropout of adapters, keyed by layer name."""

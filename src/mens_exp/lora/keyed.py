@@ -1,6 +1,6 @@
-"""Random numbers keyed by name: arms that share layers share their draws, whatever else differs.
+"""Random numbers keyed by layer name, so that runs with common layers draw the same numbers.
 
-Nothing here touches a global generator, so there is no generator state to save either.
+No global generator is used, so there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.targets import LinearModule
 
-_LEVELS = 32768  # dropout compares 15 random bits an element
-_STREAMS = "base_model.model."  # before every stream's name: another name would be other masks
+_LEVELS = 32768  # dropout compares 15 random bits per element
+_STREAMS = "base_model.model."  # prefix of every stream's name; changing it would change the masks
 
 
 def key_of(*parts: object) -> int:
-    """Hash parts into a 63-bit seed."""
+    """Hash the parts to a 63-bit seed."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def initialise(A_RI: torch.Tensor, B_OR: torch.Tensor, *, seed: int, layer: str) -> None:
-    """Draw A uniformly within ``±1/sqrt(in)`` and set B to zero, in place.
+    """Draw A uniformly from ``±1/sqrt(in)`` and set B to zero, in place.
 
-    The bound is that of ``kaiming_uniform_(a=sqrt(5))``, PEFT's own initialisation of A
+    The bound is that of ``kaiming_uniform_(a=sqrt(5))``, PEFT's own initialization of A
     (https://github.com/huggingface/peft, LoraLayer.reset_lora_parameters).
     """
     generator = torch.Generator().manual_seed(key_of(seed, "lora_a", layer))
@@ -44,24 +44,24 @@ def initialise(A_RI: torch.Tensor, B_OR: torch.Tensor, *, seed: int, layer: str)
 
 
 class _Drop(torch.autograd.Function):
-    """``x · scale`` with dropped elements cleared; only the mask is kept for the gradient."""
+    """``x · scale`` with dropped elements set to zero; saves only the mask for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-        """Scale, then clear in place."""
+        """Scale, then zero dropped elements in place."""
         ctx.save_for_backward(keep)
         ctx.scale = scale
         return _scaled_and_cleared(x, keep, scale)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        """Send the gradient through what was kept."""
+        """Propagate the gradient through the kept elements."""
         (keep,) = ctx.saved_tensors
         return _scaled_and_cleared(upstream[0], keep, ctx.scale), None, None
 
 
 def _scaled_and_cleared(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-    """Clear by ANDing the number's own bits, which is far faster than a boolean fill on CPU."""
+    """Zero elements by a bitwise AND, which is far faster than a boolean fill on CPU."""
     kept = (x * scale).contiguous()
     integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
     kept.view(integer).bitwise_and_(keep.to(integer))
@@ -69,7 +69,7 @@ def _scaled_and_cleared(x: torch.Tensor, keep: torch.Tensor, scale: float) -> to
 
 
 def _keep(key: int, threshold: int, like: torch.Tensor) -> torch.Tensor:
-    """Draw, int16 in the shape of ``like``, all bits set where kept and none where dropped."""
+    """Draw the mask, int16 in the shape of ``like``: all bits set if kept, none if dropped."""
     if like.device.type == "cpu":
         return torch.from_numpy(_keep_mask(key, threshold, like.numel())).view(like.shape)
     generator = torch.Generator(like.device).manual_seed(key)
@@ -80,11 +80,11 @@ def _keep(key: int, threshold: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_mask(key: int, threshold: int, size: int) -> np.ndarray:
-    """Return all bits set where an element is kept and none where it is dropped, int16.
+    """Return the int16 mask: all bits set if an element is kept, none if it is dropped.
 
-    A 15-bit draw minus the threshold is negative exactly for dropped elements; the sign, shifted
-    over all bits and inverted, is the mask. Whole-array integer steps cost a tenth of drawing
-    with torch's CPU generator.
+    A 15-bit draw minus the threshold is negative exactly for dropped elements. The mask is the
+    sign bit, shifted over all bits and inverted. Integer operations on whole arrays take a tenth of
+    the time of torch's CPU generator.
     """
     words = np.random.SFC64(key).random_raw((size + 3) // 4)
     bits = words.view(np.int16)[:size]
@@ -97,14 +97,14 @@ def _keep_mask(key: int, threshold: int, size: int) -> np.ndarray:
 class KeyedDropout(torch.nn.Module):
     """Dropout whose mask is a function of (seed, layer, micro-batch), shared by equal inputs.
 
-    Projections that read the same tensor (q, k, v; gate, up) hold the same instance and get the
-    same mask, which is drawn once. On CPU the bits come from SFC64, an order of magnitude
-    faster than torch's generator there. The probability is rounded to 1/32768, and the scale
-    uses the rounded value, so that the expectation is exact.
+    Projections that read the same tensor (q, k, v; gate, up) share one instance and get the same
+    mask, which is drawn once. On CPU the bits come from SFC64, which is an order of magnitude
+    faster there than torch's generator. The probability is rounded to a multiple of 1/32768, and
+    the scale uses the rounded value, so that the expectation is exact.
     """
 
     def __init__(self, p: float, *, seed: int, layer: str) -> None:
-        """Name the stream.
+        """Set the probability and the key of the stream.
 
         Args:
             p: probability of dropping an element, ``0 <= p < 1``.
@@ -116,12 +116,12 @@ class KeyedDropout(torch.nn.Module):
         self.seed = seed
         self.layer = layer
         self.micro_batch = 0
-        self.sharers = 1  # projections that call it with the same tensor, one after the other
+        self.sharers = 1  # projections that call it in turn with the same tensor
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self._calls_left = 0
 
     def begin(self, micro_batch: int) -> None:
-        """Move to a micro-batch and forget the last mask."""
+        """Start a micro-batch and discard the last mask."""
         self.micro_batch = micro_batch
         self._last = None
 
@@ -137,7 +137,7 @@ class KeyedDropout(torch.nn.Module):
             kept = self._last[1]
             self._calls_left -= 1
             if not self._calls_left:
-                self._last = None  # held on to, it would keep what checkpointing means to free
+                self._last = None  # keeping it would retain memory that checkpointing should free
             return kept
         scale = _LEVELS / (_LEVELS - self.threshold)
         keep = _keep(self.key(), self.threshold, x)
@@ -148,28 +148,28 @@ class KeyedDropout(torch.nn.Module):
 
 
 class HeadDropout(KeyedDropout):
-    """Dropout before a head that runs on one chunk of positions after another.
+    """Dropout before a head that processes positions chunk by chunk.
 
-    Each chunk has a mask of its own: the rows that came before it are part of the key. Evaluation
-    counts nothing, and a micro-batch starts again at its first row.
+    Each chunk has a separate mask: the number of preceding rows is part of the key. Evaluation does
+    not advance the count, and a micro-batch restarts it at its first row.
     """
 
     rows = 0
 
     def begin(self, micro_batch: int) -> None:
-        """Move to a micro-batch, and to its first row."""
+        """Start a micro-batch at its first row."""
         super().begin(micro_batch)
         self.rows = 0
 
     def key(self) -> int:
-        """Hash the stream, the micro-batch and the row that comes next."""
+        """Hash the stream, the micro-batch and the index of the next row."""
         return key_of(self.seed, "dropout", self.layer, self.micro_batch, self.rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Drop elements of the rows ``x``, which follow those of the last call."""
+        """Drop elements of the rows ``x``, which follow those of the previous call."""
         dropped = super().forward(x)
         if self.training:
-            self._last = None  # the next chunk is never the same rows
+            self._last = None  # the next chunk always has different rows
             self.rows += x.shape[0]
         return dropped
 
@@ -177,18 +177,18 @@ class HeadDropout(KeyedDropout):
 def share_dropout(
     adapted: Iterable[tuple[LinearModule, Any]], *, p: float, seed: int, adapter: str
 ) -> list[KeyedDropout]:
-    """Replace PEFT's dropout modules; projections of one input get one instance.
+    """Replace PEFT's dropout modules, using one instance for all projections of an input.
 
-    Nothing is replaced where nothing is dropped: PEFT leaves work out then.
+    If the dropout probability is zero, nothing is replaced, because PEFT then skips dropout.
 
     Args:
-        adapted: PEFT's LoRA layers, each with what it sits on.
+        adapted: PEFT's LoRA layers, each with the module that it adapts.
         p: dropout probability.
         seed: the run's seed.
         adapter: PEFT's name of the adapter.
 
     Returns:
-        The instances, to be moved along with :meth:`KeyedDropout.begin`.
+        The instances; call :meth:`KeyedDropout.begin` on each at every micro-batch.
     """
     shared: dict[str, KeyedDropout] = {}
     for target, module in adapted:
