@@ -1,1 +1,1 @@
-"""Four-bit base weights through bitsandbytes."""
+"""Quantized base weights with bitsandbytes."""

@@ -1,6 +1,6 @@
-"""Binding to bitsandbytes: configuration, requirements of its CPU kernels, and a self-test.
+"""Interface to bitsandbytes: configuration, requirements of its CPU kernels, and a self-test.
 
-The self-test compares one forward and one backward pass of a 4-bit linear layer with torch.
+The self-test compares a forward and a backward pass of a 4-bit linear layer with torch.
 
 Shapes of the self-test: B rows, I inputs, O outputs.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.shape import Shape
 
-INT8_THRESHOLD = 6.0  # arXiv:2208.07339, section 3.2, and transformers' own
+INT8_THRESHOLD = 6.0  # arXiv:2208.07339, section 3.2, and the default of transformers
 _STORAGE = {
     StorageDtype.u8: torch.uint8,
     StorageDtype.bf16: torch.bfloat16,
@@ -35,24 +35,24 @@ _STORAGE = {
 
 
 def compute_dtype(config: QuantConfig) -> torch.dtype:
-    """Return torch's name of the compute format."""
+    """Return the compute format as a torch dtype."""
     return {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.f32: torch.float32}[
         config.compute_dtype
     ]
 
 
 def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAndBytesConfig | None:
-    """Translate the `quant` group for transformers' loader; None leaves weights as they are.
+    """Translate the `quant` group for transformers' loader; None leaves weights unquantized.
 
     Args:
-        config: the `quant` group; its block size is not the loader's to choose.
-        skip: paths of modules that stay unquantized, beside the head.
+        config: the `quant` group; its block size cannot be set through the loader.
+        skip: paths of modules that stay unquantized, in addition to the head.
     """
     if not config.is_quantized:
         return None
     from transformers import BitsAndBytesConfig
 
-    # Naming any replaces transformers' own choice, which is the head.
+    # Naming any module replaces transformers' default, which is the head.
     left_out = [*skip, "lm_head"] if skip else None
     if config.quant_type is QuantType.int8:
         return BitsAndBytesConfig(
@@ -72,10 +72,10 @@ def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAn
 
 @contextmanager
 def quantizing_on(device: torch.device) -> Iterator[None]:
-    """Have transformers' loader quantize on a device what it then keeps where it loads to.
+    """Make transformers' loader quantize on a device other than the one it loads to.
 
-    A base that is loaded in the host's memory then has the codes that this device makes, and
-    those are made much faster. Its own loader quantizes where it loads to.
+    A base loaded into host memory then has the codes that this device computes, which is also much
+    faster. By default the loader quantizes on the device that it loads to.
     """
     with quiet():
         from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -100,15 +100,15 @@ def _tensor(values: Any) -> torch.Tensor:
 
 
 def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    """Return bitsandbytes' linear modules, of 4 or of 8 bits and untyped, by path."""
-    with quiet():  # imported first here where nothing is quantized
+    """Return bitsandbytes' 4-bit and 8-bit linear modules (untyped), keyed by path."""
+    with quiet():  # the first import of bitsandbytes if nothing is quantized
         from bitsandbytes.nn import Linear4bit, Linear8bitLt
     kinds = (Linear4bit, Linear8bitLt)
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
 def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
-    """Read back how a model's linear layers are stored."""
+    """Read back the storage format of a model's linear layers."""
     layers = list(quantized_linears(model).values())
     if not layers:
         return {"quantized_linears": 0, "quant": "none"}
@@ -118,7 +118,7 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
             "as computed" if _on_cpu(layers[0]) else f"int8, outliers above {INT8_THRESHOLD} in f16"
         )
         return {**found, "quant": "int8", "double_quant": False, "int8_inputs": inputs}
-    # A weight in parts is a plain tensor; see `keep_quantization_state`.
+    # A sharded weight is a plain tensor; see `keep_quantization_state`.
     state = getattr(weight, "quant_state", None) or layers[0].quant_state
     return {
         **found,
@@ -135,8 +135,8 @@ def quantizer_named(
     """Describe the quantizer of the `quant` group for the record.
 
     Args:
-        config: the `quant` group, of four bits.
-        rounded_to: what weights are rounded to before they are quantized.
+        config: the `quant` group, with a 4-bit type.
+        rounded_to: the dtype to which weights are rounded before quantization.
         skip: paths of the projections that stay unquantized.
     """
     return Quantizer(
@@ -151,15 +151,15 @@ def quantizer_named(
 
 
 def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Quantizer | None:
-    """Describe what quantized a causal model, its unquantized layers read back from the graph.
+    """Describe the quantizer of a causal model; unquantized layers are read from the graph.
 
     Args:
-        model: transformers' model; PEFT's layers may be on it.
-        config: the `quant` group it was loaded with.
-        shape: of the model.
+        model: transformers' model; may have PEFT layers.
+        config: the `quant` group that it was loaded with.
+        shape: shape of the model.
 
     Returns:
-        None where nothing is quantized.
+        The quantizer; None if nothing is quantized.
     """
     if not config.is_four_bit:
         return None
@@ -173,11 +173,11 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
 
 
 def keep_trainable(model: torch.nn.Module) -> None:
-    """Keep quantized modules computing what they compute in training, with a backward pass.
+    """Keep the backward pass of quantized modules working after an evaluation forward pass.
 
-    With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference; from
-    then on its backward returns no input gradient and every adapter below stops learning in
-    silence. What 8-bit modules do is in :mod:`mens_exp.quant.int8`.
+    With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference. From
+    then on its backward returns no input gradient, and all adapters below silently stop learning.
+    For 8-bit modules see :mod:`mens_exp.quant.int8`.
     """
     eight_bit = []
     for module in quantized_linears(model).values():
@@ -192,22 +192,22 @@ def keep_trainable(model: torch.nn.Module) -> None:
 
 
 def keep_quantization_state(model: torch.nn.Module) -> None:
-    """Let 4-bit layers know their scales beside the weight, which is about to lose its class.
+    """Store the quantization state on 4-bit layers, whose weights are about to lose their class.
 
-    Where a weight is gathered from parts, bitsandbytes takes its scales from there.
+    For a weight that is gathered from shards, bitsandbytes reads the scales from the layer.
     """
     for module in quantized_linears(model).values():
         module.quant_state = module.weight.quant_state
 
 
 def differs_in_evaluation(model: torch.nn.Module) -> bool:
-    """Whether others, who load the quantized base and evaluate, compute something else here."""
+    """Return whether evaluation here differs from that of the same quantized base elsewhere."""
     return any(_is_int8(m) and _on_cpu(m) for m in quantized_linears(model).values())
 
 
 @contextmanager
 def as_published(model: torch.nn.Module) -> Iterator[None]:
-    """Compute, inside the block and in evaluation, as others do who load the quantized base."""
+    """Within the context, evaluate the way other programs do with the quantized base."""
     eight_bit = [m for m in quantized_linears(model).values() if _is_int8(m)]
     if not eight_bit:
         yield
@@ -227,11 +227,11 @@ def _on_cpu(module: Any) -> bool:
 
 
 def dequantized(weight: Any) -> torch.Tensor:
-    """Return what a quantized weight stands for, f32 ``[O, I]``.
+    """Return the dequantized values of a quantized weight, f32 ``[O, I]``.
 
     Args:
-        weight: bitsandbytes' untyped ``Params4bit``, or the ``Int8Params`` of a module that
-            :func:`keep_trainable` has seen.
+        weight: bitsandbytes' untyped ``Params4bit``, or the ``Int8Params`` of a module passed to
+            :func:`keep_trainable`.
     """
     if weight.dtype == torch.int8:
         from mens_exp.quant.int8 import LEVELS
@@ -245,10 +245,10 @@ def dequantized(weight: Any) -> torch.Tensor:
 
 
 def quantized_like(weight: Any, values_OI: torch.Tensor, *, block_size: int | None = None) -> Any:
-    """Quantize other values the way a 4-bit weight was quantized.
+    """Quantize other values with the settings of an existing 4-bit weight.
 
-    They are first rounded to the format that the loader rounds weights to, so that what comes
-    out computes like any other 4-bit weight of the model.
+    They are first rounded to the dtype to which the loader rounds weights, so that the result
+    computes like any other 4-bit weight of the model.
     """
     from bitsandbytes.nn import Params4bit
 
@@ -264,13 +264,13 @@ def quantized_like(weight: Any, values_OI: torch.Tensor, *, block_size: int | No
 
 
 _ROWS, _INPUTS, _OUTPUTS = 8, 128, 64
-# f32 sums of 128 products differ by about 1e-6 between kernels; a wrong one is off by 0.1 and more.
+# f32 sums of 128 products differ by about 1e-6 between kernels; a broken one is off by 0.1 or more.
 _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FourBitTest:
-    """Relative errors of the layer's output and of the gradient of its input, against torch."""
+    """Relative errors of the layer's output and of its input gradient, compared with torch."""
 
     device: str
     forward_error: float | None
@@ -279,7 +279,7 @@ class FourBitTest:
 
     @property
     def passed(self) -> bool:
-        """Whether both passes ran and agree."""
+        """Whether both passes ran and agree with torch."""
         errors = (self.forward_error, self.backward_error)
         return all(error is not None and error < _TOLERANCE for error in errors)
 
@@ -288,15 +288,15 @@ def four_bit_test(device: str) -> FourBitTest:
     """Quantize a small layer to NF4 on a device and compare it with its own dequantized weight.
 
     Args:
-        device: torch's name of it, such as ``cpu`` or ``cuda:0``.
+        device: torch device name, such as ``cpu`` or ``cuda:0``.
 
     Returns:
-        The errors, or the reason why there are none.
+        The errors, or the reason why they could not be measured.
     """
     try:
         with quiet():
             forward, backward = _errors(torch.device(device))
-    except Exception as error:  # noqa: BLE001  # whatever a broken kernel raises is the finding
+    except Exception as error:  # noqa: BLE001  # any exception of a broken kernel is the result
         reason = f"{type(error).__name__}: {error}"
         return FourBitTest(device=device, forward_error=None, backward_error=None, reason=reason)
     return FourBitTest(device=device, forward_error=forward, backward_error=backward, reason=None)

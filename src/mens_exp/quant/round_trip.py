@@ -1,9 +1,9 @@
 """Quantize a weight to 4 bits and back, whole or in blocks of rows, and measure the error.
 
-In blocks of rows the values are, bit for bit, those that bitsandbytes makes of the whole weight at
-once: a block of 4-bit codes knows nothing of the next one, and the scales, which do under double
-quantization, are quantized together. bitsandbytes itself holds sixteen bytes for each weight
-meanwhile; this holds half a byte, and a piece.
+In blocks of rows, the values are bit-for-bit those that bitsandbytes computes from the whole weight
+at once: blocks of 4-bit codes are independent of each other, and the scales, which are not under
+double quantization, are quantized together. bitsandbytes itself needs sixteen bytes per weight
+during this; this code needs half a byte, and one piece.
 
 Shapes: O outputs and I inputs of a projection, N rows of a piece, or tokens of a batch of inputs.
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTrip:
-    """A weight after quantization and back.
+    """A weight after quantization and dequantization.
 
     Attributes:
-        values: in the weight's shape, f32.
-        stored_bytes: of the codes and their scales.
+        values: dequantized values in the weight's shape, f32.
+        stored_bytes: size of the codes and their scales.
     """
 
     values: torch.Tensor
@@ -42,10 +42,10 @@ class RoundTrip:
 
 
 def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:
-    """Quantize a weight and take it back, on the device that it is on.
+    """Quantize and dequantize a weight, on its own device.
 
     Args:
-        weight: f32, its last dimension a multiple of the block, which bitsandbytes needs.
+        weight: f32; bitsandbytes requires the last dimension to be a multiple of the block.
         quant: the `quant` group.
     """
     with quiet():
@@ -67,12 +67,12 @@ def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:
 
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-_PIECE = 1 << 20  # weights quantized at once: 4 MB of f32, near the processor
+_PIECE = 1 << 20  # weights quantized at once: 4 MB of f32, which fits the processor's cache
 _SCALES_BLOCK = 256  # bitsandbytes' own block of scales under double quantization
 
 
 class FourBitRows:
-    """Half a byte for each weight, and its scales; rows come back on demand."""
+    """Half a byte per weight, plus scales; rows are dequantized on demand."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class FourBitRows:
         """Quantize a weight.
 
         Args:
-            read: gives rows ``first`` to ``last`` of the weight, the last one excluded, ``[N, I]``.
+            read: returns rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
             shape: ``(O, I)``.
-            quantizer: what quantized the base.
+            quantizer: the quantizer of the base.
             where: name of the weight, for messages.
 
         Raises:
-            RequestError: blocks would run over the ends of rows.
+            RequestError: blocks would extend across row boundaries.
         """
         with quiet():
             from bitsandbytes import functional
@@ -126,7 +126,7 @@ class FourBitRows:
         self._scales = scales
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Return what rows of the weight stand for, f32 ``[N, I]``, rounded as it is computed."""
+        """Return dequantized rows of the weight, f32 ``[N, I]``, rounded to the compute dtype."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         state = QuantState(
@@ -152,14 +152,14 @@ _OTHER = {QuantType.nf4: QuantType.fp4, QuantType.fp4: QuantType.nf4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to quantize, under the name that records have for it (``nf4_double``, ``fp4``)."""
+    """A quantization variant, under its name in records (``nf4_double``, ``fp4``)."""
 
     name: str
     quant: QuantConfig
 
 
 def variants_of(quant: QuantConfig) -> tuple[Variant, ...]:
-    """Return the configured way, the same with the other double_quant, and the other 4-bit type.
+    """Return the configured variant, the one with the other double_quant, and the other 4-bit type.
 
     Args:
         quant: the `quant` group, nf4 or fp4.
@@ -173,10 +173,10 @@ def variants_of(quant: QuantConfig) -> tuple[Variant, ...]:
 
 
 def stored_as(weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
-    """Return what a 4-bit layer of the model computes with instead of a weight, f32.
+    """Return the values with which a 4-bit layer of the model computes, f32.
 
-    The loader rounds weights to the compute format before it quantizes them, and a layer
-    dequantizes to that format.
+    The loader rounds weights to the compute dtype before it quantizes them, and a layer
+    dequantizes to that dtype.
 
     Args:
         weight_OI: f32.
@@ -188,7 +188,7 @@ def stored_as(weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
 
 
 def sqnr_db(weight_OI: torch.Tensor, stored_OI: torch.Tensor) -> float | None:
-    """Return ``10 log10(‖W‖² / ‖W−Ŵ‖²)``, in dB; None where either is zero. Sums are f64."""
+    """Return ``10 log10(‖W‖² / ‖W−Ŵ‖²)``, in dB; None if either is zero. Sums are in f64."""
     signal, noise = _energy(weight_OI), _energy(weight_OI - stored_OI)
     return 10 * math.log10(signal / noise) if signal and noise else None
 
@@ -196,7 +196,7 @@ def sqnr_db(weight_OI: torch.Tensor, stored_OI: torch.Tensor) -> float | None:
 def activation_error(
     weight_OI: torch.Tensor, stored_OI: torch.Tensor, inputs_NI: Iterable[torch.Tensor]
 ) -> float | None:
-    """Return ``‖(W−Ŵ)X‖² / ‖WX‖²`` over the tokens of all batches; None where WX is zero."""
+    """Return ``‖(W−Ŵ)X‖² / ‖WX‖²`` over the tokens of all batches; None if WX is zero."""
     lost_OI = weight_OI - stored_OI
     signal = noise = 0.0
     for x_NI in inputs_NI:
