@@ -1,9 +1,9 @@
-"""Next-token cross entropy as a sum and a count, without ever holding all logits.
+"""Next-token cross entropy as a sum and a count, without materializing all logits.
 
-The gradient is made in the same pass, a few rows at a time. torch's own makes several passes over
-f32 copies of all logits; with a vocabulary of 49,152 those cost more than the head's products. A
-few rows at once stay in the processor's cache (measured: 256 rows on one core, 330 ms by torch,
-43 ms here, equal to 2e-8).
+The gradient is computed in the same pass, a few rows at a time. torch makes several passes over
+f32 copies of all logits; with a vocabulary of 49,152 these cost more than the head's matrix
+products. A few rows at a time stay in the processor's cache (measured: 256 rows on one core take
+330 ms with torch and 43 ms here, equal to within 2e-8).
 
 Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a chunk.
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class LossSum:
     """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens.
 
-    ``losses_M`` are the token losses themselves, f32 without a gradient. An objective may give
-    them while gradients are off; validation then records a loss for every document.
+    ``losses_M`` are the individual token losses, f32 without a gradient. An objective may return
+    them when gradients are disabled; validation then records a loss for every document.
     """
 
     total: torch.Tensor
@@ -33,7 +33,7 @@ class LossSum:
 
 
 class Objective(Protocol):
-    """From hidden states at supervised positions to a loss sum and a token count."""
+    """Interface of an objective: maps supervised hidden states to a loss sum and token count."""
 
     def __call__(
         self,
@@ -59,9 +59,9 @@ class CrossEntropy:
     ) -> LossSum:
         """Sum the losses; the head runs on ``chunk_tokens`` positions at a time.
 
-        Gradients reach the hidden states and whatever parameters of the head learn. Each
-        chunk's are made while its logits exist, which saves running the head twice and storing
-        ``[M, V]`` anything.
+        Gradients reach the hidden states and all trained parameters of the head. Those of a chunk
+        are computed while its logits exist, which avoids running the head twice and storing
+        anything of shape ``[M, V]``.
         """
         if not torch.is_grad_enabled():
             return self._each(hidden_MD, targets_M, head)
@@ -81,7 +81,7 @@ class CrossEntropy:
         targets_M: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
     ) -> LossSum:
-        """Return the same sum without gradients, with the loss of each token."""
+        """Return the sum without gradients, with the loss of each token."""
         total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
         losses = []
         for start in range(0, len(targets_M), self.chunk_tokens):
@@ -94,10 +94,10 @@ class CrossEntropy:
 
 
 class _Gradients:
-    """The gradients of a loss sum, collected chunk by chunk."""
+    """The gradients of a loss sum, accumulated chunk by chunk."""
 
     def __init__(self, hidden_MD: torch.Tensor) -> None:
-        """Make room for the gradient of the hidden states, where they want one."""
+        """Allocate the gradient of the hidden states, if they require one."""
         self.of = hidden_MD
         wanted = torch.is_grad_enabled() and hidden_MD.requires_grad
         self.hidden_MD = torch.zeros_like(hidden_MD) if wanted else None
@@ -105,7 +105,7 @@ class _Gradients:
         self.sums: list[torch.Tensor] = []
 
     def add(self, piece: slice, hidden_CD: torch.Tensor, loss: torch.Tensor) -> None:
-        """Take the gradients of one chunk, whose graph is let go afterwards."""
+        """Add the gradients of one chunk, whose graph is freed afterwards."""
         if not loss.requires_grad:
             return
         if self.parameters is None:
@@ -119,7 +119,7 @@ class _Gradients:
             so_far.add_(gradient)
 
     def attached_to(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the loss sum with these gradients behind it."""
+        """Return the loss sum with these gradients attached."""
         inputs = [] if self.hidden_MD is None else [self.of]
         known = [] if self.hidden_MD is None else [self.hidden_MD]
         attached: torch.Tensor = _KnownGradients.apply(  # type: ignore[no-untyped-call]
@@ -129,9 +129,9 @@ class _Gradients:
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a graph accumulates gradients in, in a fixed order.
+    """Return the tensors in which a graph accumulates gradients, in a fixed order.
 
-    Asked of the graph, so that no caller can forget to name a parameter of its head.
+    They are read from the graph, so that no caller has to list the parameters of its head.
     """
     found: dict[int, torch.Tensor] = {}
     nodes, seen = [loss.grad_fn], set()
@@ -147,28 +147,28 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A number whose gradients are known already; the backward pass scales them."""
+    """A scalar with precomputed gradients; the backward pass scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, total: torch.Tensor, gradients: list[torch.Tensor], *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Return the number, keeping the gradient of each input."""
+        """Return the scalar, saving the gradient of each input."""
         del inputs
         ctx.gradients = gradients
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        """Scale the kept gradients."""
+        """Scale the saved gradients."""
         return None, None, *(gradient * upstream[0] for gradient in ctx.gradients)
 
 
-_CPU_ELEMENTS = 800_000  # f32 numbers in work at a time; measured: best of 4 to 32 rows of 49,152
+_CPU_ELEMENTS = 800_000  # f32 values processed at a time; measured: best of 4 to 32 rows of 49,152
 
 
 class _Summed(torch.autograd.Function):
-    """The loss sum; what is kept is its gradient, in the logits' format."""
+    """The loss sum; saves its gradient, in the dtype of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        """Scale the kept gradient."""
+        """Scale the saved gradient."""
         (gradient_CV,) = ctx.saved_tensors
         return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None
 
@@ -194,7 +194,7 @@ class _Summed(torch.autograd.Function):
 def _pieces(
     logits_CV: torch.Tensor, targets_C: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield some rows at a time: which, their targets ``[rows, 1]``, and log-probabilities."""
+    """Yield a few rows at a time: their slice, targets ``[rows, 1]``, and log-probabilities."""
     rows = max(len(targets_C), 1)
     if logits_CV.device.type == "cpu":
         rows = max(_CPU_ELEMENTS // logits_CV.shape[1], 1)
@@ -207,13 +207,13 @@ def _pieces(
 def each_cross_entropy(
     logits_CV: torch.Tensor, targets_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of token losses, as `summed_cross_entropy` does, and each of them.
+    """Return the sum of token losses, as in `summed_cross_entropy`, and each token's loss.
 
     Neither has a gradient.
 
     Args:
-        logits_CV: any floating-point format.
-        targets_C: ids.
+        logits_CV: logits in any floating-point format.
+        targets_C: target ids.
 
     Returns:
         The sum, a scalar, and ``[C]``; both f32, in nats.
@@ -228,12 +228,12 @@ def each_cross_entropy(
 
 
 def summed_cross_entropy(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    """Return the sum of token losses in nats, f32, computed in f32 whatever the logits are.
+    """Return the sum of token losses in nats, computed in f32 whatever the dtype of the logits.
 
-    Its gradient can be taken once: it is scaled in place.
+    Its gradient can be computed only once, because it is scaled in place.
 
     Args:
-        logits_CV: any floating-point format; its gradient comes in the same.
-        targets_C: ids.
+        logits_CV: logits in any floating-point format; the gradient has the same format.
+        targets_C: target ids.
     """
     return cast("torch.Tensor", _Summed.apply(logits_CV, targets_C))  # type: ignore[no-untyped-call]
