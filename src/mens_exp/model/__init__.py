@@ -1,1 +1,1 @@
-"""Sources of base weights, and the making of a model directory from them."""
+"""Sources of base weights, and the creation of a model directory from them."""

@@ -1,9 +1,9 @@
-"""Attention inside documents of a packed sequence, and activation checkpointing.
+"""Attention within the documents of a packed sequence, and activation checkpointing.
 
-Each document attends to itself alone. No mask is built and no score between documents is ever
-computed, so nothing can leak and short documents cost the square of their own length, not of the
-block's. Activation checkpointing computes activations again in the backward pass, layer by layer
-(arXiv:1604.06174).
+Each document attends only to itself. No mask is built and no scores between documents are
+computed, so documents cannot leak into each other, and the cost of a short document is quadratic in
+its own length rather than the block's. Activation checkpointing recomputes activations in the
+backward pass, layer by layer (arXiv:1604.06174).
 Shapes: H query heads, G key and value heads, T tokens, K head width, N tokens of one document.
 """
 
@@ -19,9 +19,10 @@ from mens_exp.errors import ModelFileError
 IMPLEMENTATION = "mens_documents"
 _BUCKET = 32  # tokens; measured: experiments/LOG.md
 
-# What models hand to attention that changes nothing here: positions are in queries and keys by now,
-# a frozen base drops nothing, and no caller asks for weights. Anything else is refused, because an
-# argument that is let go by (a sink, a bias by distance, a mask of heads) is another model.
+# Arguments that models pass to attention but that have no effect here: positions are already
+# encoded in queries and keys, a frozen base has no dropout, and no caller asks for weights. Any
+# other argument is refused, because ignoring it (a sink, a distance bias, a head mask) would
+# compute a different model.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -38,9 +39,9 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def register() -> None:
-    """Make the implementation known to transformers; doing so again changes nothing.
+    """Register the implementation with transformers; idempotent.
 
-    Without document bounds (generation, padded batches) it is SDPA under SDPA's own masks.
+    Without document bounds (generation, padded batches) it is SDPA with SDPA's own masks.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -50,11 +51,11 @@ def register() -> None:
 
 
 def no_mask(like: torch.Tensor) -> torch.Tensor:
-    """Return a stand-in that keeps transformers from building a mask for a packed sequence."""
+    """Return a stand-in that prevents transformers from building a mask for a packed sequence."""
     return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=like.device)
 
 
-def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
+def _attention(  # noqa: PLR0913  # the arguments that transformers passes
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -70,10 +71,10 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
 ) -> tuple[torch.Tensor, None]:
     """Attend; query ``[B, H, T, K]``, key and value ``[B, G, T, K]``, result ``[B, T, H, K]``.
 
-    With documents, B is 1. Without, what may be seen is in the mask, windows included.
+    With documents, B is 1. Without, the mask defines the visible positions, including windows.
 
     Raises:
-        ModelFileError: the model asks for attention of a kind that is not computed here.
+        ModelFileError: the model requests a kind of attention that is not implemented here.
     """
     _refuse_others(module, is_causal, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -100,7 +101,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
         attended = one(query[0, :, window], key[0, :, window], value[0, :, window], bias, scale)
         parts.append(attended[:, : end - start])
     beyond = tokens - documents[-1][1]
-    if beyond:  # what fills a sequence up belongs to no document
+    if beyond:  # padding belongs to no document
         parts.append(query.new_zeros((query.shape[1], beyond, value.shape[-1])))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
@@ -108,7 +109,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers hands over
 def _refuse_stand_in(
     module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None
 ) -> None:
-    """Refuse a packed sequence whose bounds did not arrive: the stand-in hides every position."""
+    """Refuse a packed sequence without document bounds, because the stand-in masks everything."""
     if mask is not None and mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
         raise ModelFileError(
             "the model's code cannot keep packed documents apart",
@@ -135,11 +136,11 @@ def _refuse_others(module: torch.nn.Module, is_causal: bool | None, others: dict
 
 
 def _bucket(tokens: int) -> int:
-    """Round a document's length up, so that few shapes meet the kernels.
+    """Round a document's length up, so that the kernels are called with few different shapes.
 
-    Each new shape costs a kernel built and kept by oneDNN (measured: 7 MB more of them with every
-    micro-batch). The rows over the end are the next document's and are thrown away; no row of
-    this document can see them, because they lie in its future.
+    oneDNN builds and caches a kernel for each new shape (measured: 7 MB more with every
+    micro-batch). The rows past the end belong to the next document and are discarded; no row of
+    this document can attend to them, because they are in its future.
     """
     return -(-tokens // _BUCKET) * _BUCKET
 
@@ -147,11 +148,11 @@ def _bucket(tokens: int) -> int:
 def _bias(
     tokens: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return what is added to scores, ``[N, N]``: the lowest number where nothing may be seen.
+    """Return the bias added to scores, ``[N, N]``: the lowest number at masked positions.
 
-    A position sees neither the future nor what lies ``window`` or more tokens back.
+    A position attends neither to the future nor to positions ``window`` or more tokens back.
     """
-    size = 1 << max(tokens - 1, 0).bit_length()  # few sizes, each made once, sliced to fit
+    size = 1 << max(tokens - 1, 0).bit_length()  # few sizes, each created once and sliced
     return _whole_bias(size, window, dtype, device)[:tokens, :tokens]
 
 
@@ -159,7 +160,7 @@ def _bias(
 def _whole_bias(
     size: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    with torch.inference_mode(mode=False):  # an inference tensor could not serve training later
+    with torch.inference_mode(mode=False):  # an inference tensor cannot be trained on later
         ones = torch.ones((size, size), dtype=torch.bool, device=device)
         hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
         return torch.zeros((size, size), dtype=dtype, device=device).masked_fill_(
@@ -174,9 +175,9 @@ def _matmul_document(
     bias_NN: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with plain products (measured: faster than flash up to 512 tokens).
+    """Attend with plain matrix products (measured: faster than flash up to 512 tokens).
 
-    The softmax kernel works in f32 whatever the format of its input and output.
+    The softmax kernel computes in f32 whatever the dtype of its input and output.
     """
     heads, tokens, width = query_HNK.shape
     groups = key_GNK.shape[0]
@@ -193,9 +194,9 @@ def _sdpa_document(
     bias_NN: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with torch's fused kernel: on accelerators, and wherever nothing is learned.
+    """Attend with torch's fused kernel: on accelerators, and wherever no gradient is needed.
 
-    It keeps scores in f32, so that a validation loss is that of any other program's forward pass
+    It keeps scores in f32, so that a validation loss matches the forward pass of any other program
     (measured: bf16 scores raised SmolLM2's by 0.1 %).
     """
     output = torch.nn.functional.scaled_dot_product_attention(
@@ -218,9 +219,9 @@ def _capped_document(
     *,
     softcap: float,
 ) -> torch.Tensor:
-    """Attend with scores squeezed into ``±softcap`` (Gemma 2, arXiv:2408.00118, section 2).
+    """Attend with scores soft-capped to ``±softcap`` (Gemma 2, arXiv:2408.00118, section 2).
 
-    No fused kernel of torch can. The squeeze and the softmax are in f32.
+    No fused kernel of torch supports this. The capping and the softmax are in f32.
     """
     heads, tokens, width = query_HNK.shape
     groups = key_GNK.shape[0]
@@ -239,10 +240,10 @@ def _capped_batch(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """Attend with capped scores in padded batches and while generating; result ``[B, T, H, K]``.
+    """Attend with capped scores in padded batches and generation; result ``[B, T, H, K]``.
 
-    S is the keys so far. No mask means, as for SDPA, that a token sees itself and all before it,
-    counted from the first key; a boolean mask says what is seen, any other is added.
+    S is the number of keys so far. As in SDPA, no mask means causal attention aligned to the first
+    key; a boolean mask selects visible positions, and any other mask is added.
     """
     tokens, keys = query_BHTK.shape[2], key_BGSK.shape[2]
     repeats = query_BHTK.shape[1] // key_BGSK.shape[1]
@@ -260,10 +261,10 @@ def _capped_batch(
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Let every decoder layer of a transformers model compute its activations again.
+    """Enable activation checkpointing in every decoder layer of a transformers model.
 
-    Without re-entry: then neither must the frozen embedding's output require a gradient, nor
-    does PEFT's own preparation come into it, which would cast embedding and head to f32.
+    Uses the non-reentrant variant: the frozen embedding's output then need not require a gradient,
+    and PEFT's own preparation, which would cast embedding and head to f32, is not needed.
     """
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.disable_input_require_grads()

@@ -1,4 +1,4 @@
-"""Keep the libraries' own progress bars and notices off the terminal."""
+"""Suppress progress bars and notices of the libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' bars and notices inside the block; errors still come through."""
+    """Silence transformers' progress bars and notices in the context; errors still propagate."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

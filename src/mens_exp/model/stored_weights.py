@@ -1,8 +1,8 @@
 """Stored weights of a base model: one tensor at a time, a block of rows at a time, or mapped.
 
-A memory map reads only what is touched, but its pages count as the reader's own memory for as long
-as it is open. A block of rows is therefore read and not mapped: what was read is the caller's, and
-nothing else is held.
+A memory map reads only the touched pages, but they count as the process's own memory while it is
+open. Blocks of rows are therefore read instead of mapped: the caller owns the result, and nothing
+else is kept in memory.
 
 Shapes: I inputs and O outputs of a module.
 """
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class StoredWeights:
-    """Reads weights by module path; nothing is held between two calls."""
+    """Reader of weights by module path; keeps nothing between calls."""
 
     def __init__(self, directory: Path, family: Family) -> None:
-        """Find out which file holds what.
+        """Find the file of each tensor.
 
         Raises:
             ModelFileError: a file is missing or truncated.
@@ -41,11 +41,11 @@ class StoredWeights:
         self._shard_of = {key: shard for shard in shards for key in read_header(shard)}
 
     def read(self, module_path: str, device: torch.device) -> torch.Tensor:
-        """Return a module's weight as torch's ``Linear`` has it, ``[O, I]``, in f32.
+        """Return a module's weight in the layout of torch's ``Linear``, ``[O, I]``, in f32.
 
         Args:
             module_path: such as ``model.layers.3.mlp.up_proj``.
-            device: where to put it.
+            device: the target device.
 
         Raises:
             ModelFileError: the checkpoint has no such weight.
@@ -72,18 +72,18 @@ TORCH_DTYPES = {
 
 
 class StoredRows:
-    """Reads the rows of one tensor; a tensor of no dimension has one."""
+    """Reader of the rows of one tensor; a zero-dimensional tensor has one row."""
 
     def __init__(self, shard: Path, name: str, info: TensorInfo) -> None:
-        """Find its place.
+        """Locate the tensor in its file.
 
         Args:
             shard: the safetensors file.
-            name: of the tensor, for messages.
+            name: name of the tensor, for messages.
             info: its entry in the file's header.
 
         Raises:
-            ModelFileError: numbers of its type cannot be read.
+            ModelFileError: its dtype is not supported.
         """
         if info.dtype not in TORCH_DTYPES:
             raise ModelFileError(
@@ -100,17 +100,17 @@ class StoredRows:
         self._row_bytes = math.prod(self.inner) * ITEM_BYTES[info.dtype]
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Return rows ``first`` to ``last``, the last one excluded, in their stored format.
+        """Return rows ``first`` to ``last`` (exclusive) in their stored format.
 
         Raises:
-            ModelFileError: the file ends before them.
+            ModelFileError: the file is truncated.
         """
         raw = torch.empty((last - first) * self._row_bytes, dtype=torch.uint8)
         with self._shard.open("rb", buffering=0) as file:
             file.seek(self._start + first * self._row_bytes)
             view, done = raw.numpy().data, 0
             while done < len(view):
-                more = file.readinto(view[done:])  # at most 2 GiB a call
+                more = file.readinto(view[done:])  # at most 2 GiB per call
                 if not more:
                     raise ModelFileError("ended while it was read", where=str(self._shard))
                 done += more
@@ -120,21 +120,21 @@ class StoredRows:
 _FORMATS = {
     "F32": (np.float32, torch.float32),
     "F16": (np.float16, torch.float16),
-    "BF16": (np.int16, torch.bfloat16),  # numpy has no bf16; the bits are taken as they are
+    "BF16": (np.int16, torch.bfloat16),  # numpy has no bf16; the bits are reinterpreted
 }
 
 
 def mapped(directory: Path, key: str) -> torch.Tensor:
-    """Return a tensor of a checkpoint in its stored format, its bytes left in the file.
+    """Return a memory-mapped tensor of a checkpoint in its stored format.
 
-    The mapping is private: nothing that is done to the tensor reaches the file.
+    The mapping is private: changes to the tensor do not reach the file.
 
     Args:
-        directory: of the model.
-        key: of the tensor.
+        directory: directory of the model.
+        key: key of the tensor.
 
     Raises:
-        ModelFileError: no file has it, or its format is no floating-point one.
+        ModelFileError: no file contains it, or its format is not floating-point.
     """
     for shard in read_directory(directory).shards:
         info = read_header(shard).get(key)
@@ -149,7 +149,7 @@ def mapped(directory: Path, key: str) -> torch.Tensor:
             )
         stored, meant = _FORMATS[info.dtype]
         start = data_start(shard) + info.start
-        if start % np.dtype(stored).itemsize:  # a header of odd length; the format allows it
+        if start % np.dtype(stored).itemsize:  # unaligned data, which the format allows
             return _read(shard, start, info.shape, stored, meant)
         values = np.memmap(shard, dtype=stored, mode="c", offset=start, shape=info.shape)
         return torch.from_numpy(values).view(meant)
