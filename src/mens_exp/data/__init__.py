@@ -1,1 +1,1 @@
-"""Encoded documents to batches: packing, order, the datamodule."""
+"""From encoded documents to batches: packing, order, the datamodule."""

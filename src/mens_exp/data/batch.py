@@ -1,12 +1,12 @@
-"""Micro-batches, packed or padded, and the packing of documents into blocks.
+"""Packed and padded micro-batches, and the packing of documents into blocks.
 
 Shapes: B sequences, T tokens in each, M supervised tokens in all of them.
 
-Packing is best-fit decreasing, or fills blocks up if that is better. Best fit looks at one document
-at a time. Filling looks for two or three that end a block exactly, which matters where blocks hold
-few documents (measured: on the standard library's rows at 512 tokens, where two documents make a
-block, 0.982 of the room instead of 0.977; 0.991 is a bound). Packed blocks are kept on disk where
-packing takes longer than opening.
+Packing uses best-fit decreasing, or exact filling of blocks if that gives fewer. Best fit considers
+one document at a time. Filling searches for two or three documents that fill a block exactly, which
+matters if blocks hold few documents (measured: on the standard library's rows at 512 tokens, with
+two documents per block, it fills 0.982 of the room instead of 0.977; 0.991 is an upper bound).
+Packed blocks are cached on disk if packing takes longer than opening them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Ids, where documents begin and end, and which hidden states predict which tokens.
+    """Ids, document boundaries, and the hidden states that predict each target token.
 
-    A packed batch is one sequence (B = 1), and ``documents`` holds the bounds of what is in it; a
-    padded one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened
-    ``[B·T]`` hidden states, ``targets_M`` the token that each must predict. A filler is there for
-    the process that would have nothing to do while others take a stream's last micro-batches.
-    ``document_M`` is the number of the document that each target is of, where that is known.
+    A packed batch is one sequence (B = 1), and ``documents`` holds the document bounds; a padded
+    one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened ``[B·T]``
+    hidden states, and ``targets_M`` holds the token that each must predict. A filler batch is for
+    a process that would otherwise be idle while others take a stream's last micro-batches.
+    ``document_M`` is the document number of each target, if known.
     """
 
     input_ids_BT: torch.Tensor
@@ -69,15 +69,15 @@ def packed_batch(
     multiple: int = 1,
     pad_id: int = 0,
 ) -> Batch:
-    """Join the documents of all blocks into one sequence.
+    """Concatenate the documents of all blocks into one sequence.
 
     Args:
         documents: the encoded documents.
         blocks: document indices of each block.
-        index: the micro-batch's place in the stream.
-        multiple: fill the sequence's end up to a multiple of so many tokens. What fills it belongs
-            to no document and is never learned; it only keeps the number of shapes small.
-        pad_id: the id that fills it.
+        index: index of the micro-batch in the stream.
+        multiple: pad the end of the sequence to a multiple of this many tokens. Padding belongs to
+            no document and is never supervised; it only limits the number of shapes.
+        pad_id: token id used for padding.
     """
     chosen = [document for block in blocks for document in block]
     ids, supervised, lengths = _gather(documents, chosen)
@@ -102,7 +102,7 @@ def packed_batch(
 def padded_batch(
     documents: Encoded, blocks: Sequence[Sequence[int] | np.ndarray], index: int, *, pad_id: int
 ) -> Batch:
-    """Give each document a sequence of its own, padded on the right to the longest."""
+    """Put each document in a separate sequence, right-padded to the longest."""
     chosen = [document for block in blocks for document in block]
     ids, supervised, lengths = _gather(documents, chosen)
     width = int(lengths.max())
@@ -132,21 +132,21 @@ def _gather(documents: Encoded, chosen: Sequence[int]) -> tuple[np.ndarray, np.n
 
 
 PACKING_METHOD = (
-    "best_fit_decreasing or filling 1"  # raise the number when the same lengths pack otherwise
+    "best_fit_decreasing or filling 1"  # increment when the same lengths are packed differently
 )
 
-_TRIED = 4  # lengths that are tried with every two others; more do not fill the corpora better
+_TRIED = 4  # lengths tried with every two others; more do not improve packing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks(Sequence[np.ndarray]):
-    """Document indices of each block, one after the other; ``bounds`` says where each begins."""
+    """Document indices of the blocks, concatenated; ``bounds`` holds the start of each block."""
 
     order: np.ndarray  # [documents] int64
     bounds: np.ndarray  # [blocks + 1] int64
 
     def __len__(self) -> int:
-        """Count blocks."""
+        """Return the number of blocks."""
         return len(self.bounds) - 1
 
     @overload
@@ -161,25 +161,25 @@ class Blocks(Sequence[np.ndarray]):
         return self.order[self.bounds[place] : self.bounds[place + 1]]
 
     def of(self, chosen: np.ndarray) -> Blocks:
-        """Return the same blocks where document ``i`` is ``chosen[i]``."""
+        """Return the same blocks with document ``i`` replaced by ``chosen[i]``."""
         return Blocks(order=chosen[self.order], bounds=self.bounds)
 
 
 def single(documents: int) -> Blocks:
-    """Give each document a block of its own."""
+    """Put each document in a separate block."""
     return Blocks(order=np.arange(documents), bounds=np.arange(documents + 1))
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> Blocks:
-    """Put documents into blocks of at most ``capacity`` tokens.
+    """Pack documents into blocks of at most ``capacity`` tokens.
 
-    Longest first, each into the fullest block it fits (Johnson 1973), or each block filled up,
-    where that makes fewer blocks. The result depends on the lengths alone; documents of one block
-    keep their order. It takes a few microseconds a document, however many blocks there are.
+    Uses best-fit decreasing (Johnson 1973), or filling of each block if that gives fewer blocks.
+    The result depends only on the lengths; documents within a block keep their order. It takes a
+    few microseconds per document, however many blocks there are.
 
     Args:
-        lengths: tokens of each document, at least one and none over ``capacity``.
-        capacity: tokens of a block.
+        lengths: tokens of each document, between 1 and ``capacity``.
+        capacity: tokens per block.
 
     Returns:
         The document indices of each block.
@@ -197,9 +197,9 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> Blocks:
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the block of each document; among equally full blocks the oldest takes it.
+    """Return the block of each document; ties between equally full blocks go to the oldest.
 
-    Blocks with the same room wait together, and the bits of one number say which rooms there are.
+    Blocks are grouped by remaining room, and a bit mask records which rooms occur.
     """
     longest_first = np.argsort(-sizes, kind="stable")
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]  # heaps of blocks, by their room
@@ -226,7 +226,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _filled(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the block of each document; each begins with the longest that is left."""
+    """Return the block of each document; each block starts with the longest remaining one."""
     supply = _Supply(sizes, capacity)
     block_of = np.empty(len(sizes), dtype=np.int64)
     block = 0
@@ -241,13 +241,13 @@ def _filled(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Supply:
-    """The lengths that are left; bit l of ``present`` is a length l, bit C - l of ``mirrored``."""
+    """The remaining lengths; bit l of ``present`` is a length l, bit C - l of ``mirrored``."""
 
     def __init__(self, sizes: np.ndarray, capacity: int) -> None:
         self.capacity = capacity
         self.documents = np.argsort(sizes, kind="stable").tolist()
         ends = np.cumsum(np.bincount(sizes, minlength=capacity + 1))
-        self.next = [0, *ends[:-1].tolist()]  # of each length, the document to be taken next
+        self.next = [0, *ends[:-1].tolist()]  # for each length, the next document to take
         self.end = ends.tolist()
         self.present = self.mirrored = 0
         for length in np.unique(sizes).tolist():
@@ -258,7 +258,7 @@ class _Supply:
         self.mirrored ^= 1 << (self.capacity - length)
 
     def take(self, length: int) -> int:
-        """Return the first document that is left of a length, and count it out."""
+        """Take the first remaining document of a length."""
         document: int = self.documents[self.next[length]]
         self.next[length] += 1
         if self.next[length] == self.end[length]:
@@ -266,7 +266,7 @@ class _Supply:
         return document
 
     def fitting(self, room: int) -> int:
-        """Return the lengths up to a room, as bits."""
+        """Return the remaining lengths up to a room, as a bit mask."""
         return self.present & ((1 << (room + 1)) - 1)
 
     def longest(self, room: int) -> int:
@@ -274,7 +274,7 @@ class _Supply:
         return self.fitting(room).bit_length() - 1
 
     def ending(self, room: int) -> tuple[int, ...]:
-        """Return one, two or three lengths that fill a room to its end, else the longest."""
+        """Return one, two or three lengths that fill a room exactly, else the longest that fits."""
         if self.present >> room & 1:
             return (room,)
         if two := self._two(room):
@@ -291,7 +291,7 @@ class _Supply:
         return (self.longest(room),)
 
     def _two(self, room: int) -> tuple[int, ...]:
-        """Return two lengths of a sum, the one as long as can be, or nothing."""
+        """Return two lengths with a given sum, one as long as possible, or an empty tuple."""
         both = self.present & (self.mirrored >> (self.capacity - room))
         longer = both.bit_length() - 1
         pair = (longer, room - longer)
@@ -305,13 +305,13 @@ _CACHED_FROM: Final = 50_000  # documents; measured: packing fewer takes under 0
 
 
 def cached_blocks(root: Path, content_sha256: str, lengths: np.ndarray, capacity: int) -> Blocks:
-    """Pack documents, or open the blocks that were packed of them before.
+    """Pack documents, or open the cached result of packing them.
 
     Args:
-        root: the cache folder.
-        content_sha256: hash of the documents, which says what their lengths are.
-        lengths: tokens of each.
-        capacity: tokens of a block.
+        root: the cache directory.
+        content_sha256: hash of the documents, which determines their lengths.
+        lengths: tokens of each document.
+        capacity: tokens per block.
     """
     if len(lengths) < _CACHED_FROM:
         return pack(lengths, capacity)

@@ -1,4 +1,4 @@
-"""The LightningDataModule: encoded rows, packed, in the stream's order."""
+"""The LightningDataModule: encoded and packed rows, in the order of the stream."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 class RowsDataModule(LightningDataModule):
     """Train and validation streams over one set of rows.
 
-    Of rows that are streamed, ``train_documents``, ``train_counts`` and ``blocks`` are the first
-    window's.
+    If rows are streamed, ``train_documents``, ``train_counts`` and ``blocks`` are those of the
+    first window.
     """
 
     def __init__(self, config: RunConfig, rows: Rows, tokenizer: Tokenizer, cache: Path) -> None:
-        """Encode both sides, or open them in the cache.
+        """Encode both sides, or open them from the cache.
 
         Raises:
-            DataError: a side has no supervised token at all.
+            DataError: a side has no supervised tokens.
         """
         super().__init__()
         self.config = config
@@ -91,7 +91,7 @@ class RowsDataModule(LightningDataModule):
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps of the run: max_steps, or as many as max_epochs asks for."""
+        """Optimizer steps of the run: max_steps, or the number implied by max_epochs."""
         return math.ceil(self._train_places / self._blocks_per_step)
 
     @property
@@ -101,9 +101,9 @@ class RowsDataModule(LightningDataModule):
 
     @property
     def _train_places(self) -> int:
-        """Blocks trained on, repetitions counted; epochs are whole, so the last step may be less.
+        """Blocks to train on, with repetitions; epochs are whole, so the last step may be smaller.
 
-        Its loss is the mean over its own tokens like any other step's.
+        Its loss is the mean over its own tokens, as for any other step.
         """
         trainer = self.config.trainer
         limits = [trainer.max_steps * self._blocks_per_step] if trainer.max_steps > 0 else []
@@ -113,20 +113,20 @@ class RowsDataModule(LightningDataModule):
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the training rows that the run is; None of rows that are streamed."""
+        """Number of passes over the training rows; None for streamed rows."""
         if self.rows.streamed or not len(self.blocks):
             return None
         return round(self._train_places / len(self.blocks), 4)
 
     @property
     def packing_efficiency_frac(self) -> float:
-        """Share of the blocks' room that training tokens fill."""
+        """Fraction of the blocks' capacity filled by training tokens."""
         room = len(self.blocks) * self.config.data.seq_len
         return float(self.train_counts.tokens / room)
 
     @property
     def documents_per_block(self) -> float:
-        """Training documents in a block, on average."""
+        """Average number of training documents per block."""
         return len(self.train_documents) / len(self.blocks)
 
     def train_dataloader(self) -> MicroBatches:
@@ -134,7 +134,7 @@ class RowsDataModule(LightningDataModule):
         return self._train
 
     def consumed(self) -> dict[str, Any]:
-        """Say what was read of rows that are streamed; nothing of others."""
+        """Return statistics of the rows read from a stream; empty for other rows."""
         stream = self._train
         return stream.consumed() if isinstance(stream, StreamedMicroBatches) else {}
 
@@ -145,7 +145,7 @@ class RowsDataModule(LightningDataModule):
 
     @property
     def validated_ids(self) -> np.ndarray:
-        """The learned tokens of the documents that are validated on, ``[n] int32``."""
+        """The supervised tokens of the validation documents, ``[n] int32``."""
         documents = self.val_documents
         chosen = _sample(documents.lengths, self.config.data.val_max_tokens)
         bounds = [documents.offsets[i : i + 2] for i in chosen]
@@ -153,12 +153,12 @@ class RowsDataModule(LightningDataModule):
         return np.concatenate(parts)
 
     def val_document_ids(self, numbers: Sequence[int]) -> list[str]:
-        """Name validation documents by their tokens and by which of them are learned.
+        """Return ids of validation documents, derived from their tokens and supervised positions.
 
-        Documents with the same of both are told apart by their order.
+        Documents that are equal in both are distinguished by their order.
 
         Args:
-            numbers: of the documents.
+            numbers: numbers of the documents.
         """
         documents, seen = self.val_documents, Counter[str]()
         names = []
@@ -172,7 +172,7 @@ class RowsDataModule(LightningDataModule):
         return names
 
     def val_dataloader(self) -> MicroBatches:
-        """Return the validation documents, of which ``data.val_max_tokens`` says how many."""
+        """Return the validation documents, limited by ``data.val_max_tokens``."""
         if self._validation is None:
             data = self.config.data
             self._validation = sampled_stream(
@@ -184,10 +184,10 @@ class RowsDataModule(LightningDataModule):
 def encoded_side(
     config: RunConfig, rows: Rows, side: Side, tokenizer: Tokenizer, cache: Path
 ) -> tuple[Encoded, TokenCounts]:
-    """Encode one side of the rows, or open it in the cache.
+    """Encode one side of the rows, or open it from the cache.
 
     Raises:
-        DataError: it has no supervised token at all.
+        DataError: it has no supervised tokens.
     """
     pairs = getattr(rows, side.value)
     key = cache_key(config, rows, side, tokenizer)
@@ -210,7 +210,7 @@ def encoded_side(
 def sampled_stream(
     data: DataConfig, documents: Encoded, most_tokens: int, *, pad_id: int
 ) -> MicroBatches:
-    """Lay out one pass over a fair sample of documents, about so many tokens of them."""
+    """Build one pass over an unbiased sample of documents with about this many tokens."""
     chosen = np.array(_sample(documents.lengths, most_tokens))
     lengths = documents.lengths[chosen]
     blocks = pack(lengths, data.seq_len) if data.packing else single(len(chosen))
@@ -222,7 +222,7 @@ def sampled_stream(
 def _stream(
     data: DataConfig, documents: Encoded, blocks: Blocks, *, seed: int | None, pad_id: int
 ) -> MicroBatches:
-    """Lay out a stream over blocks, without its length."""
+    """Build a stream over blocks, without its length."""
     return MicroBatches(
         documents,
         blocks,
@@ -235,10 +235,10 @@ def _stream(
 
 
 def _sample(lengths: np.ndarray, limit: int) -> list[int]:
-    """Choose documents until they hold ``limit`` tokens, in ascending order.
+    """Select documents until they contain ``limit`` tokens, in ascending order.
 
-    The choice depends on neither the run's seed nor packing, so that arms validate on the same
-    documents, and it is a fair sample: the first packed blocks would be the longest documents.
+    The selection is independent of the run's seed and of packing, so that arms validate on the same
+    documents. It is unbiased, unlike the first packed blocks, which hold the longest documents.
     """
     order = np.random.Generator(np.random.Philox(0)).permutation(len(lengths))
     count = int(np.searchsorted(np.cumsum(lengths[order]), limit)) + 1

@@ -1,22 +1,22 @@
 """The order of micro-batches: a pure function of seed and position.
 
-Training sees one endless stream: a permutation of all blocks for each epoch, drawn from the
-seed and the epoch's number, cut into micro-batches. A position in the stream is therefore all
-the state there is, and a run resumes by asking for the next position.
+Training reads one endless stream: for each epoch a permutation of all blocks, drawn from the seed
+and the epoch number, cut into micro-batches. The only state is therefore the position in the
+stream, and a run resumes from the next position.
 
-Several ranks share that one stream: of every ``world_size`` micro-batches in it each rank takes
-one, so that an optimizer step holds the same micro-batches however many ranks take it. A position
-counts micro-batches of all ranks, and any number of ranks can go on from it. There are no loader
-workers: a micro-batch is cut out of a memory map, in less time than another process would take to
-hand it over.
+All ranks share this stream: of every ``world_size`` consecutive micro-batches, each rank takes one,
+so that an optimizer step contains the same micro-batches for any number of ranks. A position counts
+the micro-batches of all ranks, and a run can resume with a different number of ranks. There are no
+loader workers: slicing a micro-batch out of a memory map takes less time than receiving it from
+another process.
 
-Rows that are read while training (``data.streaming``) come in windows. Each window is encoded,
-packed and shuffled by itself: an epoch is its windows one after the other, and in each the blocks
-are permuted by seed, epoch and window. With all rows in one window that is the order of a run that
-read them first. Micro-batches are cut out of the blocks without regard to windows and epochs. The
-state is the position and the place of its window: the window is read and packed again, and what was
-taken of it is left out. Every rank reads all rows and builds its own share of the micro-batches, so
-that the order is the same for any number of them.
+Rows that are read during training (``data.streaming``) come in windows. Each window is encoded,
+packed and shuffled separately: an epoch consists of its windows in order, and the blocks of each
+window are permuted by seed, epoch and window. If all rows fit in one window, the order equals that
+of a run without streaming. Micro-batches are cut without regard to window and epoch boundaries. The
+state is the position and the location of its window: on resuming, the window is read and packed
+again, and the blocks already taken are skipped. Every rank reads all rows and builds its own share
+of the micro-batches, so that the order is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from mens_exp.corpus.mix import RowStream, Window
     from mens_exp.rows.schema import TrainingPair
 
-# Tokens. Each length a kernel has not met costs it a variant that is built and kept, so few lengths
-# keep steps fast and memory level (measured: experiments/LOG.md).
+# Tokens. oneDNN builds and caches a kernel for each new length, so using few lengths keeps steps
+# fast and memory constant (measured: experiments/LOG.md).
 _SHAPE_MULTIPLE = 32
 
 
 class MicroBatches:
-    """Iterate over micro-batches from a position; stateful, as Lightning wants it for resuming."""
+    """Iterator over micro-batches from a position; stateful, as Lightning requires for resuming."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class MicroBatches:
         pad_id: int,
         places: int | None = None,
     ) -> None:
-        """Lay out a stream.
+        """Configure a stream.
 
         Args:
             documents: the encoded documents.
             blocks: document indices of each block.
-            micro_batch_size: blocks in a micro-batch.
+            micro_batch_size: blocks per micro-batch.
             total: micro-batches in the stream.
-            seed: seed of the order; None keeps the blocks' own order.
-            packing: join documents into one sequence, or pad each.
-            pad_id: id that fills padding.
-            places: blocks in the stream, repetitions counted, where the last micro-batch is not to
-                be filled up from the next epoch; None fills it up.
+            seed: seed of the order; None keeps the order of the blocks.
+            packing: whether to join documents into one sequence instead of padding each.
+            pad_id: token id used for padding.
+            places: blocks in the stream, including repetitions, if the last micro-batch must not be
+                filled up from the next epoch; None fills it up.
         """
         self.documents = documents
         self.blocks = blocks
@@ -84,34 +84,34 @@ class MicroBatches:
         self.seed = seed
         self.packing = packing
         self.pad_id = pad_id
-        self.places = len(blocks) if seed is None else places  # a pass in order is never filled up
+        self.places = len(blocks) if seed is None else places  # an ordered pass is never filled up
         self.rank, self.world_size = 0, 1
         self._position = 0
 
     def share(self, rank: int, world_size: int) -> None:
-        """Take one rank's part of the stream from now on.
+        """Restrict iteration to one rank's share of the stream from now on.
 
         Args:
-            rank: which of the ranks this is, from 0.
-            world_size: ranks that share the stream. An optimizer step must hold a multiple of so
-                many micro-batches; where the stream's end leaves some ranks one less, they get a
-                filler, because all of them take each step together.
+            rank: index of this rank, from 0.
+            world_size: number of ranks that share the stream. It must divide the number of
+                micro-batches in an optimizer step. If the end of the stream leaves some ranks one
+                short, they get a filler, because all ranks take each step together.
         """
         assert 0 <= rank < world_size, "a rank is one of the ranks"
         self.rank, self.world_size = rank, world_size
 
     @property
     def position(self) -> int:
-        """Micro-batches that all ranks together have taken."""
+        """Number of micro-batches that all ranks together have taken."""
         return self._position
 
     @position.setter
     def position(self, taken: int) -> None:
-        """Say that this rank has taken its last one before ``taken``; so have the others theirs."""
+        """Set the number taken by all ranks together, rounded up to a multiple of the ranks."""
         self._position = -(-taken // self.world_size) * self.world_size
 
     def __len__(self) -> int:
-        """Count this rank's micro-batches in the whole stream, those already taken included."""
+        """Return this rank's total number of micro-batches, including those already taken."""
         return math.ceil(self.total / self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -155,7 +155,7 @@ class MicroBatches:
         """Start the next iteration from a saved position.
 
         Raises:
-            RequestError: it lies inside what these ranks take together.
+            RequestError: it is not a multiple of the micro-batches that these ranks take together.
         """
         position = int(state["position"])
         if position % self.world_size and position < self.total:
@@ -171,21 +171,21 @@ class MicroBatches:
 
 @functools.lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, size: int, *, window: int = 0) -> np.ndarray:
-    """Return the order of so many blocks in an epoch, or in one window of it."""
+    """Return the order of ``size`` blocks in an epoch, or in one of its windows."""
     entropy = [seed, epoch, window] if window else [seed, epoch]
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
     return generator.permutation(size)
 
 
-_Picked = tuple[Encoded, np.ndarray]  # documents, and which of them are one block
+_Picked = tuple[Encoded, np.ndarray]  # documents, and the indices of those in one block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begun:
-    """A window that was begun: the place of its first block among all, and that of its rows.
+    """A window that was started: the index of its first block, and the location of its rows.
 
-    ``before`` and ``counts`` are of all documents up to its beginning and its end, ``read`` says
-    what the rows up to its end were.
+    ``before`` and ``counts`` cover all documents up to its start and up to its end; ``read``
+    describes the rows read up to its end.
     """
 
     first: int
@@ -196,7 +196,7 @@ class _Begun:
 
 
 class StreamedMicroBatches(MicroBatches):
-    """Iterate over micro-batches from a position, reading rows as they are needed."""
+    """Iterator over micro-batches from a position that reads rows on demand."""
 
     def __init__(
         self,
@@ -210,17 +210,17 @@ class StreamedMicroBatches(MicroBatches):
         total: int,
         pad_id: int,
     ) -> None:
-        """Lay out a stream.
+        """Configure a stream.
 
         Args:
-            rows: begins to read rows.
+            rows: starts reading rows.
             first: the training rows of an epoch's first window.
-            documents: the same, encoded.
+            documents: the same rows, encoded.
             encode: encodes rows.
-            data: how they are packed into which micro-batches.
+            data: settings of packing and micro-batches.
             seed: seed of the order.
             total: micro-batches in the stream.
-            pad_id: id that fills padding.
+            pad_id: token id used for padding.
         """
         super().__init__(
             documents,
@@ -252,12 +252,12 @@ class StreamedMicroBatches(MicroBatches):
             index += 1
 
     def batch(self, index: int) -> Batch:
-        """Build one micro-batch; what stands before it in its window is read for it."""
+        """Build one micro-batch, reading everything before it in its window."""
         blocks = self._blocks_from(index * self.micro_batch_size)
         return self._joined(*_together(list(islice(blocks, self.micro_batch_size))), index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the place of the window that it lies in."""
+        """Return the position, and the location of its window."""
         begun = self._at(self.position * self.micro_batch_size)
         window = None if begun is None else asdict(begun)
         return {"position": self.position, "window": copy.deepcopy(window)}
@@ -266,23 +266,23 @@ class StreamedMicroBatches(MicroBatches):
         """Start the next iteration from a saved position.
 
         Raises:
-            RequestError: it lies inside what these ranks take together.
+            RequestError: it is not a multiple of the micro-batches that these ranks take together.
         """
         super().load_state_dict(state)
         window = state["window"]
         self._begun = deque() if window is None else deque([_Begun(**window)])
 
     def consumed(self) -> dict[str, Any]:
-        """Say what was read and encoded for the micro-batches that were taken."""
+        """Return statistics of the rows read and encoded for the micro-batches taken so far."""
         begun = self._at(max(self.position * self.micro_batch_size - 1, 0))
         return {} if begun is None else {**begun.read, **begun.counts}
 
     def _at(self, place: int) -> _Begun | None:
-        """Find the last window that begins at a block or before it."""
+        """Return the last window that starts at or before a block."""
         return next((one for one in reversed(self._begun) if one.first <= place), None)
 
     def _blocks_from(self, wanted: int) -> Iterator[_Picked]:
-        """Yield blocks without end, from one that is counted over all epochs."""
+        """Yield blocks endlessly, from an index counted over all epochs."""
         begun = self._at(wanted)
         rows = self._open()
         place, counts = 0, {"documents": 0, "truncated": 0, "dropped": 0, "short": 0}
@@ -322,9 +322,9 @@ class StreamedMicroBatches(MicroBatches):
         return self.documents
 
     def _note(self, begun: _Begun) -> None:
-        """Remember where a window began, and forget those that lie behind the position."""
+        """Record the start of a window, and discard windows before the position."""
         while self._begun and self._begun[-1].first >= begun.first:
-            self._begun.pop()  # begun before, from an earlier position
+            self._begun.pop()  # started earlier, from a previous position
         self._begun.append(begun)
         taken = self.position * self.micro_batch_size
         while len(self._begun) > 1 and self._begun[1].first < taken:
@@ -336,7 +336,7 @@ def _added(counts: dict[str, int], documents: Encoded) -> dict[str, int]:
         "documents": counts["documents"] + len(documents),
         "truncated": counts["truncated"] + documents.truncated,
         "dropped": counts["dropped"] + documents.dropped,
-        "short": counts.get("short", 0) + documents.short,  # older checkpoints did not count them
+        "short": counts.get("short", 0) + documents.short,  # not counted by older checkpoints
     }
 
 
@@ -347,7 +347,7 @@ def _blocks(documents: Encoded, data: DataConfig) -> Blocks:
 
 
 def _together(picked: Sequence[_Picked]) -> tuple[Encoded, list[range]]:
-    """Copy the documents of some blocks, which may be of two windows, out of theirs."""
+    """Copy the documents of some blocks, possibly from two windows."""
     bounds = [(of, of.offsets[i], of.offsets[i + 1]) for of, block in picked for i in block]
     lengths = [int(end - start) for _, start, end in bounds]
     ends = np.cumsum([0, *(len(block) for _, block in picked)]).tolist()
