@@ -1,1 +1,1 @@
-"""Parts of a checkpoint: safetensors headers, model directories, layer names."""
+"""Checkpoint layout: safetensors headers, model directories, layer names."""

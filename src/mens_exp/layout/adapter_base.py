@@ -1,7 +1,7 @@
-"""The base model of an adapter, read from headers: layers, shapes, keys, and the map of a merge.
+"""The base model of an adapter, read from headers: layers, shapes, keys, and the merge map.
 
-The map gives the tensor of the base for each layer, and the source of each tensor of the output.
-Names and headers suffice, so whatever cannot be merged is refused before a weight is read.
+The map gives the base tensor of each layer, and the source of each output tensor. Names and headers
+suffice, so everything that cannot be merged is refused before any weight is read.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class AdapterBase:
     """A base model without its weights.
 
     Attributes:
-        name: the hub's id, or the directory's or option's name.
+        name: the Hub id, or the name of the directory or option.
         shape: its dimensions.
-        keys: of its checkpoint.
-        revision: the hub's commit or branch, where it is told.
+        keys: keys of its checkpoint.
+        revision: the Hub commit or branch, if known.
     """
 
     name: str
@@ -54,7 +54,7 @@ class AdapterBase:
 
     @cached_property
     def modules(self) -> dict[str, LinearModule]:
-        """Every module that an adapter can sit on, by logical name, in the model's order."""
+        """Every module that can get an adapter, by logical name, in the model's order."""
         return {one.logical: one for one in linear_modules(self.shape)}
 
     @property
@@ -69,12 +69,12 @@ class AdapterBase:
     def problems(
         self, manifest: AdapterManifest, tensors: Mapping[str, npt.NDArray[np.float32]], where: str
     ) -> list[DataError]:
-        """List what of an adapter this base does not have.
+        """List the parts of an adapter that this base does not have.
 
         Args:
-            manifest: of the adapter; its layers have their tensors.
-            tensors: by name.
-            where: the adapter's place, for the messages.
+            manifest: manifest of the adapter; all its layers have tensors.
+            tensors: tensors by name.
+            where: location of the adapter, for messages.
         """
         found = [
             *self._layer_problems(manifest, where),
@@ -116,11 +116,11 @@ class AdapterBase:
 
 
 def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
-    """Describe a base model by its headers; nothing is downloaded, made or loaded.
+    """Describe a base model by its headers; nothing is downloaded, created or loaded.
 
     Args:
         model: the `model` group.
-        cache: where models that have to be made lie.
+        cache: directory of models created locally.
 
     Raises:
         ModelFileError: a model's files are missing, truncated, or of an unknown family.
@@ -139,7 +139,7 @@ def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
 
 
 def _usual_keys(shape: Shape) -> set[str]:
-    """Return the keys that transformers saves a model of these dimensions under."""
+    """Return the keys under which transformers saves a model of these dimensions."""
     paths = {one.path for one in linear_modules(shape)} | {shape.family.embedding}
     if shape.tied:
         paths.discard(HEAD)
@@ -167,7 +167,7 @@ _MATRIX = 2
 class AdaptedLayer:
     """One layer of an adapter: its logical name, its key in the base, and its shape there.
 
-    It is ``(out, in)``, or ``(experts, out, in)`` where the base has all experts in one tensor.
+    The shape is ``(out, in)``, or ``(experts, out, in)`` if one base tensor has all experts.
     """
 
     logical: str
@@ -177,16 +177,16 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The source of one tensor of the output.
+    """The source of one output tensor.
 
     Attributes:
-        name: in the output.
-        key: in the base.
-        shard: the base's file.
-        info: the base's header entry.
-        logical: the adapter's layer that is merged into it, if any.
-        transposed: whether it is stored ``[in, out]``.
-        quantized: whether the adapter met 4-bit values of it.
+        name: name in the output.
+        key: key in the base.
+        shard: file of the base.
+        info: header entry in the base.
+        logical: layer of the adapter that is merged into it, if any.
+        transposed: whether it is stored as ``[in, out]``.
+        quantized: whether the adapter was trained on its 4-bit values.
     """
 
     name: str
@@ -199,10 +199,10 @@ class Place:
 
 
 def stored_key(key: str, keys: Collection[str]) -> str | None:
-    """Return the name that a checkpoint has for a key, or None where it has none.
+    """Return a checkpoint's name for a key; None if it has none.
 
-    Checkpoints of one model differ in the first part of their names: ``transformer.h.0…`` saved
-    with its head is ``h.0…`` without it.
+    Checkpoints of the same model differ in the prefix of their names: ``transformer.h.0…`` saved
+    with the head is ``h.0…`` without it.
     """
     prefixes = {family.layers.partition(".")[0] for family in FAMILIES.values()}
     first, _, rest = key.partition(".")
@@ -213,7 +213,7 @@ def stored_key(key: str, keys: Collection[str]) -> str | None:
 def layer_problems(
     layers: Iterable[AdaptedLayer], shards: Iterable[Path], where: str
 ) -> list[MensError]:
-    """List what keeps the layers of an adapter from being merged into a checkpoint.
+    """List the problems that prevent an adapter's layers from being merged into a checkpoint.
 
     Args:
         layers: in the adapter's own order.
@@ -221,7 +221,7 @@ def layer_problems(
         where: the adapter, for messages.
 
     Raises:
-        ModelFileError: a shard is no whole safetensors file.
+        ModelFileError: a shard is not a complete safetensors file.
     """
     layers = list(layers)
     tensors = {name: info for shard in shards for name, info in read_header(shard).items()}
@@ -252,7 +252,7 @@ def layer_problems(
 
 
 def _kinds(keys: Iterable[str]) -> dict[str, str]:
-    """Return each family of names that keys are of, with one of its keys."""
+    """Return the naming schemes used by the keys, each with an example key."""
     found: dict[str, str] = {}
     for key in keys:
         for root, kind in _ROOTS.items():
@@ -271,11 +271,11 @@ def _roots() -> dict[str, str]:
     return roots
 
 
-_ROOTS = _roots()  # the first family of the table stands for all that share its names
+_ROOTS = _roots()  # the first family in the table represents all that share its names
 
 
 def _order_problems(layers: list[AdaptedLayer], where: str) -> Iterator[MensError]:
-    """Yield layers whose name and key are of different decoder layers, and stacks out of order."""
+    """Yield layers whose name and key name different decoder layers, and stacks out of order."""
     last = -1
     for one in layers:
         name, key = _OF_LAYER.match(one.logical), _NUMBER.search(one.key)
@@ -334,7 +334,7 @@ def _tensor_problems(
 
 
 def is_transposed(key: str) -> bool:
-    """Return whether a key is of a weight that is stored ``[in, out]`` (transformers' Conv1D)."""
+    """Return whether a key's weight is stored as ``[in, out]`` (transformers' Conv1D)."""
     for family in FAMILIES.values():
         if family.transposed:
             layers = {family.layers, family.layers.partition(".")[2]}
@@ -346,7 +346,7 @@ def is_transposed(key: str) -> bool:
 
 
 def untied(layer: AdaptedLayer) -> bool:
-    """Return whether a layer is a head whose weight, in the base, is the embedding table."""
+    """Return whether a layer is a head that is tied to the embedding table in the base."""
     return layer.logical == HEAD and not layer.key.endswith(_HEAD_KEY)
 
 
@@ -358,16 +358,16 @@ def places(
     unties: bool = True,
     quantized: Collection[str] = (),
 ) -> dict[Path, list[Place]]:
-    """Say where every tensor of the output comes from, by the base's file, in the base's order.
+    """Return the source of every output tensor, by file of the base, in the base's order.
 
     Args:
-        layers: without problems.
+        layers: layers without problems.
         shards: the base's files.
-        only_merged: leave out what nothing is merged into.
-        unties: give a head that is the embedding table a tensor of its own, in the last file;
-            otherwise its delta is merged into the table.
-        quantized: keys of the base of which the adapter met 4-bit values; ``lm_head`` stands for
-            a head that is the embedding table.
+        only_merged: omit tensors that nothing is merged into.
+        unties: give a head that is tied to the embedding table a separate tensor, in the last
+            file; otherwise its delta is merged into the table.
+        quantized: keys of the base whose 4-bit values the adapter was trained on; ``lm_head``
+            represents a tied head.
     """
     headers = {shard: read_header(shard) for shard in shards}
     keys = {key: shard for shard, header in headers.items() for key in header}
@@ -405,6 +405,6 @@ def places(
 
 
 def dtype_of(infos: Iterable[TensorInfo]) -> str:
-    """Return the format in which a base's own precision is kept: BF16 where all is, else F32."""
+    """Return the dtype that preserves the base's precision: BF16 if all tensors are, else F32."""
     found: set[Any] = {info.dtype for info in infos if info.dtype in FLOAT_DTYPES}
     return "BF16" if found == {"BF16"} else "F32"

@@ -1,13 +1,13 @@
-"""Files of a checkpoint: safetensors headers and their writer, the model directory, its licence.
+"""Checkpoint files: safetensors headers and their writer, the model directory, its licence.
 
 Headers are read and checked without the tensors. The format is eight bytes of little-endian header
 length, a JSON header, then the data
-(https://huggingface.co/docs/safetensors/index#format). The writer takes one tensor after the other
-and holds none of them; the header stands first, so every name, type and shape is known before the
-first byte of data. The same tensors given in the same order make the same bytes.
+(https://huggingface.co/docs/safetensors/index#format). The writer receives the tensors one by one
+and does not keep them in memory. The header comes first, so every name, type and shape is known
+before the first byte of data. Equal tensors in equal order give identical bytes.
 
-Only licences whose terms are plain are listed, each with its clause; of any other the answer is
-unknown. It is no legal advice, and no reading of what else a licence asks.
+Only licences with unambiguous terms are listed, each with its clause; for others the answer is
+unknown. This is not legal advice, and other requirements of a licence are not considered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMEDY = "download or copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor's entry: its type, shape, and place in the data (bytes)."""
+    """One tensor's entry: its type, shape, and byte range in the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,10 +46,10 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a safetensors file by name, without reading their data.
+    """Return the tensors of a safetensors file, keyed by name, without reading their data.
 
     Raises:
-        ModelFileError: the file is absent, truncated, or its header contradicts itself.
+        ModelFileError: the file is missing or truncated, or its header is inconsistent.
     """
     try:
         size = path.stat().st_size
@@ -65,7 +65,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def data_start(path: Path) -> int:
-    """Return the offset, in bytes, of the data of a safetensors file whose header was read."""
+    """Return the byte offset of the data in a safetensors file whose header was read."""
     with path.open("rb") as file:
         return _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
 
@@ -143,28 +143,28 @@ def _check_extent(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -
         )
 
 
-_ALIGNMENT = 8  # what the reference implementation pads its header to
+_ALIGNMENT = 8  # header alignment of the reference implementation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
-    """One tensor of a file that is yet to be written: safetensors' type name, and its shape."""
+    """One tensor of a file to be written: its safetensors type name and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Size of its data in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class SafetensorsWriter:
-    """Writes the header at once, then takes the data of each tensor in turn.
+    """Writer that writes the header at once and then the data of each tensor in turn.
 
     Attributes:
-        order: the names in the order in which their data is wanted: wide types first, so that every
-            tensor is aligned, and within a type as they were given.
+        order: the names in the order in which their data must be written: wide types first, so
+            that every tensor is aligned, and within a type in the given order.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class SafetensorsWriter:
         """Write the header.
 
         Args:
-            file: open and empty.
-            outlines: every tensor of the file by name.
-            metadata: free text in the header; None leaves its key out.
+            file: an open, empty file.
+            outlines: every tensor of the file, by name.
+            metadata: free-form header metadata; None omits the key.
         """
         self.order = sorted(outlines, key=lambda name: -ITEM_BYTES[outlines[name].dtype])
         self._file = file
@@ -200,7 +200,7 @@ class SafetensorsWriter:
         self._left = list(reversed(self.order))
 
     def write(self, name: str, piece: bytes | memoryview) -> None:
-        """Append bytes to a tensor; tensors come in `order`, each whole before the next."""
+        """Append bytes to a tensor; tensors come in `order`, each completed before the next."""
         self._pass_whole()
         assert self._left, "every tensor is whole"
         assert name == self._left[-1], f"{self._left[-1]} comes first"
@@ -208,12 +208,12 @@ class SafetensorsWriter:
         assert self._written <= self._ends[name], f"{name} has more bytes than its header says"
 
     def close(self) -> None:
-        """See that every tensor is whole; the file itself is its opener's to close."""
+        """Check that every tensor is complete; closing the file is up to the caller."""
         self._pass_whole()
         assert not self._left, f"{self._left[-1]} is not whole"
 
     def _pass_whole(self) -> None:
-        """Go on to the next tensor, past those of no elements."""
+        """Advance to the next tensor that is not empty."""
         while self._left and self._written == self._ends[self._left[-1]]:
             self._left.pop()
 
@@ -236,7 +236,7 @@ def read_directory(path: Path) -> ModelDirectory:
     """Read config.json and every shard's header.
 
     Raises:
-        ModelFileError: a file is missing, truncated or contradictory; the message names it.
+        ModelFileError: a file is missing, truncated or inconsistent; the message names it.
     """
     if not path.is_dir():
         raise ModelFileError(
@@ -256,7 +256,7 @@ def read_directory(path: Path) -> ModelDirectory:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return config.json, and see that a tokenizer stands beside it.
+    """Return config.json, after checking that there is a tokenizer next to it.
 
     Raises:
         ModelFileError: a file is missing or unreadable.
@@ -268,7 +268,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def license_of(path: Path) -> str | None:
-    """Return the licence that the head of a model card states, or None where it states none.
+    """Return the licence stated in the metadata of a model card; None if there is none.
 
     Format: https://huggingface.co/docs/hub/model-cards#model-card-metadata.
     """
@@ -296,9 +296,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path) -> dict[str, Path]:
-    """Return the shard of each tensor as the index lists it; nothing where one file holds all."""
+    """Return the shard of each tensor from the index; empty if a single file holds all tensors."""
     if (path / SINGLE).is_file():
-        return {}  # beside an index too: transformers loads the single file then
+        return {}  # even with an index, transformers loads the single file
     if not (path / INDEX).is_file():
         raise ModelFileError(
             "holds no safetensors weights",
@@ -333,9 +333,9 @@ def _check_index(path: Path, places: dict[str, Path], tensors: dict[str, TensorI
         )
 
 
-# Ids as the hub writes them. Those that ask for a notice of origin: Apache-2.0 section 4, the
-# copyright line of MIT and BSD, section 3(a) of CC BY 4.0, the notice file of each Llama licence
-# (section 1.b, since Llama 3 with "Built with Llama"), that of the Gemma terms (section 3.1).
+# Ids as on the Hub. Those that require attribution: Apache-2.0 section 4, the copyright line
+# of MIT and BSD, section 3(a) of CC BY 4.0, the notice file of each Llama licence (section 1.b,
+# since Llama 3 with "Built with Llama"), that of the Gemma terms (section 3.1).
 _ASK = frozenset(
     {
         *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause"),
@@ -347,13 +347,13 @@ _ASK_NOTHING = frozenset({"cc0-1.0", "unlicense", "mit-0", "0bsd"})
 
 
 def attribution_required(licence: str | None) -> bool | None:
-    """Return whether a licence asks for a notice of where the weights come from.
+    """Return whether a licence requires attribution of the weights' origin.
 
     Args:
-        licence: as the publisher names it, SPDX or the hub's own id; capitals mean nothing.
+        licence: as named by the publisher, an SPDX or Hub id; case is ignored.
 
     Returns:
-        None where the licence, or what it asks, is unknown.
+        The answer; None if the licence or its requirement is unknown.
     """
     name = (licence or "").lower()
     if name in _ASK:

@@ -1,11 +1,12 @@
-"""Model families: the linear modules of a decoder layer, by table or read off a checkpoint.
+"""Model families: linear modules of a decoder layer, from a table or inferred from a checkpoint.
 
 Sizes are sums of four dimensions: ``d`` the residual stream, ``f`` the MLP, ``q`` all query heads,
-``kv`` all key (or value) heads. Read off transformers' modelling code, one entry a family.
+``kv`` all key (or value) heads. The table follows transformers' modelling code, with one entry per
+family.
 
-Where the table does not know a ``model_type``, names and sizes are taken from the checkpoint's own
-headers, so such a model trains; what reads weights by meaning (the proxy stack, a warm start) needs
-a family of the table, whose names are verified.
+For a ``model_type`` missing from the table, names and sizes are inferred from the checkpoint's
+headers, so that such a model can be trained. Features that interpret weights (the proxy stack, a
+warm start) require a family in the table, whose names are verified.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Place of a checkpoint's tensor in the one that transformers holds for all experts of a layer.
+    """Position of a checkpoint tensor in transformers' tensor of all experts of a layer.
 
     Attributes:
         parameter: that tensor, such as ``mlp.experts.gate_up_proj``; ``[experts, out, in]``.
-        experts: how many it holds.
-        expert: number of the expert; None where the checkpoint's tensor holds all of them too.
-        part: 0, or 1 for rows that stand below those of part 0 and read the same input.
+        experts: number of experts in it.
+        expert: index of the expert; None if the checkpoint's tensor also holds all of them.
+        part: 0, or 1 for rows placed below those of part 0 that read the same input.
     """
 
     parameter: str
@@ -41,7 +42,7 @@ class Slot:
 
     @property
     def matrices(self) -> int:
-        """Experts in the checkpoint's own tensor."""
+        """Number of experts in the checkpoint's own tensor."""
         return self.experts if self.expert is None else 1
 
 
@@ -50,14 +51,14 @@ class Projection:
     """One linear module of a decoder layer.
 
     Attributes:
-        path: inside the layer, such as ``self_attn.q_proj``.
-        logical: the adapter's name for it, such as ``q`` in ``l3.q``.
-        reads: a name of its input inside the layer; modules of one input share it.
+        path: path inside the layer, such as ``self_attn.q_proj``.
+        logical: its logical name in adapters, such as ``q`` in ``l3.q``.
+        reads: identifier of its input inside the layer; modules with the same input share it.
         out: dimensions whose sum is the number of outputs.
         width: dimension of the input.
-        layers: numbers of the layers that have it; None is every layer. A module whose size
-            differs between layers is a projection for each size.
-        slot: its place among the experts of a mixture; None for a linear module.
+        layers: indices of the layers that have it; None means every layer. A module whose size
+            differs between layers has one projection per size.
+        slot: its position among the experts of a mixture; None for a linear module.
     """
 
     path: str
@@ -107,7 +108,7 @@ _GPT2 = (
     Projection(path="mlp.c_proj", logical="proj", reads="mlp.c_proj", out=("d",), width="f"),
 )
 
-# What names a dimension in config.json.
+# Names of the dimensions in config.json.
 _KEYS = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -131,23 +132,23 @@ class Family:
     """The properties common to every model of one ``model_type``.
 
     Attributes:
-        model_type: as config.json has it.
+        model_type: as in config.json.
         layers: module path of the list of decoder layers.
         embedding: module path of the embedding table.
         projections: the linear modules of a layer, in the adapter's order.
-        groups: target group to the logical names in it; a group that the family's fused modules
-            cannot tell apart (``qv``) is absent.
-        keys: dimension to its name in config.json.
-        tied: whether the head is the embedding where config.json does not say.
-        head_dim: width of a head where config.json does not say; None is hidden_size / heads.
-        norms: sizes of the norms in a layer, of each vector that they learn; those of queries and
-            keys are of ``q`` and ``kv``, or of one head, ``h``.
-        last_norm: likewise, of the norm behind the last layer.
+        groups: target group -> the logical names in it; a group that the family's fused modules
+            cannot separate (``qv``) is absent.
+        keys: dimension -> its name in config.json.
+        tied: whether the head is tied to the embedding by default.
+        head_dim: default width of a head; None is hidden_size / heads.
+        norms: sizes of the trained vectors of the norms in a layer; those of queries and keys are
+            ``q`` and ``kv``, or that of one head, ``h``.
+        last_norm: the same, for the norm after the last layer.
         biased: logical names of the projections that have a bias.
         learned_positions: whether positions are a table of weights.
-        transposed: whether checkpoints store these weights ``[in, out]`` (transformers' Conv1D).
-        sizes: dimensions that a checkpoint's own headers told.
-        verified: whether the names are those of this table, held against real checkpoints.
+        transposed: whether checkpoints store these weights as ``[in, out]`` (transformers' Conv1D).
+        sizes: dimensions inferred from a checkpoint's headers.
+        verified: whether the names are those of this table, checked against real checkpoints.
     """
 
     model_type: str
@@ -219,13 +220,13 @@ _ALL = (
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 
 
-LAYERS = "layers"  # their number, among the sizes of a family that was found
+LAYERS = "layers"  # key of the number of layers in the sizes of an inferred family
 
 _IN_LAYER = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.(?P<path>.+)\.weight$")
 _MATRIX, _STACK = 2, 3
-# Published text-only models of a family that otherwise reads images too.
+# Published text-only models of families that otherwise include images.
 _TEXT_ONLY = {"gemma3_text": "google/gemma-3-1b-it"}
-# What transformers' configurations call a dimension, the usual name first.
+# Names of dimensions in transformers' configurations, the usual name first.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "intermediate_size": (
@@ -249,12 +250,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Experts:
-    """Names of a layer's experts, ``{}`` for the number of one.
+    """Names of a layer's experts, with ``{}`` for the index of one.
 
     Attributes:
-        module: that holds them in transformers' graph, as ``gate_up_proj`` and ``down_proj``.
-        gate_up: names in checkpoints of what the former holds, gate first.
-        down: of what the latter holds.
+        module: the module that holds them in transformers, as ``gate_up_proj`` and ``down_proj``.
+        gate_up: names in checkpoints of the parts of the former, gate first.
+        down: names of the parts of the latter.
     """
 
     module: str = "mlp.experts"
@@ -262,11 +263,11 @@ class _Experts:
     down: str
 
     def slot_of(self, path: str, experts: int) -> Slot | None:
-        """Return the place of a checkpoint's tensor; None where it is of no expert.
+        """Return the position of a checkpoint tensor; None if it belongs to no expert.
 
         Args:
-            path: of the tensor inside its layer.
-            experts: how many the layer has.
+            path: path of the tensor inside its layer.
+            experts: number of experts in the layer.
         """
         named = [("gate_up_proj", part, name) for part, name in enumerate(self.gate_up)]
         for leaf, part, name in [*named, ("down_proj", 0, self.down)]:
@@ -294,8 +295,8 @@ _GRANITE = _Experts(
     gate_up=("block_sparse_moe.input_linear",),
     down="block_sparse_moe.output_linear",
 )
-# By model_type, as transformers' conversion_mapping.py has them. A graph whose experts are not what
-# these names say is refused when it is built (backends/adapters.py).
+# By model_type, as in transformers' conversion_mapping.py. A graph whose experts do not match
+# these names is refused when it is built (backends/adapters.py).
 _EXPERTS = {
     **dict.fromkeys(("mixtral", "phimoe"), _MIXTRAL),
     **dict.fromkeys(
@@ -310,11 +311,11 @@ _EXPERTS = {
 
 
 def family_in(directory: ModelDirectory) -> Family:
-    """Return the family of a model directory: the table's, or one that its headers tell.
+    """Return the family of a model directory: from the table, or inferred from its headers.
 
     Raises:
-        ModelFileError: the table does not know the model_type, and no headers are there or they
-            show no numbered layers; or the model is more than text.
+        ModelFileError: the table does not contain the model_type, and headers are missing or have
+            no numbered layers; or the model is not text-only.
     """
     model_type = str(directory.config.get("model_type"))
     known = FAMILIES.get(model_type)
@@ -368,7 +369,7 @@ def family_in(directory: ModelDirectory) -> Family:
 
 
 def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
-    """Refuse a model whose decoder is one part of several; their names and classes are others."""
+    """Refuse a model whose decoder is only one part; its names and classes differ."""
     text = directory.config.get("text_config")
     if not isinstance(text, dict):
         return
@@ -406,9 +407,10 @@ def _layers(directory: ModelDirectory, model_type: str) -> tuple[str, dict[int, 
 
 
 def _modules(layers: Mapping[int, Shapes]) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-    """Return the layers that have each matrix, by its path and shape, in the layers' order.
+    """Return the layers that have each matrix, keyed by its path and shape, in layer order.
 
-    The first layers of a mixture of experts are often dense, and a hybrid's layers differ in kind.
+    The first layers of a mixture of experts are often dense, and a hybrid has layers of several
+    kinds.
     """
     found: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for number, matrices in sorted(layers.items()):
@@ -418,7 +420,7 @@ def _modules(layers: Mapping[int, Shapes]) -> dict[tuple[str, tuple[int, ...]], 
 
 
 def _slots(modules: Iterable[tuple[str, tuple[int, ...]]], model_type: str) -> dict[str, Slot]:
-    """Return the place of every expert's tensor, by its path inside a layer."""
+    """Return the position of every expert's tensor, keyed by its path inside a layer."""
     names = _EXPERTS.get(model_type)
     if names is None:
         return {}
@@ -432,7 +434,7 @@ def _slots(modules: Iterable[tuple[str, tuple[int, ...]]], model_type: str) -> d
 
 
 def _logical_names(paths: Iterable[str]) -> dict[str, str]:
-    """Name each matrix by the last part of its path, or by all of it where that is no name."""
+    """Name each matrix by the last part of its path, or by the whole path if that is ambiguous."""
     last = {path: path.rpartition(".")[2] for path in paths}
     names = {path: _LOGICAL.get(leaf, leaf) for path, leaf in last.items()}
     times = Counter(names.values())
@@ -442,7 +444,7 @@ def _logical_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _tables(directory: ModelDirectory, prefix: str) -> list[str]:
-    """Return the paths of the matrices as wide as the vocabulary; the embedding comes first."""
+    """Return the paths of the vocabulary-sized matrices; the embedding comes first."""
     config: Mapping[str, Any] = directory.config
     found = [
         name.removesuffix(".weight")
@@ -451,5 +453,5 @@ def _tables(directory: ModelDirectory, prefix: str) -> list[str]:
         and info.shape[0] == config.get("vocab_size")
         and not name.startswith(f"{prefix}.")
     ]
-    # An embedding lies inside the backbone, a head at the root.
+    # An embedding is inside the backbone, a head at the root.
     return sorted(found, key=lambda path: (-path.count("."), path))

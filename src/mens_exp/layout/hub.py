@@ -1,9 +1,9 @@
 """A user's model: a local directory, or one commit of a model on the Hugging Face Hub.
 
-Everything goes through huggingface_hub and its own cache, so that files downloaded by other
-programs are reused, and the other way round. Without a network, what is cached whole is used.
-Only safetensors are ever fetched, and code only where it is asked for. The dimensions of the models
-that our presets name are shipped, so that a plan needs no download.
+All access goes through huggingface_hub and its cache, so that files are shared with other programs.
+Without a network, completely cached models are used. Only safetensors are ever downloaded, and code
+only if requested. The dimensions of the models in our presets are shipped, so that planning them
+needs no download.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 def local(model_id: str) -> Path | None:
-    """Return the directory that an id names, or None where it is an id of the hub.
+    """Return the directory that an id names; None if it is a Hub id.
 
     Raises:
-        ModelFileError: it is written as a path, and no directory is there.
+        ModelFileError: it is written as a path, but there is no such directory.
     """
     path = Path(model_id).expanduser()
     if path.is_dir():
@@ -61,7 +61,7 @@ def local(model_id: str) -> Path | None:
 
 
 def pinned(model: HfModel) -> HfModel:
-    """Return the model with its place settled: a whole path, or the commit meant right now.
+    """Return the model with its location resolved: an absolute path, or the current commit.
 
     Raises:
         MensError: there is no such model or revision, or the hub cannot be reached.
@@ -73,13 +73,13 @@ def pinned(model: HfModel) -> HfModel:
 
 
 def describe(model: HfModel) -> ModelDirectory:
-    """Return what the model is made of; weights that are not here are known by their headers.
+    """Return the contents of the model; weights that are not local are known by their headers.
 
-    Where the hub does not answer, or asks for a login, the dimensions that we ship stand in for a
-    model that our presets name; it has no shards then, and can be planned for but not trained.
+    If the Hub does not answer or requires a login, the shipped dimensions are used for a model of
+    our presets. It then has no shards, and can be planned but not trained.
 
     Raises:
-        ModelFileError: files are missing, truncated or contradictory.
+        ModelFileError: files are missing, truncated or inconsistent.
         SetupError: the hub cannot be reached.
     """
     directory = local(model.id)
@@ -104,7 +104,7 @@ def describe(model: HfModel) -> ModelDirectory:
 
 
 def bytes_to_download(model: HfModel) -> int:
-    """Count the bytes of weights that a run would fetch first; 0 for a directory."""
+    """Return the bytes of weights that a run would download first; 0 for a directory."""
     if local(model.id) is not None:
         return 0
     commit = commit_of(model.id, model.revision)
@@ -112,7 +112,7 @@ def bytes_to_download(model: HfModel) -> int:
 
 
 def download(model: HfModel) -> Path:
-    """Fetch what is missing of a model and return its directory in huggingface_hub's cache.
+    """Download missing files of a model; return its directory in huggingface_hub's cache.
 
     Raises:
         SetupError: the disk has no room, or the hub cannot be reached.
@@ -125,7 +125,7 @@ def download(model: HfModel) -> Path:
 
 
 def download_again(model: HfModel, shards: Sequence[str]) -> None:
-    """Fetch shards that are damaged in huggingface_hub's cache.
+    """Download shards again that are damaged in huggingface_hub's cache.
 
     Raises:
         SetupError: the hub cannot be reached.
@@ -149,13 +149,13 @@ _SMALL = (
 )
 _CODE = ("*.py",)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_PATIENCE_S = 10.0  # huggingface_hub's own limit where it has one
-_AT_ONCE = 8  # shards whose headers are read side by side; huggingface_hub's own number
+_PATIENCE_S = 10.0  # huggingface_hub's own timeout, where it has one
+_AT_ONCE = 8  # shards whose headers are read in parallel; as in huggingface_hub
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubFiles:
-    """One commit of a model: where its files lie, its shards' bytes, and those not there yet."""
+    """One commit of a model: the directory of its files, its shards' sizes, and missing shards."""
 
     directory: Path
     weights: dict[str, int]
@@ -163,9 +163,9 @@ class HubFiles:
 
 
 def commit_of(repo_id: str, revision: str | None, kind: Kind = MODEL) -> str:
-    """Return the commit that a branch, a tag or nothing at all (main) stands for.
+    """Return the commit that a branch, a tag or None (main) refers to.
 
-    A process asks once: every cell of a sweep gets the same answer.
+    Queried once per process, so that every cell of a sweep gets the same answer.
 
     Raises:
         MensError: there is no such repository or revision, or the hub cannot be reached.
@@ -200,10 +200,10 @@ def _outcome(repo_id: str, revision: str | None, kind: Kind) -> str | MensError:
 
 @functools.cache
 def _away(repo_id: str, kind: Kind = MODEL) -> Exception | None:
-    """Return why the hub does not answer, or None where it does.
+    """Return the reason why the Hub does not answer; None if it does.
 
-    Asked once a process, and with a limit of time, which huggingface_hub's own requests lack: a
-    network that swallows packets would otherwise hold a command for ever.
+    Queried once per process and with a timeout, which huggingface_hub's own requests lack: a
+    network that drops packets would otherwise block a command forever.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -220,14 +220,14 @@ def _away(repo_id: str, kind: Kind = MODEL) -> Exception | None:
 
 
 def forget() -> None:
-    """Ask again from here on; a process otherwise keeps the first answer."""
+    """Clear the cached answers, so that the Hub is queried again."""
     for remembered in (_outcome, _away, files_of, headers_of):
         remembered.cache_clear()
 
 
 @functools.cache
 def files_of(model_id: str, commit: str, *, code: bool) -> HubFiles:
-    """Fetch the small files of a commit, and find its shards.
+    """Download the small files of a commit, and find its shards.
 
     Raises:
         ModelFileError: there are no safetensors.
@@ -254,7 +254,7 @@ def files_of(model_id: str, commit: str, *, code: bool) -> HubFiles:
 
 
 def fetch(model_id: str, commit: str, files: HubFiles) -> None:
-    """Download the shards that are missing.
+    """Download the missing shards.
 
     Raises:
         SetupError: the disk has no room, or the hub cannot be reached.
@@ -277,14 +277,14 @@ def fetch(model_id: str, commit: str, files: HubFiles) -> None:
 
 
 def damaged_shards(directory: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Name the shards of a snapshot whose content is not that of the hub.
+    """Return the shards of a snapshot whose content differs from the Hub's.
 
-    huggingface_hub names the file behind a shard by the SHA-256 that the hub lists. A shard whose
-    file is named otherwise, such as a plain copy, is not known to be damaged.
+    huggingface_hub names the file behind a shard by the SHA-256 listed on the Hub. A shard whose
+    file has another kind of name, such as a plain copy, is not considered damaged.
 
     Args:
-        directory: of the snapshot.
-        hashes: of the shards' contents, by name.
+        directory: directory of the snapshot.
+        hashes: hashes of the shards' contents, by name.
     """
     blobs = {name: (directory / name).resolve().name for name in hashes}
     listed = {name: blob for name, blob in blobs.items() if _SHA256.fullmatch(blob)}
@@ -292,7 +292,7 @@ def damaged_shards(directory: Path, hashes: Mapping[str, str]) -> list[str]:
 
 
 def fetch_again(model_id: str, commit: str, shards: Sequence[str]) -> None:
-    """Download shards in the place of damaged ones.
+    """Download damaged shards again.
 
     Raises:
         SetupError: the hub cannot be reached.
@@ -309,10 +309,10 @@ def fetch_again(model_id: str, commit: str, shards: Sequence[str]) -> None:
 
 
 def dataset_files(dataset_id: str, commit: str) -> Path:
-    """Return the directory of a dataset's commit, fetched as far as it is not here.
+    """Return the directory of a dataset's commit, downloading missing files.
 
-    Every file of the repository is fetched, whichever split is asked for: which files make a
-    split is for `datasets` to say, and it reads a directory.
+    Every file of the repository is downloaded, whichever split is requested, because only
+    `datasets` knows which files make up a split, and it reads a directory.
 
     Raises:
         SetupError: the hub cannot be reached and the cache does not hold all of it.
@@ -328,13 +328,13 @@ def dataset_files(dataset_id: str, commit: str) -> Path:
 
 
 def _whole(directory: Path) -> list[str] | None:
-    """Name the shards of a snapshot where all of them are here, so that nobody need be asked."""
+    """Return the shards of a complete snapshot, so that the Hub need not be queried."""
     names = [SINGLE] if (directory / SINGLE).is_file() else _indexed(directory)
     return names if names and all((directory / name).is_file() for name in names) else None
 
 
 def _indexed(directory: Path) -> list[str]:
-    """Name the shards that the index lists; none where there is no index of use."""
+    """Return the shards listed in the index; empty without a usable index."""
     index = directory / INDEX
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
@@ -344,7 +344,7 @@ def _indexed(directory: Path) -> list[str]:
 
 
 def _listed(model_id: str, commit: str) -> dict[str, int]:
-    """List the files of a commit with their bytes."""
+    """List the files of a commit with their sizes in bytes."""
     from huggingface_hub import HfApi, RepoFile
 
     with translated(model_id, commit), _silent():
@@ -356,7 +356,7 @@ def _listed(model_id: str, commit: str) -> dict[str, int]:
 
 
 def _shards(model_id: str, directory: Path, listed: Iterable[str]) -> list[str]:
-    """Name the files that hold the weights: copies in other formats or folders are left alone."""
+    """Return the files that hold the weights; copies in other formats or folders are ignored."""
     names = [SINGLE] if SINGLE in listed else _indexed(directory)
     if not names:
         weights = (".bin", ".gguf", ".h5", ".msgpack", ".pt", ".pth", ".safetensors")
@@ -372,7 +372,7 @@ def _shards(model_id: str, directory: Path, listed: Iterable[str]) -> list[str]:
 
 @functools.cache
 def headers_of(model_id: str, commit: str, names: tuple[str, ...]) -> dict[str, TensorInfo]:
-    """Read the headers of shards on the hub, a few kilobytes of each.
+    """Read the headers of shards on the Hub, a few kilobytes each.
 
     Raises:
         ModelFileError: a header is damaged.
@@ -403,7 +403,7 @@ def headers_of(model_id: str, commit: str, names: tuple[str, ...]) -> dict[str, 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Show no progress of small files; those of weights keep theirs."""
+    """Hide the progress of small files; that of weights is still shown."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -415,7 +415,7 @@ def _silent() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # bars that the environment fixes
+            warnings.simplefilter("ignore", UserWarning)  # about progress bars
             disable_progress_bars()
             yield
     finally:
@@ -425,7 +425,7 @@ def _silent() -> Iterator[None]:
 
 
 def shipped_config(model_id: str) -> dict[str, Any] | None:
-    """Return the dimensions part of a hub model's config.json, or None where we ship none."""
+    """Return the shipped dimensions from a Hub model's config.json; None if not shipped."""
     return _all().get(model_id)
 
 

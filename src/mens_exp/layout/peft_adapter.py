@@ -1,4 +1,4 @@
-"""A PEFT directory: a LoRA adapter under module paths, read and written without its base model.
+"""A PEFT directory: a LoRA adapter keyed by module paths, read and written without its base model.
 
 Tensors are ``base_model.model.{path}.lora_A.weight`` A_RI, ``….lora_B.weight`` B_OR and, in DoRA,
 ``….lora_magnitude_vector`` [out]. Shapes: R rank, I inputs and O outputs of a projection.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
-# A name that training frameworks leave in a key is the adapter's own, `default`.
+# Training frameworks may leave the adapter's own name, `default`, in a key.
 _TENSOR = re.compile(
     r"(?P<path>.+)\.(?:(?P<half>lora_[AB])(?:\.default)?\.weight"
     r"|(?P<lengths>lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"
@@ -64,12 +64,12 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftAdapter:
-    """An adapter as PEFT has it.
+    """An adapter in PEFT's representation.
 
     Attributes:
-        settings: of its configuration.
-        paths: logical layer to the path of its module or, of an expert, of the parameter that it
-            is in; without PEFT's prefix.
+        settings: settings from its configuration.
+        paths: logical layer -> path of its module or, for an expert, of the parameter that
+            contains it; without PEFT's prefix.
         tensors: under logical names as in schema v3, f32.
     """
 
@@ -84,16 +84,16 @@ def is_peft(directory: Path) -> bool:
 
 
 def read_peft(directory: Path, family: Family) -> PeftAdapter:
-    """Read a PEFT directory, whoever made it.
+    """Read a PEFT directory written by any program.
 
     Args:
-        directory: holds adapter_config.json and adapter_model.safetensors.
-        family: of the model that it is for; PEFT names modules by their paths.
+        directory: contains adapter_config.json and adapter_model.safetensors.
+        family: family of its model; PEFT names modules by their paths.
 
     Raises:
-        DataError: a file is missing, or says more than LoRA matrices of projections that have
+        DataError: a file is missing, or contains more than LoRA matrices of projections with
             logical names.
-        ModelFileError: the file of tensors is damaged.
+        ModelFileError: the tensor file is damaged.
         Problems: several of these.
     """
     settings = read_settings(directory)
@@ -133,7 +133,7 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
 def _adapted_stacks(
     settings: PeftSettings, family: Family, names: Iterable[str]
 ) -> dict[str, Stack]:
-    """Return the adapted tensors of experts by the path under which PEFT saves their pairs.
+    """Return the adapted expert tensors, keyed by the path under which PEFT saves their pairs.
 
     PEFT wraps a module once for each of its adapted parameters: gate with up inside, under
     ``base_layer``, and down outside.
@@ -155,7 +155,7 @@ def _adapted_stacks(
 def _stack_problems(
     stacks: Iterable[Stack], settings: PeftSettings, tensors: Tensors, path: Path
 ) -> Iterator[DataError]:
-    """Yield pairs that are not of the experts and the rank that they should be."""
+    """Yield pairs that do not match the expected experts and rank."""
     for one in stacks:
         rank = settings.rank_of(one.path) * one.experts
         A, B = (tensors.get(f"{one.logical}.lora_{which}") for which in "ab")
@@ -203,18 +203,18 @@ def _named(
 def manifest_of(
     adapter: PeftAdapter, base: AdapterBase, quant: Quant, where: str
 ) -> tuple[AdapterManifest, Tensors]:
-    """Describe a PEFT adapter in schema v3; the variant and the patterns stay what they are.
+    """Describe a PEFT adapter in schema v3; the variant and the patterns are preserved.
 
-    A scale that whole numbers cannot say is multiplied into B, under ``alpha = rank``.
+    A scale that cannot be expressed with integers is multiplied into B, with ``alpha = rank``.
 
     Args:
-        adapter: as it was read.
-        base: the model that it is for.
-        quant: how that was quantized while the adapter was trained.
-        where: the adapter's place, for the messages.
+        adapter: the adapter as read.
+        base: its base model.
+        quant: quantization of the base during training.
+        where: location of the adapter, for messages.
 
     Raises:
-        DataError: matrices are missing, or are not of the rank that the configuration says.
+        DataError: matrices are missing, or do not have the configured rank.
         Problems: several of these.
     """
     settings, paths = adapter.settings, adapter.paths
@@ -265,16 +265,16 @@ def write_peft(
     tensors: Mapping[str, npt.NDArray[np.float32]],
     base: AdapterBase,
 ) -> None:
-    """Write an adapter as a PEFT directory that did not exist; it appears whole or not at all.
+    """Write an adapter as a new PEFT directory, atomically.
 
     Args:
         directory: the target.
         manifest: of schema v3; all its layers are modules of the base.
         tensors: under logical names, f32.
-        base: the model that it is for.
+        base: its base model.
     """
     doubled = ((manifest.mens_exp or {}).get("init") or {}).get("doubled_rank")
-    if manifest.variant == "rslora" and doubled:  # whose scale no alpha over a root says
+    if manifest.variant == "rslora" and doubled:  # its scale cannot be written as alpha over a root
         manifest, tensors = portable(manifest, tensors)
     names = {logical: peft for peft, logical in _PARTS.items()}
     content = {}
@@ -299,7 +299,7 @@ def _whole_stacks(manifest: AdapterManifest, base: AdapterBase, where: str) -> l
     """Return the adapted matrices of experts.
 
     Raises:
-        DataError: a layer has adapters on some of its experts, which PEFT cannot have.
+        DataError: only some experts of a layer have adapters, which PEFT does not support.
     """
     found = [base.modules[layer] for layer in manifest.layer_order if base.modules[layer].stack]
     stacks = {one.stack for one in found}
@@ -323,7 +323,7 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
     parameters = {one.stack for one in modules if one.stack is not None}
     ranks = {layer: manifest.rank_of(layer) for layer in paths}
     rslora = manifest.variant == "rslora"
-    # PEFT divides by the layer's own rank (or its root), so that is what alpha is made for.
+    # PEFT divides by the layer's own rank (or its root), so alpha is computed for that.
     alphas = {
         layer: _whole(manifest.scale_of(layer) * (math.sqrt(r) if rslora else r))
         for layer, r in ranks.items()
@@ -356,12 +356,12 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
 
 def _targets(paths: Sequence[str], base: AdapterBase) -> list[str]:
     if not base.shape.family.verified:
-        return list(paths)  # it may have linear modules beside those that have logical names
+        return list(paths)  # it may have linear modules without logical names
     return shortest_names(paths, [one.path for one in base.modules.values()])
 
 
 def _whole(alpha: float) -> int | float:
-    """Return an alpha as the whole number that it is but for rounding, or as it is."""
+    """Return an alpha as an integer if it is one up to rounding, else unchanged."""
     near = round(alpha)
     return near if math.isclose(alpha, near, rel_tol=1e-12) else alpha
 

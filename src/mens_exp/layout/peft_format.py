@@ -1,14 +1,14 @@
-"""PEFT's format: adapter_config.json, read strictly, and how it stores experts of a mixture.
+"""PEFT's format: adapter_config.json, read strictly, and the storage of experts of a mixture.
 
-Keys of PEFT 0.21 (https://huggingface.co/docs/peft/package_reference/lora) that decide what a LoRA
-adapter adds.
+Covers the keys of PEFT 0.21 (https://huggingface.co/docs/peft/package_reference/lora) that
+determine what a LoRA adapter adds.
 
-transformers holds the experts of a layer as ``gate_up_proj`` and ``down_proj``, ``[E, O, I]``. PEFT
-(0.21, ``ParamWrapper``) adapts such a tensor with one pair: A ``[E · R, I]``, expert by expert, and
-B ``[O, R · E]``, whose column ``k · E + e`` is column ``k`` of expert ``e``. Schema v3 has a layer
-for each tensor of the checkpoint instead, so that ``B @ A`` is what is added to it: gate and up of
-an expert with the same A and each its rows of B, or ``[E, R, I]`` and ``[E, O, R]`` where the
-checkpoint has all experts in one tensor.
+transformers stores the experts of a layer as ``gate_up_proj`` and ``down_proj``, ``[E, O, I]``.
+PEFT (0.21, ``ParamWrapper``) adapts such a tensor with one pair: A ``[E · R, I]``, expert by
+expert, and B ``[O, R · E]``, whose column ``k · E + e`` is column ``k`` of expert ``e``. Schema v3
+instead has a layer for each tensor of the checkpoint, so that ``B @ A`` is added to that tensor:
+gate and up of an expert have the same A and separate rows of B, or ``[E, R, I]`` and ``[E, O, R]``
+if the checkpoint stores all experts in one tensor.
 
 Shapes: E experts, R rank, I inputs and O outputs of an expert's projection.
 """
@@ -47,7 +47,7 @@ _READ: dict[str, Any] = {
     "base_model_name_or_path": str | None,
     "target_parameters": list[str] | None,
 }
-# They say how an adapter was made or is found again, and nothing of what its tensors mean.
+# Keys about how an adapter was created or is located; they do not affect the tensors' meaning.
 _HARMLESS = frozenset(
     [
         *("auto_mapping", "peft_version", "task_type", "inference_mode", "revision"),
@@ -57,25 +57,26 @@ _HARMLESS = frozenset(
         *("ensure_weight_tying", "velora_config"),
     ]
 )
-# Starts that leave the base as it is; others (pissa, olora, corda, loftq, lora_ga) change it.
+# Initializations that leave the base unchanged; others modify it (pissa,
+# olora, corda, loftq, lora_ga).
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftSettings:
-    """The part of a configuration that the tensors need.
+    """The part of a configuration that is needed to interpret the tensors.
 
     Attributes:
-        r: rank of modules that no pattern matches.
-        alpha: numerator of the scale of those.
+        r: rank of modules that match no pattern.
+        alpha: numerator of the scale of those modules.
         rslora: whether the scale is ``alpha / sqrt(r)`` instead of ``alpha / r``.
-        dora: whether the tensors hold row lengths too.
-        ranks: pattern (a regular expression over the end of a path) to rank.
-        alphas: pattern to alpha.
-        base_model: as it is recorded.
-        file: that holds it, for messages.
-        parameters: ends of the paths of adapted tensors that are no module's weight.
+        dora: whether the tensors include row lengths.
+        ranks: pattern (a regular expression matched against the end of a path) -> rank.
+        alphas: pattern -> alpha.
+        base_model: the recorded base model.
+        file: the configuration file, for messages.
+        parameters: path suffixes of adapted tensors that are not module weights.
     """
 
     r: int
@@ -89,11 +90,11 @@ class PeftSettings:
     parameters: tuple[str, ...] = ()
 
     def adapts(self, parameter: str) -> bool:
-        """Return whether a parameter is among those that it names; the end of a path counts."""
+        """Return whether it names a parameter, by the end of the path."""
         return any(f".{parameter}".endswith(f".{one}") for one in self.parameters)
 
     def rank_of(self, path: str) -> int:
-        """Return r of a module; the first pattern that matches counts, as in PEFT."""
+        """Return the rank r of a module; the first matching pattern applies, as in PEFT."""
         return next((r for key, r in self.ranks.items() if self._applies(key, path)), self.r)
 
     def alpha_of(self, path: str) -> float:
@@ -102,12 +103,12 @@ class PeftSettings:
         return next((alpha for key, alpha in alphas if self._applies(key, path)), self.alpha)
 
     def scale_of(self, path: str) -> float:
-        """Return the factor before ``B @ A`` of a module."""
+        """Return the factor applied to ``B @ A`` of a module."""
         rank = self.rank_of(path)
         return self.alpha_of(path) / (math.sqrt(rank) if self.rslora else rank)
 
     def _applies(self, pattern: str, path: str) -> bool:
-        """Return whether PEFT applies a pattern to a module: it matches the end of the path."""
+        """Return whether PEFT applies a pattern to a module: it must match the end of the path."""
         return pattern_matches(_in_full(pattern), path, self.file)
 
 
@@ -115,11 +116,11 @@ def read_settings(directory: Path) -> PeftSettings:
     """Read the configuration of a LoRA adapter.
 
     Args:
-        directory: holds adapter_config.json.
+        directory: contains adapter_config.json.
 
     Raises:
-        DataError: it cannot be read, is of another method, or makes another update than
-            ``scale * B A`` (and DoRA's) on the listed modules.
+        DataError: it cannot be read, is for another method, or defines an update other than
+            ``scale * B A`` (or DoRA's) on the listed modules.
         Problems: several of these.
     """
     path = directory / CONFIG_NAME
@@ -192,19 +193,19 @@ def _too_small(where: str, found: object) -> DataError:
 
 
 def _in_full(pattern: str) -> str:
-    """Return what PEFT matches in place of a pattern."""
+    """Return the full regular expression that PEFT uses for a pattern."""
     return rf"(.*\.)?({pattern})$"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """A tensor that holds a projection of every expert of a layer.
+    """A tensor that contains a projection of every expert of a layer.
 
     Attributes:
-        path: of the parameter in transformers' graph.
-        logical: the name of its pair in a training state, such as ``l3.experts_gate_up``.
+        path: path of the parameter in transformers' graph.
+        logical: name of its pair in a training state, such as ``l3.experts_gate_up``.
         experts: E.
-        members: tensors of the checkpoint that it is made of: expert by expert, gate before up.
+        members: checkpoint tensors that it consists of: expert by expert, gate before up.
     """
 
     path: str
@@ -224,21 +225,21 @@ class Stack:
         return self.experts, sum(one.out for one in self._parts()), first.width
 
     def _parts(self) -> tuple[LinearModule, ...]:
-        """Return the members that stand on top of each other in one expert."""
+        """Return the members that are stacked vertically in one expert."""
         return tuple(one for one in self.members if _expert(one) == _expert(self.members[0]))
 
     def rows(self, one: LinearModule) -> slice:
-        """Return the rows of an expert's matrix that a member is."""
+        """Return the rows of an expert's matrix that a member occupies."""
         assert one.slot is not None, "a member of a stack has a slot"
         first = sum(other.out for other in self._parts()[: one.slot.part])
         return slice(first, first + one.out)
 
 
 def stacks_of(modules: Iterable[LinearModule]) -> list[Stack]:
-    """Return the tensors that modules are parts of, in the modules' order; linear ones have none.
+    """Return the tensors that contain the modules, in module order; linear modules have none.
 
     Args:
-        modules: with every expert of a layer or none of it.
+        modules: contains all experts of a layer or none.
     """
     found: dict[str, list[LinearModule]] = {}
     for one in modules:
@@ -256,7 +257,7 @@ def stacks_of(modules: Iterable[LinearModule]) -> list[Stack]:
 
 
 def _order(path: str, members: list[LinearModule]) -> tuple[int, bool]:
-    """Order stacks by layer, and gate with up before down, as PEFT nests them."""
+    """Sort key of stacks: by layer, and gate with up before down, as PEFT nests them."""
     return members[0].layer or 0, not path.endswith(".gate_up_proj")
 
 
@@ -278,11 +279,11 @@ def _part(one: LinearModule) -> int:
 
 
 def split_experts(tensors: Tensors, stacks: Iterable[Stack]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return an adapter's tensors with a pair for each tensor of the checkpoint.
+    """Return an adapter's tensors with one pair for each tensor of the checkpoint.
 
     Args:
-        tensors: by logical name, those of stacks as PEFT has them.
-        stacks: whose pairs are taken apart.
+        tensors: by logical name, with stacks in PEFT's form.
+        stacks: stacks whose pairs are split.
     """
     found = dict(tensors)
     for stack in stacks:
@@ -303,13 +304,13 @@ def join_experts(
     """Undo :func:`split`.
 
     Args:
-        tensors: with a pair for each tensor of the checkpoint.
-        stacks: whose pairs are put together.
+        tensors: with one pair for each tensor of the checkpoint.
+        stacks: stacks whose pairs are joined.
         where: the adapter, for messages.
 
     Raises:
-        DataError: gate and up of an expert have other matrices A, or experts other ranks, which no
-            pair of PEFT's has.
+        DataError: gate and up of an expert have different matrices A, or experts have different
+            ranks, neither of which PEFT supports.
     """
     found = dict(tensors)
     for stack in stacks:

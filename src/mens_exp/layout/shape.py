@@ -4,8 +4,8 @@
 the head is ``lm_head`` (REFERENCE, adapter schema).
 
 A middle projection of the proxy is a decoder layer's attention output (``o_proj``, GPT-2's
-``c_proj``); the head is the embedding table. The stack is whole or it is the head alone, never a
-part.
+``c_proj``); the head is the embedding table. The stack is either complete or consists of the head
+alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.config.backend import ProxyConfig
     from mens_exp.layout.checkpoint_files import ModelDirectory
 
-UNBOUNDED = 1 << 20  # tokens; of a model that names no longest sequence, such as one with ALiBi
+UNBOUNDED = 1 << 20  # tokens; for a model without a maximum length, such as one with ALiBi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Shape:
         }
 
     def facts(self) -> dict[str, int]:
-        """Return the dimensions that records state, under the seeds' names."""
+        """Return the dimensions stored in records, under the seeds' names."""
         return {
             "n_layers": self.num_hidden_layers,
             "n_heads": self.num_attention_heads,
@@ -74,7 +74,7 @@ class Shape:
 
     @property
     def linear_parameters(self) -> int:
-        """Weights of all projections of all layers."""
+        """Number of weights in all projections of all layers."""
         sizes = [(one, *self.size_of(one)) for one in self.family.projections]
         return (
             sum(out * width * self._times(one) for one, out, width in sizes if one.slot is None)
@@ -83,7 +83,7 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of experts that transformers holds as tensors of three dimensions."""
+        """Number of expert weights that transformers stores as three-dimensional tensors."""
         sizes = [(one, *self.size_of(one)) for one in self.family.projections]
         return sum(
             one.slot.matrices * out * width * self._times(one)
@@ -92,15 +92,15 @@ class Shape:
         )
 
     def _times(self, projection: Projection) -> int:
-        """Count the layers that have a projection."""
+        """Return the number of layers that have a projection."""
         layers = projection.layers
         return self.num_hidden_layers if layers is None else len(layers)
 
     @property
     def small_parameters(self) -> int:
-        """Weights of norms, biases and a table of positions; 0 where the family is not verified.
+        """Weights of norms, biases and a position table; 0 if the family is not verified.
 
-        They are those of the family's published models: a config.json may ask for more biases.
+        Based on the family's published models; a config.json may enable more biases.
         """
         family, sizes = self.family, self._sizes()
         if not family.verified:
@@ -114,12 +114,12 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Weights of the linear layers and of the embedding, and of a head of its own."""
+        """Number of weights in linear layers, the embedding, and an untied head."""
         return self.linear_parameters + self.embedding_parameters
 
     @property
     def embedding_parameters(self) -> int:
-        """Weights of the embedding table and, where it is not tied, of the head."""
+        """Number of weights in the embedding table and, if it is not tied, the head."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
 
@@ -169,7 +169,7 @@ def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
         hidden, heads = int(config[keys["hidden_size"]]), _heads(config, family)
         width = config.get(keys["intermediate_size"])
         if width is None and (family.transposed or not family.verified):
-            width = 4 * hidden  # GPT-2 leaves its usual width open; headers tell the others'
+            width = 4 * hidden  # GPT-2 omits the default width; for others it is in the headers
         return Shape(
             family=family,
             hidden_size=hidden,
@@ -189,18 +189,18 @@ def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
 
 
 def _layers(config: dict[str, Any], key: str, family: Family) -> int:
-    """Return the number of layers; headers tell it where config.json names their kinds instead."""
+    """Return the number of layers; from the headers if config.json lists their kinds instead."""
     return int(config[key]) if config.get(key) or family.verified else family.sizes[LAYERS]
 
 
 def _heads(config: dict[str, Any], family: Family) -> int:
-    """Return the heads of attention; a recurrent model has none, and is one wide head here."""
+    """Return the number of attention heads; a recurrent model counts as having one wide head."""
     key = family.keys["num_attention_heads"]
     return int(config[key]) if family.verified or config.get(key) is not None else 1
 
 
 def _longest(config: dict[str, Any], key: str, family: Family) -> int:
-    """Return the longest sequence, in tokens; models without a table of positions may name none."""
+    """Return the maximum sequence length in tokens; models without a position table may lack it."""
     if family.verified or config.get(key) is not None:
         return int(config[key])
     return UNBOUNDED
@@ -209,15 +209,15 @@ def _longest(config: dict[str, Any], key: str, family: Family) -> int:
 def check_weights(directory: ModelDirectory) -> None:
     """Compare the projections of every layer with the dimensions in config.json.
 
-    Loading would fill a matrix that is absent with random numbers and say so in a log line.
+    Loading would initialize a missing matrix randomly and only log a warning.
 
     Raises:
-        ModelFileError: naming the first projection that is absent or of another shape.
+        ModelFileError: names the first projection that is missing or has a different shape.
     """
     where = str(directory.path / "config.json")
     shape = _from_config(directory.config, where, family_in(directory))
     layers = shape.family.layers.partition(".")[2]
-    # Saved without its head, a model's keys lack the first part of each name.
+    # Keys of a model saved without its head lack the first part of each name.
     found = {
         name[name.find(f"{layers}.") :]: info.shape for name, info in directory.tensors.items()
     }
@@ -246,10 +246,10 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def logical_name(module_path: str, family: Family) -> str:
-    """Name a module the adapter's way: ``model.layers.3.mlp.up_proj`` is ``l3.up``.
+    """Return a module's logical name in adapters: ``model.layers.3.mlp.up_proj`` is ``l3.up``.
 
     Raises:
-        ModelFileError: the path is no projection of the family.
+        ModelFileError: the path is not a projection of the family.
     """
     path = module_path.removeprefix(_PEFT_PREFIX)
     if path == HEAD:
@@ -265,10 +265,10 @@ def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
     """Return the key of a module's weight in the base checkpoint.
 
     Args:
-        module_path: path of the module; PEFT's prefix may stand before it.
+        module_path: path of the module, optionally with PEFT's prefix.
         family: the model's family.
-        keys: the keys that the checkpoint has. Some are saved without the head, and then lack the
-            first part of every name; a tied head is the embedding table.
+        keys: the checkpoint's keys. Checkpoints saved without the head lack the first part of
+            every name; a tied head is the embedding table.
 
     Raises:
         ModelFileError: the checkpoint has no such weight.
@@ -283,22 +283,22 @@ def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
     raise ModelFileError("the checkpoint has no weight of this module", where=path)
 
 
-_LISTED = 32  # missing keys that a message names, as the seeds' preflight did
-# Middle projections from which a composition without factors is warned about. measured: SmolLM2's
-# 30 give the base a validation loss of 3.0e18 nats sequential, 9.6e18 residual_plain, 12.8 residual
-# (k = 64, stdlib rows). Where between 1 and 30 it begins is an unverified guess.
+_LISTED = 32  # missing keys listed in a message, as in the seeds' preflight
+# Number of middle projections from which a composition without factors gives a warning. measured:
+# SmolLM2's 30 give the base a validation loss of 3.0e18 nats sequential, 9.6e18 residual_plain,
+# 12.8 residual (k = 64, stdlib rows). The onset between 1 and 30 is an unverified guess.
 DEEP_STACK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxyStack:
-    """The parts of the graph.
+    """The parts of the proxy's graph.
 
     Attributes:
         middle: module paths of the active middle projections, first to last.
-        expected: middle projections that were asked for.
-        missing: keys of those that the checkpoint lacks.
-        composition: how they follow each other.
+        expected: requested number of middle projections.
+        missing: keys of those missing from the checkpoint.
+        composition: the way in which they are composed.
     """
 
     middle: tuple[str, ...]
@@ -308,17 +308,17 @@ class ProxyStack:
 
     @property
     def complete(self) -> bool:
-        """Whether every middle projection that was asked for is there."""
+        """Whether every requested middle projection is present."""
         return not self.missing
 
     @property
     def matched(self) -> int:
-        """Middle projections of those asked for that the checkpoint has."""
+        """Number of requested middle projections that the checkpoint has."""
         return self.expected - len(self.missing)
 
     @property
     def graph_id(self) -> str:
-        """Name of the graph, as the seeds write it."""
+        """Name of the graph, in the seeds' format."""
         return graph_name(self.composition.value, len(self.middle))
 
     @property
@@ -328,7 +328,7 @@ class ProxyStack:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings that an operator should read before believing a number."""
+        """Warnings to read before relying on a result."""
         found = []
         if self.missing:
             found.append(
@@ -345,20 +345,20 @@ class ProxyStack:
 
 
 def graph_name(composition: str, middle: int) -> str:
-    """Name a graph of so many middle projections as the seeds do."""
+    """Return the seeds' name for a graph with this number of middle projections."""
     return f"proxy_stack_v1_{composition}" if middle else "lm_head_only"
 
 
 def stack_of(shape: Shape, backend: ProxyConfig, keys: Collection[str] | None = None) -> ProxyStack:
-    """Choose the weights of the stack.
+    """Select the weights of the stack.
 
     Args:
         shape: dimensions of the model.
         backend: the `backend` group.
-        keys: what the checkpoint has; None stands for a checkpoint that is not made yet, whole.
+        keys: the checkpoint's keys; None means a checkpoint yet to be created, which is complete.
 
     Raises:
-        ConfigError: more layers are asked for than there are.
+        ConfigError: more layers are requested than exist.
         ModelFileError: a middle projection is not square, or is missing under
             ``backend.require_full_stack``.
     """

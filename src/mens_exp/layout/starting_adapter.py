@@ -1,4 +1,4 @@
-"""An adapter that a run starts from: schema v3 or a PEFT directory, read under logical names."""
+"""The adapter that a run starts from: schema v3 or a PEFT directory, read under logical names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class StartingAdapter:
     """An adapter on disk.
 
     Attributes:
-        directory: where its files lie.
+        directory: the directory of its files.
         form: ``v3`` or ``peft``.
-        sha256: of the file of tensors.
-        rank: r of every layer.
+        sha256: hash of the tensor file.
+        rank: rank r of every layer.
         alpha: numerator of its scale.
-        alphas: that of each layer where it is another.
+        alphas: alpha of each layer that has a different one.
         variant: ``lora``, ``rslora`` or ``dora``.
-        base_weights_sha256: of the base it was trained on; None where the form does not tell.
+        base_weights_sha256: hash of the base it was trained on; None if not recorded.
         tensors: ``{logical}.lora_a`` [r, in], ``{logical}.lora_b`` [out, r] and, in dora,
             ``{logical}.lora_magnitude`` [out], f32.
     """
@@ -55,10 +55,10 @@ def find(text: str) -> Path:
     """Return the directory of the adapter that ``lora.init_from`` names.
 
     Args:
-        text: ``latest``, a run directory, or a directory that holds an adapter.
+        text: ``latest``, a run directory, or a directory that contains an adapter.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no such adapter.
     """
     directory = Path(text).expanduser()
     if text != "latest" and _form(directory) is not None:
@@ -84,17 +84,17 @@ def find(text: str) -> Path:
 
 
 def read(directory: Path, family: Family) -> StartingAdapter:
-    """Read an adapter that :func:`find` has found.
+    """Read an adapter found by :func:`find`.
 
     Args:
-        directory: holds the adapter.
-        family: of the model that it is for; a PEFT directory names modules by their paths.
+        directory: the directory of the adapter.
+        family: family of its model; a PEFT directory names modules by their paths.
 
     Raises:
-        DataError: a file is missing, damaged, or breaks a rule of its form, or no setting of a
-            run says its scale.
-        ModelFileError: a PEFT directory's file of tensors is damaged.
-        Problems: several of these, or a file is not what its run wrote.
+        DataError: a file is missing, damaged, or violates its format, or its scale cannot be
+            expressed by a run's settings.
+        ModelFileError: the tensor file of a PEFT directory is damaged.
+        Problems: several of these, or a file differs from what its run wrote.
     """
     refuse_changed_adapter(directory)
     if _form(directory) == "peft":
@@ -164,7 +164,7 @@ def _read_peft(directory: Path, family: Family) -> StartingAdapter:
 
 
 def _recorded_base(directory: Path) -> str | None:
-    """Return the base's hash where the PEFT directory is the view of an adapter of ours."""
+    """Return the base's hash if the PEFT directory is a copy of one of our adapters."""
     if _form(directory.parent) != "v3" or directory != RunDir(directory.parents[1]).peft:
         return None
     manifest, _ = read_adapter(directory.parent)

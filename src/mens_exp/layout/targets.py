@@ -1,4 +1,4 @@
-"""Targets of adapters, matched against a model's shape without loading the model.
+"""Adapter targets, matched against a model's shape without loading the model.
 
 A target is a group (``attention``), the last name or names of a module (``q_proj``,
 ``self_attn.q_proj``), or a glob over the whole module path (``*.layers.1?.mlp.*``).
@@ -28,18 +28,18 @@ _GLOB = "*?["
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearModule:
-    """A linear module of the model that may get an adapter.
+    """A linear module of the model that can get an adapter.
 
     Attributes:
         path: module path, such as ``model.layers.3.self_attn.q_proj``.
-        logical: the adapter's name for it, such as ``l3.q``.
-        kind: the same without its layer, such as ``q``.
-        layer: number of its decoder layer; None for the head.
-        reads: name of its input in the whole model; modules of one input share it.
+        logical: its logical name in adapters, such as ``l3.q``.
+        kind: the logical name without the layer, such as ``q``.
+        layer: index of its decoder layer; None for the head.
+        reads: identifier of its input in the whole model; modules with the same input share it.
         out: number of outputs.
         width: number of inputs.
-        slot: its place among the experts of a mixture; None for a linear module.
-        stack: path of the tensor that it is a part of in transformers' graph, such as
+        slot: its position among the experts of a mixture; None for a linear module.
+        stack: path of the tensor that contains it in transformers' graph, such as
             ``model.layers.3.mlp.experts.gate_up_proj``; None for a linear module.
     """
 
@@ -54,7 +54,7 @@ class LinearModule:
     stack: str | None = None
 
     def is_called(self, name: str) -> bool:
-        """Return whether a name is the last part, or the last parts, of a path."""
+        """Return whether a name equals the last part or parts of a path."""
         return any(f".{path}".endswith(f".{name}") for path in self.paths)
 
     def is_like(self, glob: str) -> bool:
@@ -63,14 +63,14 @@ class LinearModule:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Its names: in the checkpoint and, of an expert's matrix, in the graph."""
+        """Its names: in the checkpoint and, for an expert's matrix, in the graph."""
         return (self.path,) if self.stack is None else (self.path, self.stack)
 
 
 def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
-    """Return every module that an adapter can sit on, in the model's order, the head last.
+    """Return every module that can get an adapter, in the model's order, the head last.
 
-    The experts of a mixture are among them as the checkpoint stores them.
+    The experts of a mixture are included in the form stored in the checkpoint.
     """
     family = shape.family
     sizes = [(one, *shape.size_of(one)) for one in family.projections]
@@ -93,11 +93,11 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
 
 
 def expert_modules(family: Family, layers: Iterable[int]) -> list[LinearModule]:
-    """Return the experts of a family that headers told, which knows their sizes itself.
+    """Return the experts of an inferred family, which contains their sizes.
 
     Args:
-        family: of the model.
-        layers: numbers of the decoder layers.
+        family: family of the model.
+        layers: indices of the decoder layers.
     """
     sizes = family.sizes
     return [
@@ -156,7 +156,7 @@ def skipped(patterns: Sequence[str], shape: Shape) -> tuple[LinearModule, ...]:
 
 
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
-    """List the targets that match no module, and the patterns that match no target's."""
+    """List the targets that match no module, and the patterns that match no target module."""
     modules, family = linear_modules(shape), shape.family
     problems = [
         _no_match(target, modules, family)
@@ -164,7 +164,7 @@ def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
         if not _matching(target, modules, family)
     ]
     if problems:
-        return problems  # what they should have matched is what patterns are judged by
+        return problems  # patterns are checked against the matched modules
     adapted = [one for t in lora.targets for one in _matching(t, modules, family)]
     problems = list(_parts_of_stacks(lora, modules, {one.path for one in adapted}, family))
     for name in ("rank_pattern", "alpha_pattern"):
@@ -185,13 +185,13 @@ def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
 def pattern_values(
     pattern: Mapping[str, int], modules: Sequence[LinearModule], family: Family, usual: int
 ) -> dict[str, int]:
-    """Return a rank or an alpha for each module, by path.
+    """Return a rank or an alpha for each module, keyed by path.
 
     Args:
-        pattern: target-like pattern to value; the last one that matches a module counts.
+        pattern: target-like pattern -> value; the last one that matches a module applies.
         modules: the modules that get an adapter.
-        family: of the model.
-        usual: the value of modules that no pattern matches.
+        family: family of the model.
+        usual: the value of modules that match no pattern.
     """
     values = {one.path: usual for one in modules}
     for target, value in pattern.items():
@@ -200,10 +200,10 @@ def pattern_values(
 
 
 def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
-    """Count what is trained: ``r · (in + out)`` for each module, and ``out`` more in DoRA.
+    """Count trained parameters: ``r · (in + out)`` per module, plus ``out`` in DoRA.
 
-    Gate and up of an expert are one tensor of transformers', so that they share a matrix A.
-    Targets that match nothing count nothing; they are reported elsewhere.
+    Gate and up of an expert are one tensor in transformers, so they share a matrix A. Targets that
+    match nothing count as zero; they are reported elsewhere.
     """
     modules = [] if target_problems(lora, shape) else chosen(lora, shape)
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
@@ -218,7 +218,7 @@ def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
 
 
 def adapter_shapes(one: LinearModule, r: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a module's tensors in schema v3, by the last part of their names.
+    """Return the shapes of a module's tensors in schema v3, keyed by the last part of their names.
 
     Args:
         one: the module.
@@ -230,11 +230,11 @@ def adapter_shapes(one: LinearModule, r: int) -> dict[str, tuple[int, ...]]:
 
 
 def without_experts(family: Family, modules: Iterable[LinearModule]) -> str:
-    """Say what to set so that experts get no adapter.
+    """Describe the setting that excludes experts from adaptation.
 
     Args:
-        family: of the model.
-        modules: others that could get one, for a family without a group for them.
+        family: family of the model.
+        modules: alternative modules, for a family without a group for them.
     """
     if "attention" in family.groups:
         return "set lora=attention"
@@ -243,11 +243,11 @@ def without_experts(family: Family, modules: Iterable[LinearModule]) -> str:
 
 
 def described(modules: Iterable[LinearModule], layers: int) -> str:
-    """Say what matched: ``q, v in 30 of 30 layers; lm_head: 61 modules``.
+    """Summarize matched modules: ``q, v in 30 of 30 layers; lm_head: 61 modules``.
 
     Args:
         modules: the modules that get an adapter.
-        layers: how many decoder layers the model has.
+        layers: number of decoder layers of the model.
     """
     matched = list(modules)
     where: dict[str, set[int | None]] = {}
@@ -265,18 +265,18 @@ def described(modules: Iterable[LinearModule], layers: int) -> str:
 
 
 def _kind_of(one: LinearModule) -> str:
-    """Name a module's kind; the matrices of all experts are one."""
+    """Return a module's kind; the matrices of all experts count as one kind."""
     if one.slot is None:
         return one.kind
     return f"{one.slot.parameter.rpartition('.')[2]} of {one.slot.experts} experts"
 
 
 def shortest_names(matched: Sequence[str], paths: Iterable[str]) -> list[str]:
-    """Return the last names of module paths where those say it all, else the whole paths.
+    """Return the last names of module paths if they are unambiguous, else the whole paths.
 
     Args:
-        matched: the modules that are meant.
-        paths: of every module of the model that a name might be meant for.
+        matched: the intended modules.
+        paths: every module of the model that a name might refer to.
     """
     names = {path.rpartition(".")[2] for path in matched}
     if {path for path in paths if path.rpartition(".")[2] in names} == set(matched):
@@ -293,14 +293,14 @@ def _matching(
     if any(character in target for character in _GLOB):
         return tuple(one for one in modules if one.is_like(target))
     if target in GROUPS and target != HEAD:
-        return ()  # a group that this family's fused modules cannot tell apart
+        return ()  # a group that this family's fused modules cannot separate
     return tuple(one for one in modules if one.is_called(target))
 
 
 def _parts_of_stacks(
     lora: LoraConfig, modules: Sequence[LinearModule], adapted: Collection[str], family: Family
 ) -> Iterator[ConfigError]:
-    """Yield adapters on some experts of a layer, or on all with ranks or alphas that differ."""
+    """Yield problems of adapters on some experts of a layer, or with unequal ranks or alphas."""
     stacks: dict[str, list[LinearModule]] = {}
     for one in modules:
         if one.stack is not None:
