@@ -1,1 +1,1 @@
-"""Text to ids: Hugging Face tokenizers, chat templates, the byte-level tokenizer."""
+"""Tokenization: Hugging Face tokenizers, chat templates, the byte-level tokenizer."""

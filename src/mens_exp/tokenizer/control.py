@@ -1,19 +1,18 @@
-"""Control tokens: text that spells one, and tokenization of the pieces between them.
+"""Control tokens in user text, and tokenization of the pieces between control tokens.
 
-A chat template pastes a row's text between its control tokens, and afterwards nobody can tell
-who wrote ``<|im_end|>``. So the text is *guarded* before it is rendered: what spells a control
-token stands there as two noncharacters (code points that Unicode keeps out of all text) with the
-token's number between them. Encoding turns what is guarded back into plain text, in a tokenizer
-that knows the template's control tokens by such a private spelling alone. Where nothing is
+A chat template inserts a row's text between its control tokens, after which the author of an
+``<|im_end|>`` cannot be determined. Text is therefore *guarded* before rendering: anything that
+spells a control token is replaced by two noncharacters (code points that Unicode excludes from
+text) around the token's number. Encoding turns guarded sequences back into plain text, in a
+tokenizer that knows the template's control tokens only under such a private spelling. If nothing is
 guarded, the tokenizer itself encodes.
 
-A tokenizer cuts a text at its added tokens before anything else, and what lies between two of them
-is normalized, split and merged by itself. So the ids of a text are those of its pieces one after
-the other, and a piece that many texts have (a system prompt, the opening of a turn, a prompt with
-and without its answer) needs to be tokenized only once. That holds for added tokens that match as
-they are written; those that match normalized text do so inside a piece. Where tokens swallow white
-space, match whole words only, or could be found inside one another, and where a trial gives
-different ids, texts are tokenized whole.
+A tokenizer first splits a text at its added tokens, and normalizes, splits and merges the text
+between two of them separately. The ids of a text are therefore the concatenated ids of its pieces,
+and a piece shared by many texts (a system prompt, the start of a turn, a prompt with and without
+its answer) is tokenized only once. This holds for added tokens that match literally; those that
+match normalized text do so inside a piece. If tokens absorb white space, match only whole words or
+can overlap, or if a trial gives different ids, texts are tokenized as a whole.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-MARK_BEGIN, MARK_END = "\ufdd2", "\ufdd3"  # around what a template marks as generated
+MARK_BEGIN, MARK_END = "\ufdd2", "\ufdd3"  # around text that a template marks as generated
 _RESERVED = (_OPEN, _CLOSE, MARK_BEGIN, MARK_END)
 _PRIVATE = re.compile(f"{MARK_BEGIN}[0-9a-f]+{MARK_END}")
 _GUARDED = re.compile(f"{_OPEN}([0-9a-f]+){_CLOSE}")
 
 
 class Placed(NamedTuple):
-    """The tokens of a text that was given in pieces, and the first and last piece of each."""
+    """The tokens of a text given in pieces, with the first and the last piece of each token."""
 
     ids: np.ndarray
     first: np.ndarray
@@ -47,14 +46,14 @@ class Placed(NamedTuple):
 
 
 class ControlText:
-    """Guards text, and encodes what is guarded as the text that it is."""
+    """Guards text, and encodes guarded text as the plain text that it represents."""
 
     def __init__(self, core: Tokenizer, *, allow: bool = False) -> None:
         """Read the control tokens of a tokenizer.
 
         Args:
             core: the tokenizer.
-            allow: let text that spells a control token be that token.
+            allow: whether text that spells a control token becomes that token.
         """
         self._core = core
         self._tokens = {
@@ -62,7 +61,7 @@ class ControlText:
         }
         self._ids = {what.content: token for token, what in self._tokens.items()}
         controls = sorted(self._ids, key=len, reverse=True)
-        # Ours are always guarded, or text that holds them would be taken for a guard.
+        # Ours are always guarded, otherwise text that contains them would be mistaken for a guard.
         self._texts = [*_RESERVED, *controls]
         self._number = {text: number for number, text in enumerate(self._texts)}
         self._control = _any_of(controls)
@@ -72,15 +71,15 @@ class ControlText:
         self._real: dict[int, int] = {}
 
     def guard(self, text: str) -> str:
-        """Replace what spells a control token; `unguard` gives the text back."""
+        """Replace text that spells a control token; `unguard` restores it."""
         return self._to_guard.sub(lambda m: f"{_OPEN}{self._number[m[0]]:x}{_CLOSE}", text)
 
     def unguard(self, text: str) -> str:
-        """Return the text as it was before it was guarded."""
+        """Return the text as it was before guarding."""
         return _GUARDED.sub(lambda m: self._texts[int(m[1], 16)], text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts; control tokens are those that are not guarded."""
+        """Encode texts; only unguarded control tokens become control tokens."""
         guarded = [number for number, text in enumerate(texts) if _OPEN in text]
         if not guarded and self._pieces is not None:
             return self._pieces.encode(texts)
@@ -94,10 +93,10 @@ class ControlText:
         return ids
 
     def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
-        """Encode texts that are given in pieces, each as `encode` would the whole.
+        """Encode texts given in pieces, with the same result as `encode` for the whole text.
 
         Args:
-            texts: the pieces of each text; what is guarded lies within one piece.
+            texts: the pieces of each text; a guarded sequence must be within one piece.
         """
         whole = ["".join(pieces) for pieces in texts]
         plain = [text if _OPEN not in text else "" for text in whole]
@@ -124,7 +123,7 @@ class ControlText:
 
     @property
     def _plainly(self) -> Tokenizer:
-        """The tokenizer that knows control tokens by their private spelling alone."""
+        """The tokenizer that knows control tokens only by their private spelling."""
         if self._plain is None:
             self._plain = self._made_plain()
         return self._plain
@@ -142,9 +141,9 @@ class ControlText:
         return [self._real.get(token, token) for token in ids]
 
     def _made_plain(self) -> Tokenizer:
-        """Copy the tokenizer so that it knows control tokens by their private spelling alone."""
+        """Copy the tokenizer, so that it knows control tokens only by their private spelling."""
         plain = Tokenizer.from_str(self._core.to_str())
-        plain.encode_special_tokens = True  # that is: as the text they are
+        plain.encode_special_tokens = True  # encodes them as plain text
         plain.add_tokens(
             [
                 AddedToken(
@@ -164,12 +163,12 @@ class ControlText:
 
 
 def placed(ids: Sequence[int], spans: np.ndarray, sizes: Sequence[int]) -> Placed:
-    """Say which pieces tokens are of.
+    """Determine the pieces that tokens belong to.
 
     Args:
         ids: the tokens.
-        spans: begin and end of each in the whole text, ``[tokens, 2]``.
-        sizes: how long each piece is.
+        spans: start and end of each token in the whole text, ``[tokens, 2]``.
+        sizes: length of each piece.
     """
     ends = np.cumsum(np.asarray(sizes, np.int64))
     begin, end = spans.reshape(-1, 2).T
@@ -198,22 +197,22 @@ _TRIAL = ("", "a", " a", "\n\n", "b c ", "Été 12")
 
 
 class Pieces:
-    """Encodes texts of one tokenizer from their pieces."""
+    """Encodes texts with one tokenizer from their pieces."""
 
     def __init__(self, core: Tokenizer, ids: dict[str, int]) -> None:
-        """Cut at added tokens, whose texts and ids are given; `pieces_of` says where one may."""
+        """Configure splitting at added tokens, given their texts and ids; see `pieces_of`."""
         self._core = core
         self._ids = ids
         longest_first = sorted(ids, key=len, reverse=True)  # as the tokenizer prefers them
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        # A piece that begins a text may be tokenized otherwise than one behind a control token
-        # (some put a space before it), so the others stand behind this one.
+        # A piece at the start of a text may be tokenized differently than one after a control token
+        # (some prepend a space), so the others are placed after this token.
         self._before = longest_first[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as the tokenizer does."""
         cut = [self._cut.split(text) for text in texts]
-        # Even places are pieces, odd ones control tokens.
+        # Even positions are pieces, odd ones control tokens.
         first = list(dict.fromkeys(parts[0] for parts in cut))
         later = list(dict.fromkeys(piece for parts in cut for piece in parts[2::2]))
         behind = [self._before + piece for piece in later]
@@ -231,7 +230,7 @@ class Pieces:
 
 
 def pieces_of(core: Tokenizer) -> Pieces | None:
-    """Return what encodes texts from their pieces, or None where a tokenizer does not allow it."""
+    """Return an encoder from pieces; None if the tokenizer does not support it."""
     added = core.get_added_tokens_decoder()
     as_written = {what.content: token for token, what in added.items() if not what.normalized}
     plain = not any(
@@ -250,7 +249,7 @@ def pieces_of(core: Tokenizer) -> Pieces | None:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether a match of one text could begin inside a match of the other."""
+    """Return whether a match of one text could start inside a match of the other."""
     if one != other and one in other:
         return True
     most = min(len(one), len(other))

@@ -1,9 +1,9 @@
 """The tokenizers: Hugging Face's, read from its files without torch, and VoxTokenizer.
 
-VoxTokenizer has 131 ids, bit-compatible with the Vox mens trainer's, its losses included.
-0 is PAD, 1 UNK, 2 EOS; printable ASCII is 3 to 97; 33 compounds follow from 98. At each place the
-first compound *in list order* that matches is taken, not the longest; then an ASCII character;
-then UNK for the one byte there. Newlines, tabs and every byte of non-ASCII text are therefore lost.
+VoxTokenizer has 131 ids and is bit-compatible with the Vox mens trainer's, including its losses.
+0 is PAD, 1 UNK, 2 EOS; printable ASCII is 3 to 97; 33 compounds follow from 98. At each position
+the first compound *in list order* that matches is taken, not the longest; then an ASCII character;
+then UNK for a single byte. Newlines, tabs and all bytes of non-ASCII text are therefore lost.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _SCRIPTS = "a small answer, 7\n\té漢🦀"
 class HfTokenizer:
     """tokenizer.json, its special tokens and its chat template.
 
-    ``end_ids`` are the ids that end an answer: the end-of-sequence token, and the control
-    token that the chat template puts behind an answer. ``template_source`` says where the chat
-    template is from, and ``date`` is today's to it. Text of a conversation that spells a control
-    token is encoded as text, unless ``allow_control_text`` says otherwise.
+    ``end_ids`` are the ids that end an answer: the end-of-sequence token, and the control token
+    that the chat template writes after an answer. ``template_source`` is the origin of the chat
+    template, and ``date`` is its current date. Conversation text that spells a control token is
+    encoded as text, unless ``allow_control_text`` is set.
     """
 
     core: Tokenizer = field(repr=False)
@@ -72,26 +72,26 @@ class HfTokenizer:
     def __post_init__(self) -> None:
         """Look up the control tokens."""
         control = ControlText(self.core, allow=self.allow_control_text)
-        object.__setattr__(self, "_control", control)  # the only way into a frozen object
+        object.__setattr__(self, "_control", control)  # required for a frozen dataclass
 
     @classmethod
     def from_directory(cls, directory: Path, config: TokenizerConfig | None = None) -> HfTokenizer:
         """Read the tokenizer of a model directory.
 
         Args:
-            directory: where tokenizer.json lies.
+            directory: directory of tokenizer.json.
             config: the `tokenizer` group; None takes everything from the directory.
 
         Raises:
-            ModelFileError: tokenizer.json is absent or no tokenizer.
-            ConfigError: the file of a chat template is absent or cannot be read.
+            ModelFileError: tokenizer.json is missing or invalid.
+            ConfigError: the chat template file is missing or cannot be read.
         """
         path = directory / "tokenizer.json"
         try:
             core = Tokenizer.from_file(str(path))
-            core.encode(_SCRIPTS)  # some faults show when the first unknown character comes
+            core.encode(_SCRIPTS)  # some faults appear only with an unknown character
         except BaseException as error:
-            # tokenizers raises bare Exception for every fault, and what Rust panics with is none.
+            # tokenizers raises bare Exception for all errors, and a Rust panic is not an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ModelFileError("is no tokenizer", where=str(path), found=str(error)) from error
@@ -112,32 +112,32 @@ class HfTokenizer:
 
     @property
     def template_sha256(self) -> str:
-        """Hash of the chat template in force."""
+        """Hash of the effective chat template."""
         return sha256_bytes(self.chat_template.encode())
 
     @property
     def has_own_template(self) -> bool:
-        """Whether the chat template is one that came with the tokenizer."""
+        """Whether the chat template is the tokenizer's own."""
         return self.template_source == TOKENIZERS_OWN
 
     @property
     def is_dated(self) -> bool:
-        """Whether the chat template asks for the date."""
+        """Whether the chat template uses the date."""
         return is_dated(self.chat_template)
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-sequence token, where there is one."""
+        """Id of the end-of-sequence token, if there is one."""
         return _id_of(self.core, self.special_tokens.get("eos_token"))
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the begin-of-sequence token, where there is one."""
+        """Id of the begin-of-sequence token, if there is one."""
         return _id_of(self.core, self.special_tokens.get("bos_token"))
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer by itself puts the begin marker before every text."""
+        """Whether the tokenizer itself prepends the begin-of-sequence token to every text."""
         return self.bos_id is not None and self.core.encode("").ids[:1] == [self.bos_id]
 
     @property
@@ -147,12 +147,12 @@ class HfTokenizer:
 
     @property
     def last_id(self) -> int:
-        """Largest id there is."""
+        """Largest id."""
         return max(self.core.get_vocab(with_added_tokens=True).values(), default=0)
 
     @property
     def pad_id(self) -> int:
-        """Id that fills padding; masked by length, never by its value."""
+        """Id used for padding; masked by length, never by its value."""
         for name in (self.special_tokens.get("pad_token"), self.special_tokens.get("eos_token")):
             token = _id_of(self.core, name)
             if token is not None:
@@ -160,14 +160,14 @@ class HfTokenizer:
         return 0
 
     def guard(self, text: str) -> str:
-        """Return a row's text as `render` pastes it: what spells a control token is guarded."""
+        """Return a row's text for `render`, with anything that spells a control token guarded."""
         return self._control.guard(text)
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        """Render a conversation under the chat template in force.
+        """Render a conversation with the effective chat template.
 
-        What its texts have of control tokens is guarded, so that `encode_all` can tell it from
-        the template's own; `unguard` makes the text fit for reading.
+        Control tokens in its texts are guarded, so that `encode_all` can distinguish them from the
+        template's own; `unguard` makes the text readable.
         """
         return render(
             self.chat_template,
@@ -178,25 +178,25 @@ class HfTokenizer:
         )
 
     def unguard(self, text: str) -> str:
-        """Return a rendered text as a reader should see it."""
+        """Return a rendered text in readable form."""
         return self._control.unguard(text)
 
     def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
-        """Return what the template marks as generated, in characters of `render`'s text."""
+        """Return the spans marked as generated by the template, in characters of rendered text."""
         return generated_spans(
             self.chat_template, self._guarded(messages), today=self.date, **self.special_tokens
         )
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts without adding special tokens of the tokenizer's own."""
+        """Encode texts without adding the tokenizer's own special tokens."""
         return self._control.encode(list(texts))
 
     def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
-        """Encode texts given in pieces, and say which piece each token is of."""
+        """Encode texts given in pieces, with the pieces of each token."""
         return self._control.encode_pieces(texts)
 
     def encode_prompts(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
-        """Encode conversations up to where the assistant begins, as training does."""
+        """Encode conversations up to the start of the assistant's turn, as in training."""
         return self.encode_all(
             [self.render(messages, add_generation_prompt=True) for messages in conversations]
         )
@@ -211,27 +211,27 @@ class HfTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, control tokens left out."""
+        """Decode ids without control tokens."""
         return str(self.core.decode(list(ids), skip_special_tokens=True))
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Decode ids, control tokens spelled out."""
+        """Decode ids, including the text of control tokens."""
         return str(self.core.decode(list(ids), skip_special_tokens=False))
 
 
 def chat_template_of(directory: Path, config: TokenizerConfig | None) -> tuple[str, str]:
-    """Return the chat template in force in a model directory, and what a record calls its source.
+    """Return the effective chat template of a model directory, and its source for records.
 
     Raises:
-        ConfigError: the file that `tokenizer.chat_template` names holds no template.
-        ModelFileError: the directory has several templates and none called default.
+        ConfigError: the file named by `tokenizer.chat_template` contains no template.
+        ModelFileError: the directory has several templates, none of them named default.
     """
     named = None if config is None else config.chat_template
     return template_in_force(directory, _tokenizer_config(directory), named)
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with every text in it changed, names of keys too."""
+    """Return a JSON value with every string in it changed, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -250,13 +250,13 @@ def _control_ids(core: Tokenizer) -> set[int]:
 
 
 def _end_ids(core: Tokenizer, template: str, special_tokens: dict[str, str]) -> set[int]:
-    """Return the ids that end an answer, the template's own marker read off a small answer."""
+    """Return the ids that end an answer; the template's marker is found by rendering an answer."""
     eos = _id_of(core, special_tokens.get("eos_token"))
     ends = set() if eos is None else {eos}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
         text = render(template, turns, add_generation_prompt=False, **special_tokens)
-    except DataError:  # a template that wants other turns is refused when rows are encoded
+    except DataError:  # a template that needs other turns is refused when rows are encoded
         return ends
     closing = core.encode(text.rpartition(_PROBE)[2], add_special_tokens=False).ids
     controls = _control_ids(core)
@@ -264,7 +264,7 @@ def _end_ids(core: Tokenizer, template: str, special_tokens: dict[str, str]) -> 
 
 
 def _tokenizer_config(directory: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, over the file that older tokenizers keep their tokens in."""
+    """Read tokenizer_config.json, merged over the token file of older tokenizers."""
     config = _read_object(directory / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
@@ -313,7 +313,7 @@ _IM_START, _IM_END = (
     _FIRST_COMPOUND + VOX_COMPOUNDS.index(f"<|im_{x}|>") for x in ("start", "end")
 )
 
-# Every id fits a byte, so that text between compounds is encoded by one table lookup a run.
+# Every id fits a byte, so that text between compounds is encoded with one table lookup per run.
 _OF_BYTE = bytes(
     byte - _FIRST_ASCII + 3 if _FIRST_ASCII <= byte <= _LAST_ASCII else VOX_UNK
     for byte in range(256)
@@ -335,12 +335,12 @@ _BYTES = [1] * _FIRST_COMPOUND + [len(text) for text in VOX_COMPOUNDS]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoxTokenizer:
-    """The fixed tokenizer, under ChatML's exact strings; a marker in a text is that marker."""
+    """The fixed Vox tokenizer, with ChatML's exact strings; a marker in a text is that marker."""
 
     chat_template: str = CHATML
     template_source: str = "ChatML"
     date: str = DATE
-    allow_control_text: bool = True  # its ids leave no way to tell a row's markers from ours
+    allow_control_text: bool = True  # its ids cannot distinguish a row's markers from ours
 
     @property
     def sha256(self) -> str:
@@ -349,7 +349,7 @@ class VoxTokenizer:
 
     @property
     def template_sha256(self) -> str:
-        """Hash of the chat template in force."""
+        """Hash of the effective chat template."""
         return sha256_bytes(self.chat_template.encode())
 
     @property
@@ -359,7 +359,7 @@ class VoxTokenizer:
 
     @property
     def is_dated(self) -> bool:
-        """Whether the chat template asks for the date."""
+        """Whether the chat template uses the date."""
         return is_dated(self.chat_template)
 
     @property
@@ -369,7 +369,7 @@ class VoxTokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """Nothing stands before a text."""
+        """Always false: nothing is prepended to a text."""
         return False
 
     @property
@@ -379,12 +379,12 @@ class VoxTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id that fills padding."""
+        """Id used for padding."""
         return VOX_PAD
 
     @property
     def last_id(self) -> int:
-        """Highest id there is."""
+        """Highest id."""
         return VOX_VOCAB_SIZE - 1
 
     @property
@@ -398,7 +398,7 @@ class VoxTokenizer:
         return {VOX_EOS, _IM_END}
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        """Render a conversation under the chat template."""
+        """Render a conversation with the chat template."""
         return render(
             self.chat_template,
             messages,
@@ -407,23 +407,23 @@ class VoxTokenizer:
         )
 
     def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
-        """Return what the template marks as generated, in characters of `render`'s text."""
+        """Return the spans marked as generated by the template, in characters of rendered text."""
         return generated_spans(self.chat_template, messages, today=self.date)
 
     def guard(self, text: str) -> str:
-        """Return the text as it is: a marker in it is that marker."""
+        """Return the text unchanged: a marker in it is that marker."""
         return text
 
     def unguard(self, text: str) -> str:
-        """Return the text as it is."""
+        """Return the text unchanged."""
         return text
 
     def encode_prompts(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
-        """Encode conversations up to where the assistant begins, as training does."""
+        """Encode conversations up to the start of the assistant's turn, as in training."""
         return [self.encode(self.render(c, add_generation_prompt=True)) for c in conversations]
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text; lone surrogates are three bytes, as in the UTF-8 of the reference."""
+        """Encode a text; a lone surrogate counts as three bytes, as in the reference's UTF-8."""
         pieces = _COMPOUND.split(text.encode("utf-8", "surrogatepass"))
         runs = [piece.translate(_OF_BYTE) for piece in pieces]
         runs[1::2] = [_OF_COMPOUND[piece] for piece in pieces[1::2]]
@@ -434,24 +434,24 @@ class VoxTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
-        """Encode texts given in pieces, and say which piece each token is of; bytes are counted."""
+        """Encode texts given in pieces, with the pieces of each token; positions are in bytes."""
         return [_placed(self.encode("".join(pieces)), pieces) for pieces in texts]
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Decode ids; control tokens have their texts already."""
+        """Decode ids; the text of control tokens is included already."""
         return self.decode(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids: PAD and EOS are dropped, UNK is U+FFFD.
 
-        So is an id past the vocabulary, which a model whose table was filled up can still emit.
+        An id beyond the vocabulary, which a model with a padded table can emit, is U+FFFD too.
         """
         unknown = _TEXT[VOX_UNK]
         return "".join([_TEXT[i] if 0 <= i < VOX_VOCAB_SIZE else unknown for i in ids])
 
 
 def _placed(ids: list[int], pieces: Sequence[str]) -> Placed:
-    """Every id is one byte, but for the compounds."""
+    """Attribute tokens to pieces; every id is one byte, except the compounds."""
     sizes = np.array([_BYTES[token] for token in ids], np.int64)
     ends = np.cumsum(sizes)
     lengths = [len(piece.encode("utf-8", "surrogatepass")) for piece in pieces]

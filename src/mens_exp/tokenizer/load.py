@@ -1,7 +1,7 @@
-"""The tokenizer interface, loading the configured tokenizer, and the bytes its ids stand for.
+"""The tokenizer interface, loading of the configured tokenizer, and byte counts of token ids.
 
-A loss in nats per token says as much about the tokenizer as about the model; in bits per byte it
-does not. Control tokens stand for no text: their loss counts, their bytes do not.
+A loss in nats per token depends on the tokenizer as much as on the model; in bits per byte it does
+not. Control tokens correspond to no text: their loss counts, their bytes do not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> str:
-        """Jinja source of the chat template in force."""
+        """Jinja source of the effective chat template."""
 
     @property
     def template_source(self) -> str:
@@ -43,19 +43,19 @@ class Tokenizer(Protocol):
 
     @property
     def template_sha256(self) -> str:
-        """Hash of the chat template in force."""
+        """Hash of the effective chat template."""
 
     @property
     def is_dated(self) -> bool:
-        """Whether the chat template asks for the date."""
+        """Whether the chat template uses the date."""
 
     @property
     def date(self) -> str:
-        """The day that a chat template gets where it asks for the date."""
+        """The date passed to a chat template that uses one."""
 
     @property
     def allow_control_text(self) -> bool:
-        """Whether a row's text that spells a control token is that token."""
+        """Whether row text that spells a control token becomes that token."""
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Hash of what turns text into ids."""
+        """Hash of everything that affects tokenization."""
 
     @property
     def special_ids(self) -> set[int]:
@@ -75,63 +75,63 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the begin-of-sequence token, where there is one."""
+        """Id of the begin-of-sequence token, if there is one."""
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer by itself puts that token before every text."""
+        """Whether the tokenizer itself prepends that token to every text."""
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-sequence token, where there is one."""
+        """Id of the end-of-sequence token, if there is one."""
 
     @property
     def pad_id(self) -> int:
-        """Id that fills padding."""
+        """Id used for padding."""
 
     @property
     def last_id(self) -> int:
-        """Highest id there is."""
+        """Highest id."""
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        """Render a conversation under the chat template."""
+        """Render a conversation with the chat template."""
 
     def generated_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
-        """Return what the template marks as generated, or None where it has no markers."""
+        """Return the spans that the template marks as generated; None if it has no markers."""
 
     def guard(self, text: str) -> str:
-        """Return a text as `render` pastes it into the template."""
+        """Return a text in the form that `render` inserts into the template."""
 
     def unguard(self, text: str) -> str:
-        """Return a rendered text as a reader should see it."""
+        """Return a rendered text in readable form."""
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens."""
 
     def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[Placed]:
-        """Encode texts given in pieces, and say which piece each token is of."""
+        """Encode texts given in pieces, with the pieces of each token."""
 
     def encode_prompts(self, conversations: Sequence[list[Message]]) -> list[list[int]]:
-        """Encode conversations up to where the assistant begins."""
+        """Encode conversations up to the start of the assistant's turn."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, control tokens left out."""
+        """Decode ids without control tokens."""
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Decode ids, control tokens spelled out."""
+        """Decode ids, including the text of control tokens."""
 
 
 def load_tokenizer(config: TokenizerConfig, directory: Path) -> Tokenizer:
-    """Return the tokenizer, under the chat template in force.
+    """Return the configured tokenizer with its effective chat template.
 
     Args:
         config: the `tokenizer` group.
-        directory: of the base model, where tokenizer=hf finds its files.
+        directory: directory of the base model, which contains the files for tokenizer=hf.
 
     Raises:
-        ModelFileError: tokenizer.json is absent or no tokenizer.
-        ConfigError: the file of a chat template is absent or cannot be read, or `tokenizer.date`
-            is set for a template that asks for no date.
+        ModelFileError: tokenizer.json is missing or invalid.
+        ConfigError: the chat template file is missing or cannot be read, or `tokenizer.date` is
+            set for a template that does not use the date.
     """
     tokenizer = (
         _vox(config) if config.name == "vox" else HfTokenizer.from_directory(directory, config)
@@ -141,14 +141,14 @@ def load_tokenizer(config: TokenizerConfig, directory: Path) -> Tokenizer:
 
 
 def check_date(config: TokenizerConfig, template: str | None) -> None:
-    """Refuse a date that is none, or that nothing would read.
+    """Refuse a date that is invalid, or that the template does not use.
 
     Args:
         config: the `tokenizer` group.
-        template: the chat template in force; None where it is not known yet.
+        template: the effective chat template; None if it is not known yet.
 
     Raises:
-        ConfigError: `tokenizer.date` is no date, or is set for a template that asks for none.
+        ConfigError: `tokenizer.date` is not a date, or the template does not use it.
     """
     try:
         date.fromisoformat(config.date)
@@ -177,20 +177,20 @@ def _vox(config: TokenizerConfig) -> VoxTokenizer:
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece spells a space
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's representation of a space
 _UNKNOWN = -1
 
 
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> tuple[int | None, str | None]:
-    """Count the UTF-8 bytes of the text that ids stand for.
+    """Count the UTF-8 bytes of the text that ids represent.
 
     Args:
-        tokenizer: that made the ids.
+        tokenizer: the tokenizer that produced the ids.
         ids: ``[n]`` integers.
 
     Returns:
-        The count, as the text was encoded (a normalizer's changes, and a space that it put
-        before a text, included); or None and the reason.
+        The count for the text as encoded (including a normalizer's changes and a prepended
+        space); or None and the reason.
     """
     lengths = _byte_lengths(tokenizer)
     if lengths is None:
@@ -203,18 +203,18 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> tuple[int | None, str |
 
 
 def bits_per_byte(loss: float, tokens: int, count: int) -> float:
-    """Return a mean loss in nats a token as bits a byte of the text.
+    """Convert a mean loss in nats per token to bits per byte of text.
 
     Args:
-        loss: mean over the learned tokens.
-        tokens: how many they are.
-        count: bytes of the text that they stand for.
+        loss: mean over the supervised tokens.
+        tokens: number of supervised tokens.
+        count: number of bytes that they represent.
     """
     return loss * tokens / count / math.log(2)
 
 
 def _byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
-    """Return the bytes of each id, ``[ids] int64``; None where the tokenizer does not tell."""
+    """Return the bytes of each id, ``[ids] int64``; None if the tokenizer does not provide them."""
     if isinstance(tokenizer, implementations.VoxTokenizer):
         texts = {
             i: len(tokenizer.decode([i]).encode()) for i in range(implementations.VOX_VOCAB_SIZE)
@@ -235,7 +235,7 @@ def _byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
 
 
 def _is_byte_level(core: Core) -> bool | None:
-    """Tell byte-level vocabularies (True) from SentencePiece's (False); None for any other."""
+    """Classify the vocabulary: byte-level (True), SentencePiece (False), or other (None)."""
     kinds = set(_kinds(json.loads(core.to_str()).get("decoder")))
     if "ByteLevel" in kinds:
         return True
@@ -250,13 +250,13 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 
 def _unknown(core: Core) -> set[int]:
-    """Return the id of the unknown token; a byte-level vocabulary never needs one."""
+    """Return the id of the unknown token; a byte-level vocabulary does not need one."""
     found = core.token_to_id(str(getattr(core.model, "unk_token", None)))
     return set() if found is None else {int(found)}
 
 
 def _of_core(core: Core, *, is_bytes: bool) -> Iterator[tuple[int, int]]:
-    """Yield ids and bytes; a character of a byte-level token is a byte."""
+    """Yield ids and byte counts; each character of a byte-level token is one byte."""
     for token, number in core.get_vocab(with_added_tokens=False).items():
         if is_bytes:
             yield number, len(token)

@@ -1,8 +1,8 @@
-"""A Jinja sandbox that counts what a template does, and stops one that does too much.
+"""A Jinja sandbox that counts the work of a template, and stops one that does too much.
 
-Jinja's own sandbox keeps a template from reaching Python. It does not keep one from looping for
-hours, or from filling the memory with one multiplication. This one writes counting into the Python
-that a template is compiled to, and wraps filters, tests and methods.
+Jinja's own sandbox prevents a template from reaching Python. It does not prevent it from looping
+for hours, or from exhausting memory with one multiplication. This sandbox adds counting to the
+Python code that a template is compiled to, and wraps filters, tests and methods.
 """
 
 from __future__ import annotations
@@ -47,46 +47,46 @@ if TYPE_CHECKING:
     from jinja2.compiler import Frame
 
 _MOST_SOURCE: Final = 2**18  # characters; published templates have up to 30,000
-_CALL: Final = 8  # steps of a call
+_CALL: Final = 8  # cost of a call in steps
 _COUNTED: Final = "counted items"  # a filter that no template can name
-# Methods of texts and numbers that make bytes or long texts, and that no template needs.
+# String and number methods that create bytes or long strings, and that no template needs.
 _REFUSED: Final = frozenset(
     {"encode", "translate", "maketrans", "to_bytes", "from_bytes", "fromhex"}
 )
 
 
 class _CountingFormatter(SandboxedFormatter):
-    """`str.format`, each of whose fields is counted before it is shown."""
+    """`str.format`, with each field counted before it is formatted."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        """Convert what is counted."""
+        """Count a value, then convert it."""
         return super().convert_field(made(value), conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Show what is counted; numbers in the format are widths."""
+        """Count a value, then format it; numbers in the format are widths."""
         spend(numbers(format_spec) >> SHIFT)
         return super().format_field(made(value), format_spec)
 
 
 class _CountingEscapeFormatter(_CountingFormatter, SandboxedEscapeFormatter):
-    """The same of a text whose arguments are escaped."""
+    """The same, for a string whose arguments are escaped."""
 
 
 class _Generator(CodeGenerator):
-    """Writes the Python of a template, with the counting in it."""
+    """Code generator that adds counting to the Python code of a template."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Begin a template."""
+        """Start a template."""
         super().__init__(*args, **kwargs)
-        self._bodies: dict[int, int] = {}  # what a run of a body costs, by its identity
+        self._bodies: dict[int, int] = {}  # cost of one run of a body, by its id()
 
     def _count(self, node: Any) -> None:
-        """Have each run of a body cost in proportion to what stands in it."""
+        """Make each run of a body cost steps in proportion to its size."""
         size = sum(1 for _ in node.find_all(object))
         self._bodies[id(node.body)] = 1 + (size >> 2)
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        """Begin a counted body with its cost."""
+        """Start a counted body with its cost."""
         if id(nodes) in self._bodies:
             self.writeline(f"environment.spend({self._bodies[id(nodes)]})")
         super().blockvisit(nodes, frame)
@@ -124,7 +124,7 @@ class _Generator(CodeGenerator):
 
     @optimizeconst
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802  # Jinja's own name
-        """Count what is compared; nothing is long to compare with a constant."""
+        """Count compared values, except comparisons with a constant, which are cheap."""
         first, ops = node.expr, node.ops
         last = ops[0].expr
         is_constant = isinstance(first, Const) or isinstance(last, Const)
@@ -155,7 +155,7 @@ class _Generator(CodeGenerator):
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802  # Jinja's own name
-        """Count what `~` joins."""
+        """Count the operands of `~`."""
         name = "str_join"
         if frame.eval_ctx.volatile:
             name = "(markup_join if context.eval_ctx.volatile else str_join)"
@@ -169,7 +169,7 @@ class _Generator(CodeGenerator):
 
     @optimizeconst
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802  # Jinja's own name
-        """Count copies of parts, and keys that are not constant."""
+        """Count slices, which are copied, and keys that are not constant."""
         is_slice = isinstance(node.arg, Slice)
         self.write("" if is_slice else "environment.getitem(")
         if is_slice:
@@ -210,7 +210,7 @@ _SPELLED: Final = {
 
 
 def _is_text(node: Any) -> bool:
-    """Return whether an expression is a text, whatever its variables are, and was counted."""
+    """Return whether an expression is always a string and already counted."""
     if isinstance(node, Add):
         return _is_text(node.left) or _is_text(node.right)
     if isinstance(node, Const):
@@ -219,12 +219,12 @@ def _is_text(node: Any) -> bool:
 
 
 class CountingSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, in which everything costs steps; :func:`allow` begins a count."""
+    """Jinja's immutable sandbox where everything costs steps; :func:`allow` starts a count."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"*", "**", "%", "-", "/", "//"})
     concat = staticmethod(steps_of.concat)
-    # What the written Python calls.
+    # Functions called by the generated Python code.
     spend = staticmethod(steps_of.spend)
     compared = staticmethod(steps_of.compared)
     sought = staticmethod(steps_of.sought)
@@ -235,7 +235,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
     added = staticmethod(steps_of.added)
 
     def __init__(self, **options: Any) -> None:
-        """Take Jinja's options."""
+        """Accept Jinja's options."""
         super().__init__(**options)
         self.binop_table |= {"*": steps_of.times, "**": steps_of.power, "%": steps_of.modulo}
         for sign in ("-", "/", "//"):
@@ -245,15 +245,15 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         self.filters[_COUNTED] = counted
         for name in _COMPARING_TESTS:
             self.tests[name] = _guarded_test(cast("Callable[..., Any]", self.tests[name]))
-        del self.globals["lipsum"]  # random text, of any length
+        del self.globals["lipsum"]  # random text of unbounded length
 
     def set_filter(self, name: str, call: Callable[..., Any]) -> None:
-        """Add a filter, counted as Jinja's own are."""
+        """Add a filter, counted like Jinja's own."""
         self.filters[name] = _guarded_filter(name, call)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         for loop in source.find_all(For):
-            if loop.test is not None:  # what does not pass is no run of the loop
+            if loop.test is not None:  # items that fail the test do not run the body
                 loop.iter = Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
         return super()._generate(source, *args, **kwargs)
 
@@ -263,13 +263,13 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         return super()._parse(source, name, filename)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Refuse what makes bytes or numbers without a bound."""
+        """Refuse attributes that create bytes or numbers without a bound."""
         if attr in _REFUSED and isinstance(obj, str | int | float):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return a counting ``str.format`` in place of that method."""
+        """Return a counting replacement of ``str.format``."""
         if super().wrap_str_format(value) is None:
             return None
         text, by_map = value.__self__, value.__name__ == "format_map"
@@ -287,7 +287,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         return formatted
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Count a call; what runs inside a macro counts itself."""
+        """Count a call; the body of a macro is counted separately."""
         spend(_CALL + len(args))
         if type(obj) is LoopContext:
             spend(sum(len(one) for one in args if hasattr(one, "__len__")))
@@ -301,7 +301,7 @@ def _on_bounded(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _count_call(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Count what a function or a method of a value does with its arguments."""
+    """Count the work of a function or method on its arguments."""
     args = tuple(list(counted(one)) if isinstance(one, GeneratorType) else one for one in args)
     steps = sum(weigh(one) for one in (*args, *kwargs.values()))
     owner, name = getattr(call, "__self__", None), getattr(call, "__name__", "")
@@ -318,7 +318,7 @@ def _count_call(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _made_by_method(text: str, name: str, args: tuple[Any, ...]) -> int:
-    """Return how many characters a method of a text can add to it."""
+    """Return the maximum number of characters that a string method can add."""
     first: Any = args[0] if args else None
     if name in {"center", "ljust", "rjust", "zfill"}:
         return max(first, 0) if isinstance(first, int) else 0
@@ -332,7 +332,7 @@ def _made_by_method(text: str, name: str, args: tuple[Any, ...]) -> int:
 
 
 def _guarded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that counts its arguments before it runs, and what it yields after."""
+    """Return a filter that counts its arguments before it runs, and its results afterwards."""
     if name in UNGUARDED:
         return call
     first = 1 if getattr(call, "jinja_pass_arg", None) is not None else 0
@@ -354,12 +354,12 @@ def _guarded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         result = call(*args[:first], *values, **kwargs)
         return counted(result) if isinstance(result, GeneratorType) else result
 
-    guarded.__dict__.update(call.__dict__)  # among it what Jinja is to pass
+    guarded.__dict__.update(call.__dict__)  # including which arguments Jinja passes
     return guarded
 
 
 def _weight(values: tuple[Any, ...], *, is_shallow: bool) -> int:
-    """Count the arguments of a filter, and return their steps."""
+    """Count the arguments of a filter, and return the number of steps."""
     steps = 0
     for one in values:
         if type(one) in PLAIN:

@@ -1,11 +1,11 @@
-"""Steps, the measure of what a chat template does, for operations and for Jinja's filters.
+"""Steps, the unit of work of a chat template, for operations and for Jinja's filters.
 
 Every run of a loop or macro, every part of a value that is compared or written out, and every
-piece of text that is made costs steps. What an operation would make is counted before it is made.
-The count is the same on every machine.
+created piece of text costs steps. The result of an operation is counted before it is created. The
+count is the same on every machine.
 
-Each function for a filter has the parameters of that filter after the steps that the arguments
-took, and returns characters. Filters are described at
+The function for a filter has the parameters of that filter, preceded by the steps that the
+arguments took, and returns characters. Filters are described at
 https://jinja.palletsprojects.com/en/stable/templates/.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 MOST_STEPS: Final = 2_000_000  # about a second
-_FOR_EACH_PART: Final = 300  # further steps for each part of a long conversation
-_MOST_BITS: Final = 4096  # of a whole number
-SHIFT: Final = 3  # eight characters of text that is made are a step
-COPY_SHIFT: Final = 4  # sixteen entries of a list that is copied
-READ_SHIFT: Final = 10  # of text that is only compared, 1,024
+_FOR_EACH_PART: Final = 300  # additional steps per part of a long conversation
+_MOST_BITS: Final = 4096  # maximum size of an integer
+SHIFT: Final = 3  # eight characters of created text are one step
+COPY_SHIFT: Final = 4  # sixteen entries of a copied list
+READ_SHIFT: Final = 10  # 1,024 characters of text that is only compared
 PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 _HELD: Final = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _AT_ONCE: Final = 1_000  # steps of a long value
@@ -35,7 +35,7 @@ _NUMBER: Final = re.compile(r"\d+")
 
 
 class TooMuch(TemplateError):  # noqa: N818  # what the template does
-    """A template does more than a conversation needs."""
+    """Error: a template does more work than a conversation needs."""
 
 
 class _Spent(threading.local):
@@ -47,7 +47,7 @@ _spent = _Spent()
 
 
 def allow(given: Any) -> None:
-    """Begin a count for one rendering of what is given."""
+    """Start a count for one rendering of the given input."""
     _spent.left, _spent.given = MOST_STEPS, given
 
 
@@ -55,7 +55,7 @@ def spend(steps: int) -> None:
     """Count steps that are about to be done.
 
     Raises:
-        TemplateError: they are more than are left.
+        TemplateError: fewer steps are left.
     """
     left = _spent.left - steps
     _spent.left = left
@@ -64,7 +64,7 @@ def spend(steps: int) -> None:
 
 
 def _exhausted() -> None:
-    """Add what a long conversation needs, once; it is only counted where it matters."""
+    """Add the steps that a long conversation needs, once and only when they are needed."""
     given, _spent.given = _spent.given, None
     if given is not None:
         parts = sum(1 + (len(one) >> 6 if isinstance(one, str) else 0) for one in _parts(given))
@@ -77,7 +77,7 @@ def _exhausted() -> None:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value and all that it holds, as often as it would be written out."""
+    """Yield a value and all its parts, as often as they would be written out."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -92,7 +92,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def weigh(value: Any, shift: int = SHIFT) -> int:
-    """Count the parts of a value and its text, and return how many steps that took."""
+    """Count the parts of a value and its text, and return the number of steps."""
     whole = steps = 0
     for one in _parts(value):
         steps += 1
@@ -108,7 +108,7 @@ def weigh(value: Any, shift: int = SHIFT) -> int:
 
 
 def compared(value: Any) -> Any:
-    """Return a value whose comparison or hash was counted."""
+    """Return a value after counting its comparison or hash."""
     kind = type(value)
     if kind is str:
         if len(value) > 1 << READ_SHIFT:
@@ -119,7 +119,7 @@ def compared(value: Any) -> Any:
 
 
 def sought(value: Any) -> Any:
-    """Return a value in which a constant is sought, once that was counted."""
+    """Return a value after counting the search for a constant in it."""
     if type(value) is not dict and hasattr(value, "__len__"):
         spend(len(value) >> (READ_SHIFT if isinstance(value, str) else 2))
         return value
@@ -127,48 +127,48 @@ def sought(value: Any) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """Return a value that becomes text, once its parts were counted."""
+    """Return a value after counting its conversion to text."""
     if type(value) not in PLAIN:
         weigh(value)
     return value
 
 
 def made(value: Any) -> Any:
-    """Return a value that becomes another text, once its text was counted too."""
+    """Return a value after counting the creation of another text from it."""
     weigh(value)
     return value
 
 
 def sliced(value: Any) -> Any:
-    """Return a value of which a part is copied."""
+    """Return a value after counting the copy of a part of it."""
     if hasattr(value, "__len__"):
         spend(1 + (len(value) >> (SHIFT if isinstance(value, str) else COPY_SHIFT)))
     return value
 
 
 def pieces(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what is about to be joined to one text."""
+    """Return pieces after counting their concatenation."""
     for one in values:
         weigh(one)
     return values
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """Join the output of a template or a block."""
+    """Concatenate the output of a template or a block."""
     listed = list(pieces)
     spend(1 + (sum(map(len, listed)) >> SHIFT))
     return "".join(listed)
 
 
 def counted(values: Iterable[Any]) -> Iterator[Any]:
-    """Pass on what is iterated over."""
+    """Count and yield the items of an iterable."""
     for one in values:
         spend(1)
         yield one
 
 
 def added(*operands: Any) -> Any:
-    """Add from left to right; a chain of texts is joined at once."""
+    """Add from left to right; a chain of strings is joined at once."""
     total = 0
     for one in operands:
         if type(one) is not str:
@@ -186,7 +186,7 @@ def added(*operands: Any) -> Any:
 
 
 def bounded(value: Any) -> Any:
-    """Return a number that is not too large to count with."""
+    """Return a number after checking that it is not too large."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise TooMuch(f"the template makes a number of more than {_MOST_BITS} bits")
     return value
@@ -203,7 +203,7 @@ def times(left: Any, right: Any) -> Any:
 
 
 def power(left: Any, right: Any) -> Any:
-    """Raise a number to a power that is not too large."""
+    """Raise a number to a power, after checking that the result is not too large."""
     if isinstance(left, int) and isinstance(right, int) and right > 0:
         bits = max(bounded(left).bit_length(), 1) * bounded(right)
         if abs(left) > 1 and bits > _MOST_BITS:
@@ -212,7 +212,7 @@ def power(left: Any, right: Any) -> Any:
 
 
 def modulo(left: Any, right: Any) -> Any:
-    """Format a text, or return what a division leaves."""
+    """Format a string, or return the remainder of a division."""
     if isinstance(left, str):
         count_format(left, right)
         return left % right
@@ -220,9 +220,9 @@ def modulo(left: Any, right: Any) -> Any:
 
 
 def count_format(text: str, values: Any) -> None:
-    """Count what ``text % values`` can become; every number in the text is taken for a width."""
+    """Count the maximum result of ``text % values``; every number in the text counts as a width."""
     weight = weigh(values)
-    if isinstance(values, dict):  # each field may show all of it
+    if isinstance(values, dict):  # each field may show the whole dict
         spend(weight * text.count("%"))
     listed = values if isinstance(values, tuple) else (values,)
     widths = sum(abs(one) for one in listed if isinstance(one, int)) if "*" in text else 0
@@ -236,13 +236,13 @@ def numbers(text: str) -> int:
 
 _MOST_INDENT: Final = 100  # columns of JSON
 _MOST_DIGITS: Final = 4_000
-_SEARCHED_SHIFT: Final = 8  # regular expressions of Jinja's own take up to the square of a text
+_SEARCHED_SHIFT: Final = 8  # Jinja's regular expressions may take quadratic time
 
-# They look at one thing, and make nothing.
+# Filters that inspect one value and create nothing.
 UNGUARDED: Final = frozenset(
     {"attr", "count", "d", "default", "first", "last", "length", "safe", "abs", "float"}
 )
-# They pass over the parts of a list, and not over what these hold.
+# Filters that iterate over a list but not into its items.
 SHALLOW: Final = frozenset(
     {
         "batch",
@@ -257,7 +257,7 @@ SHALLOW: Final = frozenset(
         "slice",
     }
 )
-# They take all of an iterator at once.
+# Filters that consume an iterator at once.
 CONSUMERS: Final = frozenset(
     {
         *("batch", "dictsort", "groupby", "join", "list", "max", "min", "random", "reverse"),
@@ -290,7 +290,7 @@ def _wordwrap(
     del steps, break_long_words, break_on_hyphens
     text = str(s)
     lines = len(text) // max(width, 1) + text.count(" ") + text.count("-") + len(text.splitlines())
-    # Words are taken from the front of a list: 30 characters' time for each of them.
+    # Words are removed from the front of a list, which costs the time of 30 characters each.
     return len(text) * 30 + (lines + 1) * len(wrapstring or "\n")
 
 
@@ -331,7 +331,7 @@ def _int(steps: int, value: object, default: int = 0, base: int = 10) -> int:
 
 def _sum(steps: int, iterable: Any, attribute: object = None, start: Any = 0) -> int:
     del attribute
-    if not hasattr(start, "__len__"):  # lists are added to each other, and copied each time
+    if not hasattr(start, "__len__"):  # lists are concatenated, and copied each time
         return 0
     return (len(iterable) if hasattr(iterable, "__len__") else 1) * steps
 
@@ -354,7 +354,7 @@ def _to_json(
 
 def _pprint(steps: int, value: object) -> int:
     del value
-    return steps * 400  # its parts are written out at each level
+    return steps * 400  # parts are written out once per nesting level
 
 
 def _searched(steps: int, *given: object, **named: object) -> int:

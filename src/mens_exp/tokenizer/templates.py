@@ -1,10 +1,10 @@
-"""Chat templates: their source, and rendering them as transformers does, without importing torch.
+"""Chat templates: their source, and rendering as in transformers, without importing torch.
 
-A template comes from a file that the configuration names, from the model, or is ChatML. The
+A template comes from a file named in the configuration, from the model, or is ChatML. The
 environment follows the documented behaviour of ``apply_chat_template``
-(https://huggingface.co/docs/transformers/chat_templating); a test compares the two. It differs in
-one thing: a template that asks for the date gets the configured one (`tokenizer.date`), or the
-same rows would be other ids tomorrow, and a run stopped today could not go on.
+(https://huggingface.co/docs/transformers/chat_templating); a test compares the two. There is one
+difference: a template that uses the date gets the configured one (`tokenizer.date`). Otherwise the
+same rows would have different ids tomorrow, and a run stopped today could not be resumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # ``role`` and ``content``; with tools also ``tool_calls``, and in the first message ``tools``.
 Message = dict[str, Any]
 
-# The default of "today": the date that Llama 3's template falls back to where it gets none.
+# The default of "today": the fallback date of Llama 3's template.
 DATE = "2024-07-26"
 _ASKS_FOR_DATE = re.compile(r"\b(?:strftime_now|date_string)\b")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -48,8 +48,8 @@ CHATML = (
 )
 
 
-# The seeds' plain text: `{system}\n{prompt}\n{response}`, nothing else before, between or behind.
-# Without a system prompt its part is empty and its newline stays.
+# The seeds' plain text: `{system}\n{prompt}\n{response}`, with nothing else around or between.
+# Without a system prompt, its part is empty and its newline stays.
 PLAIN = (
     "{% if messages[0]['role'] != 'system' %}{{ '\n' }}{% endif %}"
     "{% for message in messages %}"
@@ -61,19 +61,19 @@ SHIPPED = {"plain": PLAIN, "chatml": CHATML}  # templates that a configuration m
 
 
 class _GenerationMarkers(Extension):
-    """Accept ``{% generation %}`` blocks and leave them out of the text."""
+    """Jinja extension that accepts ``{% generation %}`` blocks and omits the markers."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own contract
 
     def parse(self, parser: Parser) -> Node | list[Node]:
-        """Return the body of the block; what it sets stays inside, as under transformers."""
+        """Return the body of the block; its assignments stay local, as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return Scope(body, lineno=line)
 
 
 class _ShownMarkers(_GenerationMarkers):
-    """Accept the same blocks, and put marks around each in the text."""
+    """Jinja extension that accepts the same blocks, and puts marks around each."""
 
     def parse(self, parser: Parser) -> list[Node]:
         """Return the body of the block between its marks."""
@@ -83,12 +83,12 @@ class _ShownMarkers(_GenerationMarkers):
         return [begin, body, end]
 
 
-# Whatever a template does to itself is its own fault, and no bug of this program.
+# Errors raised by a template are the template's fault, not a bug of this program.
 _FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
     *(AttributeError, RecursionError, MemoryError, SyntaxError, NameError),  # 1e999 is a name
 )
-_MOST_SHOWN = 1_000  # characters of what a template says of itself
+_MOST_SHOWN = 1_000  # characters of a template's own error message
 
 
 def _refuse(message: str) -> NoReturn:
@@ -114,7 +114,7 @@ def _to_json(
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str, *, marked: bool = False) -> Template:
-    allow(None)  # constants are worked out here
+    allow(None)  # constants are evaluated here
     environment = CountingSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -127,7 +127,7 @@ def _compiled(template: str, *, marked: bool = False) -> Template:
 
 @functools.lru_cache(maxsize=8)
 def _globals(template: str, *, marked: bool) -> dict[str, Any]:
-    """Return the names that a template finds beside those that are given to it."""
+    """Return the names available to a template in addition to its variables."""
     return dict(_compiled(template, marked=marked).globals)
 
 
@@ -143,13 +143,13 @@ def render(
 
     Args:
         template: Jinja source.
-        messages: turns with ``role`` and ``content``; ``tools`` of the first are those on offer.
-        add_generation_prompt: end with the opening of an assistant turn.
-        today: the date that the template gets, YYYY-MM-DD.
+        messages: turns with ``role`` and ``content``; ``tools`` of the first are available tools.
+        add_generation_prompt: end with the start of an assistant turn.
+        today: the date passed to the template, YYYY-MM-DD.
         **tokens: variables such as ``bos_token`` and ``eos_token``.
 
     Raises:
-        DataError: the template refuses the conversation or is no template.
+        DataError: the template refuses the conversation or is invalid.
     """
     return _rendered(template, messages, tokens, today, generate=add_generation_prompt)
 
@@ -157,17 +157,17 @@ def render(
 def generated_spans(
     template: str, messages: list[Message], *, today: str = DATE, **tokens: Any
 ) -> list[tuple[int, int]] | None:
-    """Return where a conversation's text is marked as generated.
+    """Return the spans of a conversation's text that are marked as generated.
 
     Args:
         template: Jinja source.
         messages: turns with ``role`` and ``content``.
-        today: the date that the template gets, YYYY-MM-DD.
+        today: the date passed to the template, YYYY-MM-DD.
         **tokens: variables such as ``bos_token`` and ``eos_token``.
 
     Returns:
-        Begin and end of each ``{% generation %}`` block, in characters of the text that `render`
-        gives; None where the template has no such blocks.
+        Start and end of each ``{% generation %}`` block, in characters of the text returned by
+        `render`; None if the template has no such blocks.
 
     Raises:
         DataError: the template refuses the conversation.
@@ -184,7 +184,7 @@ def check_syntax(template: str) -> None:
     """Compile a template without rendering anything.
 
     Raises:
-        DataError: it is no template.
+        DataError: it is not a valid template.
     """
     try:
         _compiled(template)
@@ -199,7 +199,7 @@ def is_dated(template: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _dates(today: str) -> dict[str, Any]:
-    """Return the two ways to a date that published templates know: a function, and Llama 3's."""
+    """Return the two ways in which published templates get a date: a function, and Llama 3's."""
     day = date.fromisoformat(today)
     return {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
 
@@ -219,13 +219,13 @@ def _rendered(
         messages = [first, *messages[1:]]
     try:
         compiled, names = _compiled(template, marked=marked), _globals(template, marked=marked)
-        # What Template.render does, less merging the same global names anew for every text, which
-        # takes longer than the text.
+        # As in Template.render, but without merging the same global names again for every text,
+        # which takes longer than rendering.
         context = compiled.new_context(
             {
                 **names,
                 "messages": messages,
-                "tools": tools,  # defined, because templates ask `tools is not none`
+                "tools": tools,  # defined, because templates test `tools is not none`
                 "documents": None,
                 "add_generation_prompt": generate,
                 **_dates(today),
@@ -247,24 +247,22 @@ def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:_MOST_SHOWN]
 
 
-TOKENIZERS_OWN = (
-    "the tokenizer's own"  # what records call the source of a template that came with it
-)
+TOKENIZERS_OWN = "the tokenizer's own"  # its own template, in records
 
 
 def template_in_force(
     directory: Path, config: dict[str, Any], named: str | None
 ) -> tuple[str, str]:
-    """Return the chat template of a tokenizer, and what a record calls its source.
+    """Return the effective chat template of a tokenizer, and its source for records.
 
     Args:
         directory: the model directory.
         config: its tokenizer_config.json.
-        named: what `tokenizer.chat_template` names, if anything.
+        named: the value of `tokenizer.chat_template`, if any.
 
     Raises:
-        ConfigError: that file is absent or holds no template.
-        ModelFileError: the directory has several templates and none called default.
+        ConfigError: that file is missing or contains no template.
+        ModelFileError: the directory has several templates, none of them named default.
     """
     if named is not None:
         return template_named(named)
