@@ -1,1 +1,1 @@
-"""The only way generated code is executed."""
+"""Execution of generated code; no other package executes any."""

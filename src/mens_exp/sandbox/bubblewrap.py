@@ -1,15 +1,15 @@
-"""Programs in Linux namespaces of their own, made by bubblewrap, one fresh set for each.
+"""Programs in separate Linux namespaces, created by bubblewrap afresh for each program.
 
-A program sees /usr, the interpreter and what it names itself, read-only, and one private tmpfs.
-Started by root, bubblewrap makes no user namespace: the program gets a user id that nobody else
-has, because the kernel exempts root from the limit of processes, in a user namespace too, and
-because that limit counts by user id. Started by anybody else, the new user namespace has a count
-of its own.
+A program sees /usr, the interpreter and the paths that it declares, read-only, and one private
+tmpfs. If started by root, bubblewrap creates no user namespace. The program then gets a unique user
+id, because the kernel exempts root from the process limit, in a user namespace too, and because
+that limit is counted per user id. If started by another user, the new user namespace has a separate
+count.
 
-A seccomp filter refuses the system calls that no program needs and that would undo a limit: memory
-that is no process's own (memfd, System V segments and queues), new namespaces (a tmpfs of any size
-could be mounted in one), keys, which no namespace isolates, sockets of families that a network
-namespace does not isolate (AF_VSOCK reaches a virtual machine's host), and what looks into other
+A seccomp filter refuses system calls that no program needs and that would circumvent a limit:
+memory that belongs to no process (memfd, System V segments and queues), new namespaces (which could
+mount a tmpfs of any size), keys, which no namespace isolates, sockets of families that a network
+namespace does not isolate (AF_VSOCK reaches a virtual machine's host), and access to other
 processes.
 """
 
@@ -48,24 +48,24 @@ _ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "TMPDIR": "/tmp",  # noqa: S108  # as above
 }
-_DIES_WITH_PARENT: Final = "--die-with-parent"  # rather, with the thread that starts it
+_DIES_WITH_PARENT: Final = "--die-with-parent"  # more exactly, with the thread that started it
 _ISOLATED: Final = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", _DIES_WITH_PARENT, "--new-session", "--cap-drop", "ALL"),
 )
-# The first process is bubblewrap's own. Without root it has the program's user id, and no filter of
-# system calls: whoever wrote into its memory would be rid of the filter.
+# The first process is bubblewrap's own. Without root it has the program's user id but no system
+# call filter: a program that could write to its memory would escape the filter.
 _HIDDEN_FIRST_PROCESS: Final = (
     *("--perms", "0555", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
 )
 _NOBODY: Final = "65534"
-_LOWEST_UID, _UIDS = 2**30, 2**30  # above what any machine gives to a user or a container
+_LOWEST_UID, _UIDS = 2**30, 2**30  # above any user id assigned to users or containers
 _READ_ONLY: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _DEATH_S: Final = 10.0
 
 
 class Bubblewrap:
-    """One fresh sandbox for each execution."""
+    """A sandbox that is created afresh for each execution."""
 
     kind = "bubblewrap"
 
@@ -73,7 +73,7 @@ class Bubblewrap:
         """Find the tools.
 
         Raises:
-            SetupError: one is not installed, or this machine's system calls are not known.
+            SetupError: one is not installed, or this machine's system calls are unknown.
         """
         self._bwrap = found_tool("bwrap", package="bubblewrap")
         self._prlimit = found_tool("prlimit", package="util-linux")
@@ -87,7 +87,7 @@ class Bubblewrap:
         """Execute one program; safe to call from several threads.
 
         Raises:
-            SetupError: bubblewrap could not make the sandbox; the program did not start.
+            SetupError: bubblewrap could not create the sandbox; the program did not start.
         """
         with contextlib.ExitStack() as fds:
             status_read, status_write = os.pipe()
@@ -102,7 +102,7 @@ class Bubblewrap:
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env={},  # the first process of the sandbox keeps it where programs can read
+                    env={},  # programs can read the environment of the sandbox's first process
                     pass_fds=(status_write, *passed),
                     start_new_session=True,
                 )
@@ -119,7 +119,7 @@ class Bubblewrap:
         return execution_of(ended, _status(ended, told), sandbox=self.kind)
 
     def start(self, program: Program, limits: Limits) -> Service:
-        """Start a program that lives until its channel is closed, also where a thread ends."""
+        """Start a program that runs until its channel is closed, even if its thread ends."""
         with contextlib.ExitStack() as given:
             command, passed = self._command(program, limits, given)
             process = subprocess.Popen(  # noqa: S603  # the command is built here
@@ -136,13 +136,13 @@ class Bubblewrap:
     def _command(
         self, program: Program, limits: Limits, fds: contextlib.ExitStack
     ) -> tuple[list[str], list[int]]:
-        """Return bubblewrap's arguments and the files that they name by number."""
+        """Return bubblewrap's arguments, with the files that they refer to by descriptor."""
         passed = [_file_of(self._filter, fds)]
         size = str(limits.file_mib * 2**20)
         words = [*self._isolated, "--seccomp", str(passed[0])]
         words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108  # its own
         words += ["--perms", "0777", "--dir", WORK, *self._system]
-        for path in program.visible:  # over the private /tmp, where it lies there
+        for path in program.visible:  # mounted over the private /tmp, if it is there
             words += _visible_options(path)
         for name, content in program.files.items():
             passed.append(_file_of(content, fds))
@@ -158,7 +158,7 @@ class Bubblewrap:
         return ("--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY)
 
     def _limiting(self, limits: Limits) -> list[str]:
-        if not self._by_root:  # the namespace's first process counts, and is not the program's
+        if not self._by_root:  # the namespace's first process counts too
             return limiting_command(self._prlimit, limits, processes=limits.processes + 1)
         uid = str(_LOWEST_UID + secrets.randbelow(_UIDS))
         return [
@@ -182,14 +182,14 @@ def _system_options() -> list[str]:
         elif path.is_dir():
             words += ["--ro-bind", str(path), str(path)]
     words += ["--perms", "0755", "--dir", "/etc"]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # what compilers and libraries go by
+    for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # used by compilers and libraries
         words += ["--ro-bind-try", name, name]
     words += [*_visible_options(sys.base_prefix), "--proc", "/proc", "--dev", "/dev"]
     return [*words, *_HIDDEN_FIRST_PROCESS]
 
 
 def _visible_options(path: str) -> list[str]:
-    """Bind a path read-only at its own place; the directories above are made, and empty."""
+    """Bind a path read-only at its own location; parent directories are created empty."""
     place = Path(path)
     if place.is_relative_to("/usr"):
         return []
@@ -200,7 +200,7 @@ def _visible_options(path: str) -> list[str]:
 
 
 def _file_of(content: str | bytes, fds: contextlib.ExitStack) -> int:
-    """Return a file in memory that can only be read; it is closed with ``fds``."""
+    """Return a read-only in-memory file; it is closed with ``fds``."""
     fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fds.callback(os.close, fd)
     left = memoryview(
@@ -218,7 +218,7 @@ def _input_of(program: Program, fds: contextlib.ExitStack) -> int:
 
 
 def _told(fd: int) -> dict[str, int]:
-    """Return what bubblewrap reported: the child's pid, and the exit code if it began."""
+    """Return bubblewrap's report: the child's pid, and the exit code if it started."""
     try:
         text = os.read(fd, 65_536).decode("ascii")
     except BlockingIOError:
@@ -244,10 +244,10 @@ def _status(ended: Ended, told: Mapping[str, int]) -> int:
 
 
 def _await_death(first_process: int | None) -> None:
-    """Wait until the sandbox's first process, and with it every other, is dead.
+    """Wait until the sandbox's first process, and with it all others, has died.
 
     Raises:
-        MensError: it is not, after ten seconds.
+        MensError: it is still alive after ten seconds.
     """
     if first_process is None:
         return
@@ -262,7 +262,7 @@ def _await_death(first_process: int | None) -> None:
             raise MensError("a killed sandbox is still alive", found=f"process {first_process}")
     finally:
         os.close(fd)
-    with contextlib.suppress(ChildProcessError):  # ours where this is a container's first process
+    with contextlib.suppress(ChildProcessError):  # our child if this is a container's first process
         os.waitpid(first_process, os.WNOHANG)
 
 
@@ -318,10 +318,10 @@ _TABLES: Final = {
 
 
 def syscall_filter(machine: str | None = None) -> bytes:
-    """Return the filter for a machine, by default this one.
+    """Return the seccomp filter for a machine, by default this one.
 
     Raises:
-        SetupError: its table of system calls is not known here.
+        SetupError: its system call table is not known here.
     """
     machine = machine or platform.machine()
     calls = _TABLES.get(machine)
@@ -336,7 +336,7 @@ def syscall_filter(machine: str | None = None) -> bytes:
 
 
 def _program(calls: _Calls) -> list[tuple[int, int, int, int]]:
-    """Return lines of code, jump if true, jump if false, constant."""
+    """Return BPF instructions: code, jump if true, jump if false, constant."""
     lines = [
         (_LOAD, 0, 0, _MACHINE),
         (_EQUAL, 1, 0, calls.audit),
@@ -344,7 +344,7 @@ def _program(calls: _Calls) -> list[tuple[int, int, int, int]]:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32_BIT),
         _refuse(errno.ENOSYS),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags lie in memory; libraries then use clone
+        (_EQUAL, 0, 1, _CLONE3),  # its flags are in memory; libraries then fall back to clone
         _refuse(errno.ENOSYS),
     ]
     for number in (*calls.refused, *_RECENT):

@@ -1,8 +1,8 @@
 """Open the configured sandbox, after seven hostile programs have shown that it contains them.
 
-Each program is Python of the standard library alone and prints ``escaped`` if it gets its way; what
-stands in ``$name`` is filled in by the probe. A program's own word is not taken where this side can
-look: at its outcome, at files, at processes.
+Each program is Python using only the standard library, and prints ``escaped`` if it succeeds; the
+probe fills in ``$name`` placeholders. Where possible, the result is checked from outside instead of
+trusting the output: by the outcome, files and processes.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ HOSTILE: Final = {
         "parent_environment": _PARENT_ENVIRONMENT,
     }.items()
 }
-"""Each probe's program, by the name of the probe."""
+"""The program of each probe, by name."""
 
 
 PROBE_LIMITS: Final = Limits(
@@ -167,14 +167,14 @@ class ProbeResult:
 
     name: str
     contained: bool
-    found: str  # how it was contained, or what it reached
+    found: str  # how it was contained, or what it gained access to
 
 
 def probe(sandbox: Sandbox) -> list[ProbeResult]:
-    """Run the seven hostile programs, at once, and tell of each whether it was contained.
+    """Run the seven hostile programs in parallel, and return for each whether it was contained.
 
     Raises:
-        SetupError: the sandbox cannot be made at all.
+        SetupError: the sandbox cannot be created at all.
     """
     with ThreadPoolExecutor(len(_PROBES), thread_name_prefix="probe") as pool:
         return list(pool.map(lambda run: run(sandbox), _PROBES))
@@ -193,7 +193,7 @@ def _run(
 
 
 def _judged(name: str, execution: Execution, expected: Outcome, reached: str = "") -> ProbeResult:
-    """Hold an execution against the outcome that a contained one has."""
+    """Compare an execution with the outcome expected of a contained program."""
     told = execution.stdout + execution.stderr
     if not reached and "escaped" in told:
         reached = told[told.index("escaped") :].splitlines()[0]
@@ -241,7 +241,7 @@ def _write_outside(sandbox: Sandbox) -> ProbeResult:
 
 
 def _shown_of_home(home: Path) -> set[str]:
-    """Return what a home directory shows of the interpreter that is bound below it."""
+    """Return the parts of a home directory that lead to the interpreter bound below it."""
     prefix = Path(sys.base_prefix).resolve()
     return {prefix.relative_to(home).parts[0]} if prefix.is_relative_to(home) else {""}
 
@@ -299,10 +299,10 @@ _WITHOUT: Final = (
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """Return a sandbox that works, and never another than was asked for.
+    """Return a working sandbox of the configured kind, never of another.
 
     Raises:
-        SetupError: it is not there, a probe was not contained, or none was asked for.
+        SetupError: it is not available, a probe was not contained, or none was configured.
     """
     match config:
         case BubblewrapSandbox():
@@ -322,7 +322,7 @@ def probed(sandbox: Sandbox) -> Sandbox:
     """Return a sandbox that contains every probe.
 
     Raises:
-        SetupError: one was not contained, or the sandbox cannot be made.
+        SetupError: one was not contained, or the sandbox cannot be created.
     """
     escaped = [result for result in probe(sandbox) if not result.contained]
     if escaped:
@@ -336,7 +336,7 @@ def probed(sandbox: Sandbox) -> Sandbox:
 
 
 def limits_of(config: SandboxConfig) -> Limits:
-    """Return what one program may use; the defaults where the option executes nothing."""
+    """Return the limits of one program; the defaults if the option executes nothing."""
     if not isinstance(config, ExecutingSandbox):
         return Limits()
     limits = Limits(

@@ -1,4 +1,4 @@
-"""Programs in the sandbox: files, limits and batches of them, and the Rust toolchain they use."""
+"""Programs in the sandbox: files, limits, batches, and the Rust toolchain that they use."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PYTHON: Final = str(Path(sys.executable).resolve())
-"""The interpreter without its virtual environment; the same path inside a sandbox."""
+"""The interpreter without its virtual environment; at the same path inside a sandbox."""
 
 _END_S: Final = 5.0
 
 
 class Outcome(StrEnum):
-    """The way an execution ended."""
+    """The way in which an execution ended."""
 
     ok = "ok"  # exit code 0
     failed = "failed"  # another exit code
     killed_signal = "killed_signal"  # by a signal that no limit sent
-    timeout = "timeout"  # the wall time was over
+    timeout = "timeout"  # the wall-time limit was exceeded
     cpu_time = "cpu_time"
     memory = "memory"
-    output = "output"  # more was written than is read
-    files = "files"  # more were made than anything needs
+    output = "output"  # more output than the limit
+    files = "files"  # more files were created than the limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits of one execution, its whole process tree counted together."""
+    """The limits of one execution, applied to its whole process tree."""
 
     memory_mib: int = 512
     cpu_s: float = 10.0
@@ -53,17 +53,17 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A command with the files it finds in its working directory; it never has a network."""
+    """A command with the files in its working directory; it never has network access."""
 
     argv: tuple[str, ...]
     files: Mapping[str, str | bytes] = field(default_factory=dict)  # by plain file name
     stdin: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)  # beside PATH, HOME, TMPDIR and LANG
-    visible: tuple[str, ...] = ()  # further paths of this machine, seen read-only
+    env: Mapping[str, str] = field(default_factory=dict)  # besides PATH, HOME, TMPDIR and LANG
+    visible: tuple[str, ...] = ()  # additional paths of this machine, mounted read-only
     channel: int | None = None  # a socket that is its input, instead of `stdin`
 
     def __post_init__(self) -> None:
-        """Refuse a file elsewhere than in the working directory.
+        """Refuse files outside the working directory.
 
         Raises:
             MensError: a name is not a plain file name.
@@ -80,29 +80,29 @@ class Execution:
     """The result of one program."""
 
     outcome: Outcome
-    exit_code: int | None  # null where it was killed
-    signal: int | None  # the signal that ended it, by itself or by a limit
+    exit_code: int | None  # None if it was killed
+    signal: int | None  # the signal that ended it, on its own or because of a limit
     stdout: str
     stderr: str
-    cut: tuple[str, ...]  # which of stdout and stderr were longer than is kept
+    cut: tuple[str, ...]  # those of stdout and stderr that were truncated
     wall_s: float
     sandbox: str  # the kind that ran it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """A program that goes on until its channel is closed; nothing that it writes is read."""
+    """A program that runs until its channel is closed; its output is not read."""
 
     process: subprocess.Popen[bytes]
-    surroundings: contextlib.ExitStack  # what is gone with it
+    surroundings: contextlib.ExitStack  # resources released with it
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still running."""
         return self.process.poll() is None
 
     def close(self) -> None:
-        """Wait for its end, its channel being closed, or kill it."""
+        """Wait for it to end, with its channel closed, or kill it."""
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -113,25 +113,25 @@ class Service:
 
 
 class Sandbox(Protocol):
-    """Runs one program, in a surrounding of its own that is gone afterwards."""
+    """Interface that runs each program in a separate environment, deleted afterwards."""
 
     @property
     def kind(self) -> str:
-        """``bubblewrap``, or ``unsafe``: no isolation at all."""
+        """``bubblewrap``, or ``unsafe`` for no isolation at all."""
 
     def run(self, program: Program, limits: Limits) -> Execution:
         """Execute one program; safe to call from several threads.
 
         Raises:
-            SetupError: the surrounding could not be made; the program did not start.
+            SetupError: the environment could not be created; the program did not start.
         """
 
     def start(self, program: Program, limits: Limits) -> Service:
-        """Start a program of this package that serves others; its whole time is not limited."""
+        """Start a service program of this package; its total time is not limited."""
 
 
 def python_program(source: str, *, stdin: str = "", name: str = "main.py") -> Program:
-    """Return a Python program with the standard library alone and a fixed hash seed."""
+    """Return a Python program that uses only the standard library, with a fixed hash seed."""
     return Program(
         argv=(PYTHON, "-s", "-S", "-B", name),
         files={name: source},
@@ -147,14 +147,14 @@ _GONE: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """Memory that a tree holds now, and CPU time that it has spent."""
+    """Current memory and accumulated CPU time of a process tree."""
 
     memory_bytes: int
     cpu_s: float
 
 
 def tree_of(pid: int) -> Iterator[int]:
-    """Yield a process and all its living descendants."""
+    """Yield a process and all its live descendants."""
     waiting = [pid]
     while waiting:
         one = waiting.pop()
@@ -167,10 +167,10 @@ def tree_of(pid: int) -> Iterator[int]:
 
 
 def use_of(pid: int, *, memory_above: int) -> Use:
-    """Measure a tree.
+    """Measure a process tree.
 
-    Pages that several of its processes share are counted once, but only where the quick count,
-    which takes them for each, is above ``memory_above`` bytes.
+    Shared pages are counted once, but only if the fast estimate, which counts them for each
+    process, is above ``memory_above`` bytes.
     """
     pids = list(tree_of(pid))
     memory = sum(map(_resident_bytes, pids))
@@ -180,9 +180,9 @@ def use_of(pid: int, *, memory_above: int) -> Use:
 
 
 def files_in(pid: int, place: str) -> int:
-    """Return how many files lie on the file system that a tree alone sees at ``place``.
+    """Return the number of files on the file system that only a tree sees at ``place``.
 
-    A process that still sees this machine's own, because its sandbox is not made yet, says nothing.
+    A process that still sees the host's file system, because its sandbox is not ready, is skipped.
     """
     ours = Path(place).stat().st_dev
     for one in tree_of(pid):
@@ -195,7 +195,7 @@ def files_in(pid: int, place: str) -> int:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and every descendant that can be found; one that is gone already is fine."""
+    """Kill a process and all descendants that can be found; it may have ended already."""
     for one in list(tree_of(pid)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(one, signal.SIGKILL)
@@ -213,14 +213,14 @@ def _proportional_bytes(pid: int) -> int:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
         sizes = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
     except PermissionError:
-        return _resident_bytes(pid)  # it hides itself: counted in full
+        return _resident_bytes(pid)  # not readable: counted in full
     except _GONE:
         return 0
     return sum(map(int, sizes)) * 1024
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the time of a process and of the children that it has waited for."""
+    """Return the CPU time of a process and of the children that it has waited for."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
     except _GONE:
@@ -238,24 +238,24 @@ def run_all(
     """Execute every program.
 
     Args:
-        sandbox: where.
-        programs: what.
-        limits: of each one.
-        workers: how many at once; None is one for each processor this process may use.
+        sandbox: the sandbox.
+        programs: the programs.
+        limits: limits of each program.
+        workers: number of concurrent programs; None means one per available processor.
 
     Returns:
-        What came of each, in the order of the programs.
+        The result of each, in the order of the programs.
 
     Raises:
-        SetupError: the sandbox broke; programs that had not begun are not executed.
+        SetupError: the sandbox failed; programs that had not started are not executed.
     """
     return call_all([partial(sandbox.run, program, limits) for program in programs], workers)
 
 
 def call_all(calls: Sequence[Callable[[], _T]], workers: int | None = None) -> list[_T]:
-    """Make calls in threads, and return what they do, in their order.
+    """Run calls in threads, and return their results in order.
 
-    Where one raises, those that had not begun are not made.
+    If one raises, calls that have not started are skipped.
     """
     at_once = workers or len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(at_once, thread_name_prefix="sandbox") as pool:
@@ -299,10 +299,10 @@ class Rustfmt:
 
 
 def find_rust() -> Toolchain:
-    """Find the compiler of this machine.
+    """Find this machine's compiler.
 
     Raises:
-        SetupError: it, or the linker that it calls, is not installed.
+        SetupError: it, or the linker that it uses, is not installed.
     """
     found = shutil.which("rustc")
     if found is None or shutil.which("cc") is None:
@@ -378,7 +378,7 @@ def _version(tool: str, component: str, package: str) -> str:
 
 
 def least_rust_limits(limits: Limits) -> Limits:
-    """Return limits that a compiler can work within, and no less than was given."""
+    """Return limits that are sufficient for a compiler, and not lower than those given."""
     return replace(
         limits,
         memory_mib=max(limits.memory_mib, _LEAST.memory_mib),

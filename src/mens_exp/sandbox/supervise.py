@@ -1,8 +1,8 @@
 """Execute a program under supervision: kernel limits, its process tree, and how it ended.
 
-The limits are those that the kernel keeps for each process and those of the whole tree. The sandbox
-`unsafe` adds nothing to this: plain processes with limits and no isolation, for those who ask for
-it.
+Limits are enforced by the kernel per process, and here for the whole tree. The sandbox `unsafe`
+consists of this alone: plain processes with limits and no isolation, for users who explicitly
+request it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from mens_exp.sandbox.program import Limits, Program
 
 _MOST_FILES: Final = 10_000  # each is a kilobyte of the kernel's memory, whatever it holds
-_SAMPLE_S: Final = 0.05  # how often memory and processor time are looked at
-_DRAIN_S: Final = 1.0  # for what is left in the pipes of a process that has ended
-_DEATH_S: Final = 10.0  # a killed process that still has not ended hangs in the kernel
+_SAMPLE_S: Final = 0.05  # sampling interval of memory and processor time
+_DRAIN_S: Final = 1.0  # for reading the pipes of a process that has ended
+_DEATH_S: Final = 10.0  # a killed process that takes longer is stuck in the kernel
 _EXIT: Final = "exit"
 
 
 @dataclass(kw_only=True, slots=True)
 class Ended:
-    """The end of a tree, and its output."""
+    """The end of a process tree, and its output."""
 
     by_limit: Outcome | None = None
     returncode: int = 0  # of the first process, as `subprocess` has it
@@ -55,20 +55,20 @@ def supervise(
     kill: Callable[[], None],
     private: str | None = None,
 ) -> Ended:
-    """Read what a process writes until it and its pipes have ended, or a limit is passed.
+    """Read a process's output until it and its pipes have ended, or a limit is exceeded.
 
     Args:
         process: started with pipes for stdout and stderr.
-        limits: of its tree; those that the kernel keeps are not looked at here.
-        started: when, on the monotonic clock.
-        kill: ends the tree; it is called at most once, and also when this is interrupted.
-        private: where the tree sees a file system of its own, whose files are counted.
+        limits: limits of its tree; those enforced by the kernel are not checked here.
+        started: start time on the monotonic clock.
+        kill: kills the tree; called at most once, also on interruption.
+        private: path at which the tree sees a private file system, whose files are counted.
 
     Returns:
-        What was written up to the limit, and the limit that ended it, if one did.
+        The output up to the limit, and the limit that ended it, if any.
 
     Raises:
-        MensError: the process was killed and has not ended.
+        MensError: the process was killed but has not ended.
     """
     ended = Ended()
     done = False
@@ -141,7 +141,7 @@ def _watch(
 def _read(
     key: selectors.SelectorKey, selector: selectors.BaseSelector, most: int, ended: Ended
 ) -> bool:
-    """Take what a pipe holds; tell whether it is within the limit."""
+    """Read the available output of a pipe; return whether it is within the limit."""
     chunk = os.read(key.fd, 65_536)
     if not chunk:
         selector.unregister(key.fileobj)
@@ -172,7 +172,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 _SHELL_SIGNALS: Final = 128  # bubblewrap reports a signal as 128 more than its number
-# What a runtime says that was refused memory: CPython, and Rust, which adds a note.
+# Messages of a runtime that ran out of memory: CPython, and Rust, which adds a note.
 _REFUSED_MEMORY: Final = ("MemoryError", "memory allocation of ")
 _LAST_LINES: Final = 3
 
@@ -181,10 +181,10 @@ def execution_of(ended: Ended, status: int, *, sandbox: str) -> Execution:
     """Describe an execution.
 
     Args:
-        ended: what was watched.
+        ended: the supervised process.
         status: the program's exit status; above 128, or negative, a signal. A program that exits
-            with such a number of its own is taken for killed.
-        sandbox: the kind that ran it.
+            with such a number itself is considered killed.
+        sandbox: the kind of sandbox that ran it.
     """
     number = _signal_of(status) if ended.by_limit is None else signal.SIGKILL
     stdout, stderr = (
@@ -224,7 +224,7 @@ _KILL_AFTER_S: Final = 1  # from SIGXCPU, which can be ignored, to SIGKILL, whic
 
 
 def found_tool(name: str, *, package: str) -> str:
-    """Return where a program of this machine is.
+    """Return the path of a program of this machine.
 
     Raises:
         SetupError: it is not installed.
@@ -240,12 +240,12 @@ def found_tool(name: str, *, package: str) -> str:
 
 
 def limiting_command(prlimit: str, limits: Limits, *, processes: int | None) -> list[str]:
-    """Return the words before a command that lower its limits.
+    """Return a command prefix that lowers resource limits.
 
     Args:
-        prlimit: where util-linux's prlimit is.
-        limits: what they are.
-        processes: most processes of the user id, or None to leave that as it is.
+        prlimit: path of util-linux's prlimit.
+        limits: the limits.
+        processes: maximum processes of the user id; None leaves that limit unchanged.
     """
     cpu_s = max(1, math.ceil(limits.cpu_s))
     words = [
@@ -262,9 +262,9 @@ def limiting_command(prlimit: str, limits: Limits, *, processes: int | None) -> 
 
 
 class Unsafe:
-    """A process in a temporary directory, with your rights.
+    """A process in a temporary directory, with the user's permissions.
 
-    It can read, write and send what you can. Memory, processor time, wall time, output and the
+    It can read, write and send whatever the user can. Memory, CPU time, wall time, output and the
     size of each file are limited; processes are not, and one that leaves its group can survive.
     """
 
@@ -286,7 +286,7 @@ class Unsafe:
                 stdin.write(program.stdin.encode("utf-8", "surrogatepass"))
                 stdin.seek(0)
                 started = time.monotonic()
-                process = subprocess.Popen(  # noqa: S603  # asked for by name
+                process = subprocess.Popen(  # noqa: S603  # explicitly requested
                     [*limiting_command(self._prlimit, limits, processes=None), *program.argv],
                     stdin=stdin if program.channel is None else program.channel,
                     stdout=subprocess.PIPE,
@@ -301,17 +301,17 @@ class Unsafe:
                 )
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it left behind in its group
+                    os.killpg(process.pid, signal.SIGKILL)  # remaining processes of its group
         return execution_of(ended, ended.returncode, sandbox=self.kind)
 
     def start(self, program: Program, limits: Limits) -> Service:
-        """Start a program that lives until its channel is closed."""
+        """Start a program that runs until its channel is closed."""
         with contextlib.ExitStack() as surroundings:
             work = surroundings.enter_context(
                 tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True)
             )
             _write_files(program, work)
-            process = subprocess.Popen(  # noqa: S603  # asked for by name
+            process = subprocess.Popen(  # noqa: S603  # explicitly requested
                 [*limiting_command(self._prlimit, limits, processes=None), *program.argv],
                 stdin=program.channel,
                 stdout=subprocess.DEVNULL,
