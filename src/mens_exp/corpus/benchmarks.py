@@ -1,12 +1,11 @@
 """Benchmark items by name, and the overlap of rows with them.
 
-GPT-3 was decontaminated by 13-grams of words (Brown et al. 2020, arXiv:2005.14165, appendix C);
-so are rows here, with words taken as runs of letters, digits and underscores in either case, and
-single characters of Chinese and Japanese, which have no spaces; so that neither layout nor
-punctuation nor another spelling of the same characters (Unicode's NFKC) hides a copy. Words that
-are replaced hide one: a Python function is therefore also looked for by its syntax tree, without
-docstring, annotations and the names that it binds. The benchmark is small and held as an index;
-rows stream past it.
+GPT-3 was decontaminated with word 13-grams (Brown et al. 2020, arXiv:2005.14165, appendix C), and
+rows are here too. Words are case-insensitive runs of letters, digits and underscores, and single
+characters of Chinese and Japanese, which have no spaces. Neither layout, punctuation nor another
+encoding of the same characters (Unicode's NFKC) hides a copy. Renaming does, so Python functions
+are also compared by their syntax tree, without docstring, annotations and bound names. The
+benchmark is small and kept as an index; rows are streamed past it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _ANSWERS: Final = (
 
 
 def benchmark_texts(name: str, *, synthetic_items: int = 400) -> Iterator[tuple[str, str]]:
-    """Yield id and text of a benchmark's items: prompt and reference, and the tests where told.
+    """Yield id and text of a benchmark's items: prompt, reference, and tests if available.
 
     Args:
         name: ``humaneval``, ``synthetic``, or a file of items in a form that a suite reads.
@@ -152,13 +151,13 @@ _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd; hits are verified, so tha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """The text that a row shares with one item.
+    """The text that a row shares with one benchmark item.
 
     Attributes:
         item: the item's id.
-        shared: how many of the item's distinct n-grams the row has, or of its functions; 1 for a
-            short text.
-        share: these as a share of the item's n-grams, or of its functions.
+        shared: number of the item's distinct n-grams, or functions, in the row; 1 for a short
+            text.
+        share: this number as a fraction of the item's n-grams or functions.
     """
 
     item: str
@@ -185,13 +184,13 @@ class OverlapIndex:
         *,
         by_functions: bool = True,
     ) -> None:
-        """Read the items.
+        """Index the items.
 
         Args:
             items: id and text of each; prompt and reference together.
-            ngram_words: words of an n-gram. An item with fewer is looked for whole: a row has it
-                whose text, or one prompt or answer of it, is the same words.
-            by_functions: look for the items' Python functions under other names too.
+            ngram_words: words per n-gram. An item with fewer is matched as a whole: against the
+                row's text, or one of its prompts or answers.
+            by_functions: also match the items' Python functions under other names.
         """
         self.ngram_words = ngram_words
         self.ids: list[str] = []
@@ -212,7 +211,7 @@ class OverlapIndex:
         return len(self.ids)
 
     def overlaps(self, texts: Sequence[str]) -> list[Overlap]:
-        """Return every item that a row shares something with, the largest share of it first.
+        """Return every item that a row shares text with, by decreasing share.
 
         Args:
             texts: the row's, in order; n-grams may reach from one into the next.

@@ -1,4 +1,4 @@
-"""Check that code parses, by the language's grammar, and compiles, in a sandbox."""
+"""Check that code parses with its language's grammar, and that it compiles in a sandbox."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _SAME: Final = {"py": "python", "python3": "python", "rs": "rust"}
 
 
 def parse_problem(pair: TrainingPair) -> str | None:
-    """Say where the code of a row's answers does not parse.
+    """Return where the code of a row's answers does not parse.
 
-    Code is what stands in fences of the row's language, or without a label; an answer without any
-    fence is code as a whole. A row in a language that is not `CHECKED`, or in none, is not asked.
+    Code is the content of fences of the row's language, or without a label; an answer without any
+    fence is code as a whole. Rows without a language, or with one not in `CHECKED`, are skipped.
 
     Returns:
-        What is wrong, its line in the code first met, or None.
+        The error, with its line in the first invalid code; None if there is none.
 
     Raises:
         MissingExtra: the grammar of Rust is asked for and not installed.

@@ -1,4 +1,4 @@
-"""The limits of the data contract, each with the figure that is over it and what to do."""
+"""The limits of the data contract; each violation states the figure and the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOW = "look at task=plan data.show=3"
 
 
 def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> Iterator[GateError]:
-    """Yield what is wrong with the training documents."""
+    """Yield violations by the training documents."""
     answers = labelling.objective == "assistant"
     ends = labelling.objective == "last_k"  # learns a few tokens by design, and adds no end marker
     if part["trained_frac"] < limits.min_supervised_frac and not ends:
@@ -91,7 +91,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
 
 
 def notes_of_tokens(part: TokenPart, labelling: Labelling) -> Iterator[str]:
-    """Yield what refuses nothing and yet should be known."""
+    """Yield notes that cause no refusal."""
     if labelling.objective != "last_k" and part["ends"] == 0:
         yield (
             f"no document's answer ends within data.seq_len={labelling.seq_len}: "
@@ -105,7 +105,7 @@ def _foreign(part: TokenPart) -> int:
 
 
 def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
-    """Yield what is wrong with the rows."""
+    """Yield violations by the rows."""
     if part["groups_on_two_sides"]:
         yield GateError(
             "rows of one group are trained on and measured on",
@@ -151,7 +151,7 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
 
 
 def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]:
-    """Yield what is wrong with the rows beside the benchmark."""
+    """Yield violations by the overlap with a benchmark."""
     if part["contained_frac"] > limits.max_overlap_frac:
         worst = part["worst"][0]
         yield GateError(
@@ -165,7 +165,7 @@ def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]
 
 
 def of_probe(part: ProbePart) -> Iterator[GateError]:
-    """Yield what went wrong in the trial before step 1."""
+    """Yield failures of the probes before step 1."""
     limit = part["tolerance"]
     expected = f"at most {limit:g}"
     report = "report this with the model and the backend"

@@ -1,6 +1,6 @@
-"""Parts of the data contract: what the rows alone show, and what their tokens show.
+"""Parts of the data contract: statistics of the rows alone, and of their tokens.
 
-The token part is made once for each encoding, and stored with it.
+The token part is computed once per encoding, and stored with it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class PromptEncoder(Protocol):
 def rows_part(
     rows: Rows, documents: Encoded, encoder: PromptEncoder, labelling: Labelling
 ) -> RowsPart:
-    """Return what rows tell.
+    """Compute the part of the contract that depends on rows alone.
 
     Args:
-        rows: of all sides.
-        documents: what was made of those to train on.
+        rows: the rows of all sides.
+        documents: the encoded training rows.
         encoder: the tokenizer that evaluation will use.
-        labelling: how the documents were made.
+        labelling: the labelling used for the documents.
     """
     trained = _trained(rows.train)
     apart = 0
@@ -123,7 +123,7 @@ def _known(pairs: Iterable[TrainingPair], trained: _Trained) -> tuple[int, set[s
 
 
 def heldout_part(rows: Rows) -> OverlapPart | None:
-    """Hold rows to train on against those that are held out, or of many against some of them."""
+    """Compare training rows with held-out rows, or with a sample of them if there are many."""
     count, against = len(rows.heldout), "the held-out rows"
     if not count:
         return None
@@ -141,13 +141,13 @@ def overlap_part(
     *,
     by_functions: bool = True,
 ) -> OverlapPart:
-    """Hold rows to train on against a benchmark.
+    """Compare training rows with a benchmark.
 
     Args:
         train: the rows.
         items: id and text of each item, prompt and reference together.
-        against: what the items are, for the record.
-        by_functions: look for the items' Python functions under other names too.
+        against: name of the benchmark, for the record.
+        by_functions: also match the items' Python functions under other names.
     """
     index = OverlapIndex(items, by_functions=by_functions)
     worst: dict[str, Clash] = {}
@@ -253,15 +253,15 @@ def token_part(
     key: CacheKey,
     counts: TokenCounts,
 ) -> StoredTokens:
-    """Return the token part of an encoding; what is kept costs nothing.
+    """Return the token part of an encoding, from the cache if possible.
 
     Args:
         pairs: the rows.
-        documents: what was made of them.
-        encoder: the tokenizer that did.
-        cache: the cache's root.
-        key: of the encoding.
-        counts: likewise.
+        documents: the encoded rows.
+        encoder: the tokenizer used for them.
+        cache: the cache directory.
+        key: key of the encoding.
+        counts: counts of the encoding.
     """
     known = known_token_part(cache, key, counts)
     if known is not None:

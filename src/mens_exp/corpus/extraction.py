@@ -1,8 +1,8 @@
 """Training pairs from source files: Python definitions, Rust items, Markdown code blocks.
 
-For Python and Rust the prompt is the signature and the documentation, the response the source
-without the documentation: what the prompt has already said is not learned as an answer. For
-Markdown the prompt is what leads to a block: its heading and the paragraph before it.
+For Python and Rust, the prompt is the signature and the documentation, and the response is the
+source without the documentation, so that text already in the prompt is not trained as an answer.
+For Markdown, the prompt is the text before a block: its heading and the preceding paragraph.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def python_pairs(
     classes: bool = False,
     language: str | None = None,
 ) -> list[TrainingPair]:
-    """Make a pair of every documented function and method of a file.
+    """Extract a pair from every documented function and method of a file.
 
     Functions within functions are part of the outer one and make no pair of their own.
 
@@ -192,7 +192,7 @@ class _UnfitItemError(Exception):
 def rust_pairs(
     text: str, *, crate: str, group: str, category: str, dropped: Counter[str]
 ) -> list[TrainingPair]:
-    """Make a pair of every documented function, method, struct, enum and trait of a file.
+    """Extract a pair from every documented function, method, struct, enum and trait of a file.
 
     Args:
         text: the file's source, line ends made newlines.
@@ -324,7 +324,7 @@ class _Block:
 def markdown_pairs(
     text: str, *, group: str, category: str, dropped: Counter[str]
 ) -> list[TrainingPair]:
-    """Make a pair of every fenced block whose language is named and that something leads to.
+    """Extract a pair from every fenced block with a language and preceding text.
 
     Args:
         text: the file, line ends made newlines.

@@ -1,4 +1,4 @@
-"""Rows to leave out: filters on labels and texts, and exact duplicates by normalized response."""
+"""Rows to exclude: filters on labels and texts, and exact duplicates by normalized response."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked(config: FilterConfig) -> dict[str, Any]:
 def filtered(
     pairs: Sequence[TrainingPair], config: FilterConfig
 ) -> tuple[list[TrainingPair], Counter[str]]:
-    """Take the rows that pass every filter.
+    """Return the rows that pass every filter.
 
     Args:
         pairs: the rows.
@@ -107,7 +107,7 @@ _PASSES: Final[dict[str, Callable[[TrainingPair, Any], bool]]] = {
 
 
 def without_duplicates(pairs: Iterable[TrainingPair]) -> tuple[list[TrainingPair], int]:
-    """Drop rows whose response an earlier row has.
+    """Drop rows whose response is that of an earlier row.
 
     Args:
         pairs: the rows, in an order that the caller keeps stable.
@@ -123,7 +123,7 @@ def without_duplicates(pairs: Iterable[TrainingPair]) -> tuple[list[TrainingPair
 
 
 def response_key(response: str) -> str:
-    """Hash what a response says.
+    """Hash the content of a response.
 
     Args:
         response: code or prose.

@@ -1,8 +1,8 @@
-"""``data=hub``: rows of a dataset of the Hugging Face Hub, through `datasets`.
+"""``data=hub``: rows of a Hugging Face Hub dataset, read with `datasets`.
 
-The hub is asked for a commit and its files as it is for a model's, so that a cached dataset needs
-no network and a branch that moves on changes nothing; `datasets` then reads the directory: it
-knows which files make a subset and a split, and every format that datasets come in.
+The Hub is queried for a commit and its files as for a model, so that a cached dataset needs no
+network and a moving branch changes nothing. `datasets` then reads the directory, because it knows
+which files make up a subset and a split, and supports every dataset format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AT_ONCE = 1_000  # rows
 
 
 def pinned(config: HubData) -> str:
-    """Return the commit that is meant right now.
+    """Return the current commit of the configured revision.
 
     Raises:
         MensError: there is no such dataset or revision, or the hub cannot be reached.
@@ -109,7 +109,7 @@ class Dataset:
 
 
 def opened(config: HubData) -> Dataset:
-    """Fetch a dataset as far as it is not here, and open it.
+    """Download missing files of a dataset, and open it.
 
     Raises:
         MissingExtra: `datasets` is not installed.
@@ -127,7 +127,7 @@ def name(config: HubData, split: str) -> str:
 
 
 def streamed(config: HubData, split: str, setting: str) -> Any:
-    """Return what reads a split of the hub's files as they come, without fetching them first.
+    """Return a reader that streams a split from the Hub's files, without downloading them first.
 
     Args:
         config: the dataset.
@@ -184,7 +184,7 @@ def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
 
 
 def generated(function: Callable[..., Any], paths: Sequence[Path]) -> Any:
-    """Return what reads the examples that a function makes of files, and knows its place in them.
+    """Return a resumable reader of the examples that a function produces from files.
 
     Raises:
         MissingExtra: `datasets` is not installed.

@@ -1,8 +1,8 @@
-"""Rows of files larger than memory, read once and left there, and work on them in processes.
+"""Rows of files larger than memory, read once and left on disk, and multi-process work on them.
 
-What is held is eight bytes of each hash. The result is that of `corpus.source.load_rows` on rows in
-memory: rows and groups are the same where 64 bits of their hashes are. Of ten million, one pair
-coincides by chance in a hundred thousand corpora.
+Only eight bytes per hash are kept in memory. The result equals that of `corpus.source.load_rows` on
+rows in memory: rows and groups are considered equal if 64 bits of their hashes are. With ten
+million rows, one pair collides by chance in one of a hundred thousand corpora.
 """
 
 from __future__ import annotations

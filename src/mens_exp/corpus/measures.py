@@ -1,9 +1,9 @@
-"""Measure a stream of rows in a fixed amount of memory: sums made of some rows, joined in order.
+"""Measure a stream of rows in constant memory: partial sums over some rows, joined in order.
 
-Counted are sizes, distinct n-grams (from the smallest hashes: Bar-Yossef et al. 2002), the kinds of
+Measured are sizes, distinct n-grams (from the smallest hashes: Bar-Yossef et al. 2002), kinds of
 nodes in the syntax trees of programs, and findings of the screen: secrets and instructions to a
-model, found by a short list of patterns. The list is what is easily found, not what may be there: a
-clean screen is no proof. The kinds of secrets are those whose form their issuer fixes, and assigned
+model, found by a short list of patterns. The list covers only what is easily found, so a screen
+without findings proves nothing. Secrets are those in a form fixed by their issuer, and assigned
 passwords; the phrases are the usual openings of prompt injections.
 """
 

@@ -1,11 +1,12 @@
-"""Mixtures of sources by weight, and sources that are streamed while training.
+"""Mixtures of sources by weight, and sources that are streamed during training.
 
-Weights are fractions, and of all rows each source has its share to the row. The next row is always
-of the source that is furthest behind, so this nearly holds of any first rows, too.
+Weights are converted to fractions, and each source has exactly its share of all rows. The next row
+always comes from the source that is furthest behind its share, so the shares also nearly hold for
+any prefix of the rows.
 
-A streamed source is read a window at a time, epoch after epoch, from any place. `datasets` reads
-and knows its place; all randomness happens inside a window, so that its place and number are enough
-to read the same rows again.
+A streamed source is read a window at a time, epoch after epoch, from any position. `datasets` reads
+it and tracks the position. All randomness is within a window, so that its position and number
+suffice to read the same rows again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def estimated_tokens(pair: TrainingPair) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """The way rows are drawn.
+    """The settings for drawing rows.
 
     Attributes:
         weights: the weight of each source, by its name, above zero; only their ratios count.
@@ -72,7 +73,7 @@ class Drawing:
 def mixed(
     corpora: Mapping[str, Sequence[TrainingPair]], weights: Mapping[str, float], config: MixData
 ) -> tuple[list[TrainingPair], dict[str, Any]]:
-    """Draw rows of several sources by weight.
+    """Draw rows from several sources by weight.
 
     Args:
         corpora: the rows of each source, by its name; none empty.
@@ -100,7 +101,7 @@ def mixed(
 def draw(
     corpora: Mapping[str, Sequence[TrainingPair]], how: Drawing, counts: Counter[str]
 ) -> Iterator[TrainingPair]:
-    """Yield rows of several sources by weight, one at a time.
+    """Yield rows from several sources by weight, one at a time.
 
     Args:
         corpora: the rows of each source, by its name; none empty. Each row is asked for when it is
@@ -232,7 +233,7 @@ def validates_apart(config: RowsData) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Rows read between two places, by side; ``totals`` count from the first row of all.
+    """Rows read between two positions, by side; ``totals`` count from the very first row.
 
     ``rows_sha256`` chains the digests of all windows up to this one.
     """
@@ -246,10 +247,10 @@ class Window:
 
 
 class RowStream:
-    """Reads windows of ``data.shuffle_buffer`` rows, without end; its place can be saved."""
+    """Reads windows of ``data.shuffle_buffer`` rows endlessly; its position can be saved."""
 
     def __init__(self, config: RowsData, val: Sequence[TrainingPair] | None) -> None:
-        """Stand before the first row.
+        """Start before the first row.
 
         Args:
             config: the `data` group.
@@ -269,7 +270,7 @@ class RowStream:
         self._reader: RowReader | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the next window."""
+        """Return the position of the next window."""
         place = self._place if self._dataset is None else self._dataset.state_dict()
         return {
             "epoch": self._epoch,
@@ -282,7 +283,7 @@ class RowStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand before the window whose place was saved."""
+        """Move to the window whose position was saved."""
         self._epoch, self._number, self._row = state["epoch"], state["number"], state["row"]
         self._totals, self._sha256 = dict(state["totals"]), state["sha256"]
         self._trained_before = state["trained_before"]

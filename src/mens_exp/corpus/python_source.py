@@ -1,8 +1,7 @@
-"""Python functions and classes: cut out of source text, and recognized by syntax trees.
+"""Python functions and classes: extracted from source text, and recognized by syntax trees.
 
-The syntax tree tells where things are, the text is what is kept: comments and layout
-stay as the author wrote them. Columns of the tree count UTF-8 bytes; only `_split_at`
-turns them into characters.
+The syntax tree provides positions, but the text is kept: comments and layout stay as written. The
+tree's columns count UTF-8 bytes; only `_split_at` converts them to characters.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def parse(text: str) -> ast.Module | None:
 
 
 def cut(lines: Sequence[str], node: DefinitionNode) -> str:
-    """Cut a function or class out of its file, less its docstring, dedented.
+    """Extract a function or class from its file, dedented and without its docstring.
 
     Args:
         lines: the file's text split at newlines (not `str.splitlines`, which also splits
@@ -217,7 +216,7 @@ def _rows_within_strings(lines: list[str]) -> frozenset[int]:
 
 
 class KnownFunctions:
-    """Functions to find again under other names.
+    """Functions to be recognized under other names.
 
     A function is known by the fingerprint of its syntax tree. Left out are its name, the names
     that it binds (arguments, variables, what it defines inside), docstrings, annotations,

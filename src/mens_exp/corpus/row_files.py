@@ -1,7 +1,7 @@
-"""Rows from the files that a configuration names, by side, and rows kept in the cache.
+"""Rows from the files that a configuration names, by side, and rows stored in the cache.
 
-In the cache, the first line holds the hash of all that follows, so that a damaged file is never
-taken for whole.
+In the cache, the first line holds the hash of everything after it, so that a damaged file is never
+accepted as complete.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def records(files: Sequence[RowsFile]) -> dict[str, Any]:
 
 
 def read_own(config: RowsData) -> tuple[list[FileOfRows], list[FileOfRows] | None]:
-    """Read the rows that somebody wrote, and those to validate on where some are named.
+    """Read the user's rows, and the validation rows if they are configured separately.
 
     Raises:
         MensError: a file or a split cannot be had.
@@ -98,7 +98,7 @@ def _read_splits(config: HubData) -> tuple[list[FileOfRows], list[FileOfRows] | 
 
 
 def read_apart(config: RowsData) -> list[FileOfRows] | None:
-    """Read the rows to validate on where some are named, and no others.
+    """Read only the validation rows, if they are configured separately.
 
     Raises:
         MensError: as `read_own`.
@@ -119,7 +119,7 @@ def read_apart(config: RowsData) -> list[FileOfRows] | None:
 
 
 def is_large(config: JsonlData) -> bool:
-    """Return whether the rows are of files of lines that together are too large to hold."""
+    """Return whether the rows are in line-based files that together are too large for memory."""
     text = 0
     for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
         try:
@@ -134,7 +134,7 @@ def is_large(config: JsonlData) -> bool:
 
 
 def bytes_of(config: RowsData) -> dict[str, Any]:
-    """Return what is known of rows without reading them: sizes of files, a commit of the hub."""
+    """Return known sizes without reading rows: file sizes, or a Hub commit."""
     if isinstance(config, HubData):
         split = hub_rows.name(config, config.split)
         return {"split": split, "revision": hub_rows.pinned(config)}
@@ -223,7 +223,7 @@ def described(config: RowsData, files: Sequence[FileOfRows], role: str) -> Itera
 
 
 def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) -> None:
-    """Refuse validation rows that the other rows answer already.
+    """Refuse validation rows that also occur among the other rows, or share their group.
 
     Args:
         rows: the rows to train on and to hold out.
@@ -273,12 +273,12 @@ def _leak(pair: TrainingPair, other: TrainingPair) -> DataError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """The three sides of a split, the hash of all rows in order, and where they come from.
+    """The three sides of a split, the hash of all rows in order, and their origin.
 
-    ``taken`` says how they were chosen: what was put aside, what filters refused, how a
-    mix was drawn. ``bad`` are the
-    rows that were put aside. Of rows that are streamed these are the first window's. Where rows
-    stay on disk, ``sides_sha256`` are the hashes of the sides, which would take reading them again.
+    ``taken`` records how they were selected: quarantined rows, rows refused by filters, the drawing
+    of a mix. ``bad`` are the quarantined rows. For streamed rows, these are the first window's. If
+    rows stay on disk, ``sides_sha256`` holds the hashes of the sides, which would otherwise require
+    reading them again.
     """
 
     source: str

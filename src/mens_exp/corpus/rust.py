@@ -1,8 +1,8 @@
-"""Rust sources: parsed by tree-sitter, cut into items as written, and formatted by rustfmt.
+"""Rust sources: parsed with tree-sitter, split into items as written, and formatted by rustfmt.
 
-The canonical form is rustfmt's default layout of the edition 2021, comments kept. rustfmt opens the
-files that a source's ``mod`` declarations name, so it runs in a sandbox. One call formats many
-files, since starting it takes as long as formatting twenty.
+The canonical form is rustfmt's default layout for edition 2021, with comments kept. rustfmt opens
+the files named by a source's ``mod`` declarations, so it runs in a sandbox. One call formats many
+files, because starting it takes as long as formatting twenty.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 
 def load_rows(config: DataConfig, cache: Path) -> Rows:
-    """Read or extract the rows that a configuration asks for, and split them.
+    """Read or extract the configured rows, and split them.
 
-    Synthetic rows come with their sides. Where `data.val_path` or `data.val_split` names rows to
-    validate on, no other row does; `heldout_frac` holds out other rows either way. Rows of large
-    files stay there, and each is read again when it is asked for.
+    Synthetic rows are generated per side. If `data.val_path` or `data.val_split` names validation
+    rows, no other row is used for validation; `heldout_frac` holds out other rows in either case.
+    Rows of large files stay on disk, and each is read again on access.
 
     Args:
         config: the `data` group.
@@ -242,7 +242,7 @@ def _mixed(
 
 
 def labelling_of(config: RunConfig) -> Labelling:
-    """Return how a configuration turns rows into ids and masks."""
+    """Return how a configuration labels rows, as ids and masks."""
     objective = config.objective
     turns = objective.turns if isinstance(objective, AssistantObjective) else Turns.all
     ends = isinstance(objective, LastKObjective)
@@ -257,7 +257,7 @@ def labelling_of(config: RunConfig) -> Labelling:
 
 
 def cache_key(config: RunConfig, rows: Rows, side: Side, tokenizer: Tokenizer) -> CacheKey:
-    """Name the encoding of one side of the rows."""
+    """Return the cache key of the encoding of one side of the rows."""
     return CacheKey(
         rows_sha256=rows.side_sha256(side),
         tokenizer_sha256=tokenizer.sha256,

@@ -1,9 +1,9 @@
 """Assign rows to train, validation and held-out sides by their group alone.
 
-The side of a group is read off the SHA-256 of its name: no seed and no order of rows can move it,
-so runs with different seeds are validated on the same rows, and rows added later move none of the
-old ones. The exception is a corpus of few groups, see `split`. For millions of groups, 64-bit
-prefixes of the hashes stand for their names.
+The side of a group is derived from the SHA-256 of its name. It does not depend on a seed or on row
+order, so runs with different seeds are validated on the same rows, and added rows do not move
+existing ones. The exception is a corpus with few groups, see `split`. For millions of groups,
+64-bit prefixes of the hashes are used instead of their names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Side(StrEnum):
 
 
 def group_of(pair: TrainingPair) -> str:
-    """Return what must stay together with the row.
+    """Return the group that must stay on one side together with the row.
 
     Args:
         pair: the row.
@@ -238,7 +238,7 @@ def distinct(heads: array[int] | HashPrefixes) -> HashPrefixes:
 
 
 def bounds_of(groups: HashPrefixes, val_frac: float, heldout_frac: float) -> Bounds:
-    """Return where the sides lie, for groups that are `distinct`.
+    """Return the bounds of the sides, for groups that are `distinct`.
 
     Args:
         groups: the heads of all groups.

@@ -1,8 +1,8 @@
 """``data=stdlib``: documented functions of the running interpreter's standard library.
 
-Real code that every Python carries: nothing to download. Tests, bundled packages and
-generated caches are left out. Extraction takes seconds, so its result is cached under a
-name that holds the hash of the files read: another interpreter, another cache file.
+This is real code that comes with every Python and needs no download. Tests, bundled packages and
+generated caches are excluded. Extraction takes seconds, so its result is cached under a name that
+contains the hash of the source files: another interpreter has another cache file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Extraction:
 
 
 def extract(root: Path | None = None) -> Extraction:
-    """Read a library and make a pair of each of its documented functions.
+    """Extract a pair from each documented function of a library.
 
     Args:
         root: the library's directory; None means the running interpreter's.
@@ -112,7 +112,7 @@ def stdlib_digest(root: Path | None = None) -> str:
 
 
 def load(cache: Path, root: Path | None = None) -> Extraction:
-    """Return what `extract` does, from the cache where it is there and whole.
+    """Return the result of `extract`, from the cache if it is present and intact.
 
     Args:
         cache: the cache directory; made where it is missing.

@@ -1,10 +1,10 @@
-"""Families of tasks: the random draws of a template, its draft, and the task made of it.
+"""Task families: the random draws of a template, its draft, and the task made from it.
 
-A family's template draws parameters and returns a `Draft`: the reference solution's source, what
-it does in several wordings, and cases to try it on. `generate` makes the draft a `Task`: one
-wording chosen, every case an assert statement whose expected value came from running the reference.
-Draws are one stream of random numbers, named by a text: nothing depends on the process, its hash
-seed or the order of other draws.
+A family's template draws parameters and returns a `Draft`: the source of the reference solution,
+several wordings of its description, and test cases. `generate` turns the draft into a `Task`: one
+wording is chosen, and every case becomes an assert statement whose expected value came from running
+the reference. Draws come from one stream of random numbers seeded by a string, independent of the
+process, its hash seed and the order of other draws.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Draw:
     """Random choices for one task."""
 
     def __init__(self, seed: str) -> None:
-        """Begin the stream that belongs to a text."""
+        """Start the stream seeded by a string."""
         # A text is seeded by its SHA-512, not by hash(); nothing here is a secret.
         self._random = random.Random(seed)  # noqa: S311
 
@@ -98,14 +98,14 @@ class Noun(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to try a solution on.
+    """One test case.
 
     Attributes:
-        expression: Python, evaluated after the setup.
+        expression: a Python expression, evaluated after the setup.
         setup: statements before it.
-        want: its value worked out apart from the reference, where that is cheap; the reference
-            is held against it.
-        raises: the name of the exception that evaluating it must raise; empty where none.
+        want: its value computed independently of the reference, if that is cheap; the reference is
+            compared with it.
+        raises: name of the exception that evaluating it must raise; empty if none.
     """
 
     expression: str
@@ -118,14 +118,13 @@ class Case:
 class Draft:
     """The result of a template.
 
-    Attributes:
-        signature: name and parameters as the instruction gives them, ``clamp(value, low)``.
-        does: wordings of what it does, each to be read after "it": "returns …".
-        solution: the reference, Python source in ASCII without a final newline.
-        cases: what to try it on; their results are not all the same.
-        difficulty: from 1, one line of a beginner's, to 10.
-        note: sentences that every wording needs: edge cases, exceptions, methods of a class.
-        noun: what the instruction calls it.
+    signature: name and parameters as in the instruction, ``clamp(value, low)``.
+    does: wordings of its description, each to follow "it": "returns …".
+    solution: the reference, ASCII Python source without a final newline.
+    cases: the test cases; their results are not all equal.
+    difficulty: from 1, a beginner's single line, to 10.
+    note: sentences added to every wording: edge cases, exceptions, methods of a class.
+    noun: the noun for it in the instruction.
     """
 
     signature: str
@@ -161,7 +160,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repair:
-    """A broken version of a solution, and how its tests find it out.
+    """A broken version of a solution, and the test failure that reveals it.
 
     Attributes:
         operator: what was done to the solution, one of `mutate.OPERATORS`.

@@ -1,8 +1,8 @@
 """Generate tasks from a seed: drawn family by family, worded, verified, and free of duplicates.
 
-The n-th draw of a family depends on the seed, the family's name and n alone, so that a family
-that is added, or a share that is changed, leaves the others' draws as they were. `FAMILIES` lists
-all families in the order in which they take turns.
+The n-th draw of a family depends only on the seed, the family's name and n, so that adding a family
+or changing a share does not change the draws of the others. `FAMILIES` lists all families in the
+order in which they take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from mens_exp.corpus.generator.family import Draft, Family
 
-# Suites score bare code; whoever has not been trained on these rows must be told so too.
+# Suites score bare code, so models not trained on these rows must also be instructed accordingly.
 CODE_ONLY: Final = "Answer with the code only."
 
 _FRAMES: Final = (

@@ -1,13 +1,13 @@
 """Break a program in one known way, and run a program against its tests within a step limit.
 
-The syntax tree says where, the text is what is changed: a mutant differs from its program by one
-edit and is otherwise laid out the same. No operator turns an operation into one that makes values
-grow faster (nothing becomes `*`, `**` or a concatenation of itself).
+The syntax tree provides positions, and the text is edited: a mutant differs from its program by one
+edit and keeps the layout. No operator introduces an operation that makes values grow faster
+(nothing becomes `*`, `**` or a concatenation with itself).
 
-Only programs of our own templates and their mutants are run, in this process: they open nothing and
-import only modules that compute. A mutant may run for ever, so a counter is put into every loop and
-every function through the syntax tree; after `STEP_LIMIT` counts the program is stopped. What a
-single step may take is bounded because no operator makes values grow faster than the program does.
+Only programs of our own templates and their mutants are run, in this process: they open no files
+and import only modules that compute. A mutant may run forever, so a counter is inserted into every
+loop and function through the syntax tree, and the program is stopped after `STEP_LIMIT` counts. The
+cost of a single step is bounded, because no operator makes values grow faster.
 """
 
 from __future__ import annotations

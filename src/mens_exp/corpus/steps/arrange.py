@@ -1,8 +1,8 @@
 """Steps that arrange rows: split by group, mix sources by weight, and curriculum, by difficulty.
 
-split proves that no group is on two sides; mix gives each source its exact share, rows asked for by
-number on disk; curriculum sorts lines on disk, in runs that fit into memory and a merge of them. A
-row that does not state its difficulty is measured on its answer.
+split verifies that no group is on two sides. mix gives each source its exact share and reads rows
+from disk by number. curriculum sorts lines on disk, with in-memory runs that are merged. The
+difficulty of a row that does not state one is estimated from its answer.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 
 
 def split(step: StepInput) -> StepResult:
-    """Part the rows as `corpus.split.split` does those of a run, in two passes over the files.
+    """Split the rows as `corpus.split.split` does for a run, in two passes over the files.
 
-    The first pass hashes every group, eight bytes a row; the second writes. What was written is
+    The first pass hashes every group, at eight bytes per row; the second writes. The output is then
+    read again to verify that no group, and no row content, is on two sides.
     then read again: no group, and no row of the same content, may be on two sides.
 
     Raises:
@@ -183,7 +184,7 @@ _OF_ROW: Final[dict[MixBy, Callable[[TrainingPair], str]]] = {
 
 
 def mix(step: StepInput) -> StepResult:
-    """Draw rows of each source by its weight; after a split, those of train.
+    """Draw rows from each source by its weight; after a split, only rows of train.
 
     Raises:
         DataError: a source has no weight, or a weight no rows; or a source would be repeated too

@@ -1,9 +1,9 @@
 """Steps that drop rows: dedupe, exact and near-duplicates, and decontaminate, benchmark overlap.
 
-Rows that meet in a band of their signatures are candidates; their Jaccard similarity is then
-computed from their shingles, so that nothing is dropped on an estimate. Similar rows form a
-cluster, also through other rows of it, of which the first one stays. Rows with equal keys are found
-on disk: what is in memory does not grow with the rows. Every dropped row is listed with its match.
+Rows whose signatures share a band are candidates. Their Jaccard similarity is then computed from
+their shingles, so that no row is dropped because of an estimate. Similar rows form a cluster,
+directly or through other rows, and its first row is kept. Rows with equal keys are found on disk,
+so memory use does not grow with the rows. Every dropped row is listed with its match.
 """
 
 from __future__ import annotations

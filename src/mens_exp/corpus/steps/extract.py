@@ -1,8 +1,8 @@
-"""Steps that make rows: extract, from the source files of projects, and generate.
+"""Steps that create rows: extract, from the source files of projects, and generate.
 
-A project is a directory as it stands, a git checkout at a commit (its work tree is not looked at),
-or one file; rows are documented definitions, and code blocks in Markdown. Generated rows come
-behind the rows that there are.
+A project is a directory in its current state, a git checkout at a commit (ignoring its work tree),
+or one file. Rows are documented definitions, and code blocks in Markdown. Generated rows are
+appended to existing rows.
 """
 
 from __future__ import annotations

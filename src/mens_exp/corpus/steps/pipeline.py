@@ -1,7 +1,7 @@
 """Run the steps of a corpus in order, each once for the same input, settings and code.
 
-`STEPS` names each step with what its files depend on; inputs and the output directory are checked
-before a step begins.
+`STEPS` lists each step with the dependencies of its files. Inputs and the output directory are
+checked before a step starts.
 """
 
 from __future__ import annotations

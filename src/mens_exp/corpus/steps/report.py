@@ -1,4 +1,4 @@
-"""Step report: measure the rows that the other steps left, and tell the steps that made them."""
+"""The report step: measure the rows left by the other steps, and list those steps."""
 
 from __future__ import annotations
 

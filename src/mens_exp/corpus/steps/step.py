@@ -1,7 +1,7 @@
 """Input and result of a corpus step, and its rows on disk.
 
-A step reads files and writes files; it holds a row at a time. Whoever runs it names the files,
-puts the directory in place when it is whole, and records both.
+A step reads and writes files, holding one row at a time in memory. The pipeline names the files,
+renames the complete directory into place, and records both.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ ROW_FILES: Final = ("rows.jsonl", *(f"{side}.jsonl" for side in Side))
 class StepInput:
     """The input of a step.
 
-    Attributes:
-        files: the row files of the step before, in order; of the first step what corpus.input
-            names: any files of rows, for extract a directory, a file or a git checkout, for
-            generate none.
-        directory: where the step writes its files; empty, and put in place when it is whole.
-        scratch: an empty directory for sorted runs and the like, deleted afterwards.
-        config: the settings; a step reads its own node, ``config.<step>``.
-        run: the whole command, for the tokenizer and the sequence length; None where a step is
-            called on its own, and what it would have told of them is then unknown.
+    files: the row files of the previous step, in order. For the first step, those named by
+        corpus.input: any row files; for extract a directory, a file or a git checkout; for
+        generate none.
+    directory: the step's output directory; initially empty, renamed into place when complete.
+    scratch: an empty directory for temporary files such as sorted runs, deleted afterwards.
+    config: the settings; a step reads its own node, ``config.<step>``.
+    run: the whole command, for the tokenizer and the sequence length; None if a step is called
+        separately, and values that depend on them are then unknown.
     """
 
     files: tuple[Path, ...]
