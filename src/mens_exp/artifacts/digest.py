@@ -198,7 +198,7 @@ def _read_checkpoint_digests(directory: Path) -> dict[str, list[str]]:
     """Return the digests of a directory's states, keyed by name.
 
     Raises:
-        DataError: the file is not in the form written by `record_digest`.
+        DataError: the file is not in the form written by `record_checkpoint_digest`.
     """
     path = directory / CHECKPOINT_DIGESTS
     try:

@@ -159,7 +159,7 @@ def pattern_matches(pattern: str, text: str, where: str) -> bool:
     """Return whether ``re.match`` finds a pattern at the start of a text.
 
     Args:
-        pattern: a regular expression, for which `problem_of` returns None.
+        pattern: a regular expression, for which `pattern_problem` returns None.
         text: the text.
         where: the file that contains the pattern; the patterns of a file share one time limit.
 

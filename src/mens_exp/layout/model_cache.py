@@ -67,7 +67,7 @@ def record_files(directory: Path) -> None:
 
 
 def marked_weights(directory: Path) -> str:
-    """Return the weights' hash recorded by :func:`mark`.
+    """Return the weights' hash recorded by :func:`record_files`.
 
     It does not reflect the current bytes; `damaged_files` reads those.
     """

@@ -301,7 +301,7 @@ def split_experts(tensors: Tensors, stacks: Iterable[Stack]) -> dict[str, npt.ND
 def join_experts(
     tensors: Tensors, stacks: Iterable[Stack], where: str
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """Undo :func:`split`.
+    """Undo :func:`split_experts`.
 
     Args:
         tensors: with one pair for each tensor of the checkpoint.
