@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from enum import Enum
 from pathlib import Path
@@ -10,7 +11,15 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.config.compose import begin_command, compose, config_digest, from_yaml, to_yaml, typed
+from mens_exp.config.compose import (
+    begin_command,
+    compose,
+    config_digest,
+    from_yaml,
+    stored_digest,
+    to_yaml,
+    typed,
+)
 from mens_exp.config.model import HfModel
 from mens_exp.config.suite import NoSandbox
 from mens_exp.config.user_config import group_options
@@ -90,9 +99,19 @@ def test_stored_options_read_back_the_same(group, option, tmp_path):
 
 
 def assert_it_reads_back(before, place):
-    after = from_yaml(stored(place, to_yaml(before)))
+    file = stored(place, to_yaml(before))
+    after = from_yaml(file)
     assert typed(after) == typed(before)
-    assert config_digest(after) == config_digest(before)
+    assert config_digest(after) == stored_digest(file) == config_digest(before)
+
+
+def test_digest_of_a_stored_configuration_is_that_of_its_values(tmp_path):
+    """The schemas of later releases, which have other keys, do not enter it."""
+    file = stored(tmp_path, "task: {name: promote}\nopen: c # a name\nrate: 3.0e-05\n")
+    canonical = b'{"open":"c","rate":3e-05,"task":{"name":"promote"}}'
+    assert stored_digest(file) == hashlib.sha256(canonical).hexdigest()
+    file.write_text("task: {name: promote}\nopen: d\nrate: 3.0e-05\n", "utf-8")
+    assert stored_digest(file) != hashlib.sha256(canonical).hexdigest()
 
 
 def test_changed_values_read_back_too(tmp_path):

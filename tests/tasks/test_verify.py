@@ -9,6 +9,7 @@ import re
 import shutil
 
 import pytest
+import yaml
 
 from mens_exp import cli
 from mens_exp.artifacts.certificate import Outcome
@@ -154,6 +155,20 @@ def test_an_edited_adapter_manifest_is_found(run, inspect):
     edit(run.adapter / "adapter_manifest.json", lambda value: value.update(alpha=32))
     found = inspect(run.path, "verify=true", code=4)
     assert differing(found) == ["outputs.adapter/adapter_manifest.json"]
+
+
+def test_a_run_of_an_earlier_release_is_what_its_records_say(run, inspect):
+    """A configuration without the keys that came later has the digest that was recorded of it."""
+    values = yaml.safe_load(run.config.read_text("utf-8"))
+    del values["compare"], values["eval"]["keep_passing"]
+    run.config.write_text(yaml.safe_dump(values), "utf-8")
+    sha256 = hashlib.sha256(run.config.read_bytes()).hexdigest()
+    edit(run.manifest, lambda value: value["outputs"].update({"config.yaml": sha256}))
+    assert differing(inspect(run.path, "verify=true", code=4)) == ["config_digest"]
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    digest = hashlib.sha256(canonical).hexdigest()
+    edit(run.manifest, lambda value: value.update(config_digest=digest))
+    assert differing(inspect(run.path, "verify=true")) == []
 
 
 def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, tmp_path):

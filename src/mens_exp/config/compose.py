@@ -110,6 +110,17 @@ def config_digest(config: DictConfig) -> str:
     return digest(_plain(without_hydra(config)))
 
 
+def stored_digest(path: Path) -> str:
+    """Hash the values in a run's own config.yaml; its record has the :func:`config_digest` of them.
+
+    Keys that later releases added, moved or renamed do not change it.
+
+    Args:
+        path: a file that :func:`from_yaml` accepts.
+    """
+    return digest(OmegaConf.to_container(_mapping_in(path), resolve=False))
+
+
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     assert isinstance(plain, dict)

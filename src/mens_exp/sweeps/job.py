@@ -83,11 +83,11 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
         RequestError: the configuration, the code or the rows have changed since the launch.
         Problems: several of these.
     """
-    from mens_exp.config.compose import Composed, config_digest, from_yaml, typed
+    from mens_exp.config.compose import Composed, from_yaml, stored_digest, typed
     from mens_exp.config.overrides import Cell
 
     values = from_yaml(run.config)
-    if config_digest(values) != job.config_digest:
+    if stored_digest(run.config) != job.config_digest:
         raise RequestError(
             "the frozen configuration was changed",
             where=str(run.config),

@@ -27,7 +27,7 @@ from mens_exp.artifacts.digest import digest, sha256_bytes
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.compose import config_digest, from_yaml
+from mens_exp.config.compose import stored_digest
 from mens_exp.config.trainer import CallbackConfig, NoLogger, Selection
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import MensError, RequestError
@@ -357,7 +357,7 @@ def _figure_checks(again: _Again, step: int, figures: dict[str, Any]) -> list[Ch
 def _conditions(again: _Again, device: str) -> list[str]:
     """List conditions that differ from the original run, or that may change results."""
     found = other_conditions(again.manifest)
-    if config_digest(from_yaml(again.subject.config)) != again.manifest.config_digest:
+    if stored_digest(again.subject.config) != again.manifest.config_digest:
         found.append("config.yaml is not the one that the manifest is of")
     events = read_events(again.subject.telemetry)
     began = [event["payload"] for event in events if event["event"] == "train_start"]

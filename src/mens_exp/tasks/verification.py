@@ -15,7 +15,7 @@ from mens_exp.artifacts.digest import checkpoint_digests, digest, sha256_bytes, 
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.compose import config_digest, from_yaml
+from mens_exp.config.compose import stored_digest
 from mens_exp.errors import MensError, Problems
 from mens_exp.export.bundle import verify as verify_bundle
 from mens_exp.export.certificate import certificate_place, hashes_of
@@ -334,7 +334,7 @@ def _bundle(run: RunDir) -> Iterator[Check]:
 def _identity(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     """Compare the manifest with its configuration, and check its internal consistency."""
     config = config_of(run)
-    yield compared("config_digest", manifest.config_digest, config_digest(from_yaml(run.config)))
+    yield compared("config_digest", manifest.config_digest, stored_digest(run.config))
     yield compared("seed", manifest.seed, config.seed)
     if manifest.contract is not None:
         recorded = manifest.contract["digest"]
