@@ -55,7 +55,7 @@ for cycle in cycle1 cycle2; do
     [ $cycle = cycle1 ] && seeds=1,2,3,4,5,6 || seeds=7,8,9,10,11,12
     if ! grep -q "\"$cycle\"" "$out/decisions.jsonl" 2>/dev/null; then
         rm -rf "$out/open_$cycle"
-        mens task=promote "open=$cycle" "ledger=$out/decisions.jsonl" "promote.suite_digest=$digest" \
+        mens task=promote "promote.open_cycle=$cycle" "ledger=$out/decisions.jsonl" "promote.suite_digest=$digest" \
             "promote.seeds=[$seeds]" "promote.arms=[burn,qlora]" promote.factor=backend \
             "hydra.run.dir=$out/open_$cycle"
     fi

@@ -84,7 +84,12 @@ def chained(path):
 def test_eight_promoters_of_one_ledger_all_stand_in_it(together, tmp_path):
     """Each opened a cycle; none is lost, and the chain holds."""
     commands = [
-        [*OPEN, f"open=c{n}", f"promote.seeds=[{2 * n},{2 * n + 1}]", f"hydra.run.dir=own{n}"]
+        [
+            *OPEN,
+            f"promote.open_cycle=c{n}",
+            f"promote.seeds=[{2 * n},{2 * n + 1}]",
+            f"hydra.run.dir=own{n}",
+        ]
         for n in range(8)
     ]
     codes, said = together(*commands)
@@ -96,7 +101,10 @@ def test_eight_promoters_of_one_ledger_all_stand_in_it(together, tmp_path):
 
 def test_of_eight_promoters_of_one_cycle_one_wins(together, tmp_path):
     """The others are told that it is registered, and what is next."""
-    commands = [[*OPEN, "open=c", "promote.seeds=[1,2]", f"hydra.run.dir=own{n}"] for n in range(8)]
+    commands = [
+        [*OPEN, "promote.open_cycle=c", "promote.seeds=[1,2]", f"hydra.run.dir=own{n}"]
+        for n in range(8)
+    ]
     codes, said = together(*commands)
     assert sorted(codes) == [0] + [2] * 7, said
     refused = [text for code, text in zip(codes, said, strict=True) if code]

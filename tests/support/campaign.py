@@ -122,7 +122,7 @@ TASKS = [
     Task(
         "promote",
         "ledger",
-        *_twice(*OPEN, "open=two", "promote.seeds=[5,6]"),
+        *_twice(*OPEN, "promote.open_cycle=two", "promote.seeds=[5,6]"),
         is_done="is registered already",
     ),
     Task("sync", "trained", *_twice("task=sync", "path=run")),
@@ -319,7 +319,7 @@ class Place:
 
     def _make_ledger(self):
         self.put("rows")
-        self._must([*OPEN, "open=one", "promote.seeds=[1,2]", "hydra.run.dir=opened"])
+        self._must([*OPEN, "promote.open_cycle=one", "promote.seeds=[1,2]", "hydra.run.dir=opened"])
 
     def _make_project(self):
         self.put("rows")

@@ -341,7 +341,7 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
     paths = []
     for name, seeds in (("one", [1, 2, 3, 4]), ("two", [5, 6, 7, 8])):
         frozen = f"promote.seeds={seeds}".replace(" ", "")
-        said = typed("task=promote", f"open={name}", ledger, *told, frozen)
+        said = typed("task=promote", f"promote.open_cycle={name}", ledger, *told, frozen)
         assert f"Cycle {name} is open" in said
         paths.append(str(lab.cycle(name, seeds)))
     both = f"path=[{','.join(paths)}]"
@@ -362,9 +362,9 @@ def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
     lab.open("one", [1, 2])
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
     command = ["task=promote", f"ledger={lab.ledger}", *told]
-    said = typed(*command, "open=two", "promote.seeds=[2,3]", code=2)
+    said = typed(*command, "promote.open_cycle=two", "promote.seeds=[2,3]", code=2)
     assert "seeds of an earlier cycle" in said
-    said = typed(*command, "open=one", "promote.seeds=[4,5]", code=2)
+    said = typed(*command, "promote.open_cycle=one", "promote.seeds=[4,5]", code=2)
     assert "is registered already" in said
     assert "next      run its arms, or open a cycle of another name" in said
     assert len(read_ledger(lab.ledger)) == 1
@@ -451,14 +451,23 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     [
         (["policy=eval_gate", "path=."], "no ledger"),
         (["ledger=l"], "nothing to do"),
-        (["ledger=l", "replay=true", "open=c"], "several things at once"),
+        (["ledger=l", "replay=true", "promote.open_cycle=c"], "several things at once"),
         (["ledger=l", "policy=eval_gate"], "no evidence"),
         (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
         (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison is there"),
-        (["ledger=l", "open=c"], "freezes its seeds"),
-        (["ledger=l", "open=c", "policy=eval_gate"], "no cycle is opened for this policy"),
-        (["ledger=l", "open=c", "policy=burn_production", "path=."], "has no effect without"),
-        (["ledger=l", "replay=true", "promote.seeds=[1]"], "has no effect with open=null"),
+        (["ledger=l", "promote.open_cycle=c"], "freezes its seeds"),
+        (
+            ["ledger=l", "promote.open_cycle=c", "policy=eval_gate"],
+            "no cycle is opened for this policy",
+        ),
+        (
+            ["ledger=l", "promote.open_cycle=c", "policy=burn_production", "path=."],
+            "has no effect without",
+        ),
+        (
+            ["ledger=l", "replay=true", "promote.seeds=[1]"],
+            "has no effect with promote.open_cycle=null",
+        ),
         (["ledger=l", "replay=true", "promote.parity=p"], "has no effect without policy"),
         (["ledger=l", "replay=true", "lora.r=8"], "has no effect with task=promote"),
     ],

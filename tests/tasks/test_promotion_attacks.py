@@ -174,7 +174,7 @@ def test_an_opened_cycle_freezes_all_that_decides(lab):
     told = [f"promote.suite_digest={SUITE}", "promote.seeds=[14,13]", "promote.factor=backend"]
     told += ["promote.arms=[qlora,burn]", "promote.margin=0.1", "promote.alpha=0.01"]
     told += ["policy=burn_production", "policy.floors={richness:0.5}", "policy.parity=false"]
-    lab.typed("task=promote", "open=three", f"ledger={lab.ledger}", *told)
+    lab.typed("task=promote", "promote.open_cycle=three", f"ledger={lab.ledger}", *told)
     written = json.loads(lab.ledger.read_text("utf-8").splitlines()[-1])
     lab.ledger.unlink()
     floors = {**lab.frozen["floors"], "richness": 0.5}

@@ -386,7 +386,12 @@ def test_suite_of_a_registered_cycle_is_refused(sample, drawn, tmp_path, capsys)
     digest = Scorecard.read(drawn[0].scorecard).suite_digest
     for name, registered, code in (("same", digest, 4), ("other", "0" * 64, 0)):
         ledger = tmp_path / f"{name}.jsonl"
-        opened = ["task=promote", "open=cycle", f"ledger={ledger}", "promote.seeds=[0,1]"]
+        opened = [
+            "task=promote",
+            "promote.open_cycle=cycle",
+            f"ledger={ledger}",
+            "promote.seeds=[0,1]",
+        ]
         opened += [
             f"promote.suite_digest={registered}",
             "promote.arms=[a,b]",

@@ -27,7 +27,7 @@ from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.loader import SCHEMAS, CachingLoader, copied, register, schema_of
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
-from mens_exp.config.root import RunConfig
+from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.trainer import steps_beside
 from mens_exp.config.user_config import (
     CLASS_GROUPS,
@@ -381,8 +381,22 @@ def _mapping_in(path: Path) -> DictConfig:
     return stored
 
 
+def _move_keys(stored: DictConfig) -> None:
+    """Put values under the keys of today, in place, where an earlier release had them elsewhere."""
+    task = stored.get("task")
+    name = task.get("name") if isinstance(task, DictConfig) else None
+    for old in MOVED.keys() & stored.keys():
+        section, _, key = moved_to(old, name).partition(".")
+        if section not in stored:
+            stored[section] = {}
+        node = stored[section]
+        if isinstance(node, DictConfig) and key not in node:  # else it is refused as it stands
+            node[key] = stored.pop(old)
+
+
 def _under_schemas(stored: DictConfig) -> DictConfig:
-    """Merge stored values into the schemas named by their groups' discriminators."""
+    """Put stored values under the schemas that their groups' discriminators name."""
+    _move_keys(stored)
     root = copied(_structured(RunConfig))
     assert isinstance(root, DictConfig)
     for group in stored:

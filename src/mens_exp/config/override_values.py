@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mens_exp.config.compose import compose
 from mens_exp.config.fields import shown
 from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, declarations, is_open
-from mens_exp.config.root import RunConfig
+from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, LocalLauncher
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, expected_name, nearest
@@ -310,6 +311,30 @@ def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], 
         remedy=f"write {' '.join(ours)}" + (f", and drop {', '.join(gone)}" if gone else ""),
     )
     return [*rest, *ours], [refusal]
+
+
+def with_moved_keys(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:
+    """Refuse root keys of earlier releases, and write the command as it is spelled today.
+
+    Returns:
+        The overrides of that command, so that the rest of it is judged too, and the refusal.
+    """
+    tasks = [text.partition("=")[2] for text in texts if text.startswith("task=")]
+    task = tasks[-1] if tasks else None
+    moved: dict[str, str] = {}
+    written = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        old = key.lstrip("+~")
+        if old in MOVED:
+            moved[old] = moved_to(old, task)
+            text = f"{'~' if key.startswith('~') else ''}{moved[old]}{equals}{value}"  # noqa: PLW2901
+        written.append(text)
+    if not moved:
+        return written, []
+    what = ", ".join(f"{old} is now {new}" for old, new in moved.items())
+    command = shlex.join(["python", "-m", "mens_exp", *(["-m"] if multirun else []), *written])
+    return written, [ConfigError(what, remedy=f"write {command}")]
 
 
 def sweep_override_problems(override: Override, *, launcher: str | None) -> Iterator[ConfigError]:

@@ -25,6 +25,7 @@ from mens_exp.config.override_values import (
     launcher_of,
     sweep_override_problems,
     value_problems,
+    with_moved_keys,
     without_joblib,
 )
 from mens_exp.config.root import RunConfig
@@ -126,7 +127,9 @@ def check(
     secrets = tuple(error for text in texts for error in _credentials(text))
     if secrets:  # any other message would print the value
         return Checked(cells=(), problems=secrets, general=secrets)
+    texts, moved = with_moved_keys(texts, multirun=multirun)
     texts, late = without_joblib(texts, multirun=multirun)
+    late = [*moved, *late]
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]

@@ -113,7 +113,7 @@ class PolicyConfig:
 class BurnProductionPolicy(PolicyConfig):
     """Decide whether the challenger's backend replaces the incumbent's in production.
 
-    `open=<cycle>` freezes these values; the cycle sets KPI, direction and margin (`promote`).
+    A cycle freezes these values when it is opened; KPI, direction and margin are the cycle's own.
     """
 
     name: str = "burn_production"
@@ -197,19 +197,24 @@ class EvalGatePolicy(PolicyConfig):
     )
 
 
-_OF_A_CYCLE = unless("open", None, needs="open=<cycle>")
+_OF_A_CYCLE = unless("promote.open_cycle", None, needs="promote.open_cycle=<name>")
 DECIDES = Condition(
-    holds=lambda config: config.policy is not None and config.open is None,
-    words=lambda config: f"without policy=<name>{'' if config.open is None else ' alone'}",
-    needs="policy=<name>, without open=",
+    holds=lambda config: config.policy is not None and config.promote.open_cycle is None,
+    words=lambda config: (
+        f"without policy=<name>{'' if config.promote.open_cycle is None else ' alone'}"
+    ),
+    needs="policy=<name>, without promote.open_cycle",
     tasks=frozenset({"promote"}),
 )
 
 
 @dataclass(kw_only=True, slots=True)
 class PromoteConfig:
-    """Settings of task=promote except its policy; all but `parity` belong to open=<cycle>."""
+    """Settings of task=promote besides its policy; most describe the cycle that it opens."""
 
+    open_cycle: str | None = setting(
+        None, "Name of a benchmark cycle to register before any of its runs."
+    )
     parity: str | None = setting(
         None,
         "Certificate (parity.json) of the merge or export of a challenger's adapter.",

@@ -88,6 +88,23 @@ _COMPILES = Condition(
 )
 
 
+# Root keys of earlier releases, each with the key of a task that has taken its place.
+MOVED: dict[str, tuple[str, ...]] = {
+    "open": ("promote.open_cycle",),
+}
+
+
+def moved_to(key: str, task: str | None) -> str:
+    """Return the present name of a key in :data:`MOVED`: that of the task, where several have one.
+
+    Args:
+        key: as earlier releases have it.
+        task: the task's name; None where it is not known.
+    """
+    places = MOVED[key]
+    return next((place for place in places if place.startswith(f"{task}.")), places[0])
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """One run, with every group composed and every value checked."""
@@ -200,12 +217,6 @@ class RunConfig:
         only_if=unless(
             "eval.keep_passing", None, needs="eval.keep_passing=<file>", tasks={"evaluate"}
         ),
-    )
-    open: str | None = setting(
-        None,
-        "Name of a benchmark cycle to register before any of its runs (promote).",
-        changes=Effect.NOTHING,
-        read_by={"promote"},
     )
     replay: bool = setting(
         False,  # as above

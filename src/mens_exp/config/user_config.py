@@ -30,6 +30,7 @@ from mens_exp.config.backend import BackendConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig
+from mens_exp.config.root import MOVED
 from mens_exp.config.trainer import CallbackConfig
 from mens_exp.errors import ConfigError, DataError, Problems, nearest
 
@@ -211,6 +212,12 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             )
     elif isinstance(values := _read(root / file), str):
         yield ConfigError("is no YAML mapping", where=where, found=values)
+    elif group in {"experiment", "preset"}:
+        yield from (
+            ConfigError(f"{key} is now {' or '.join(MOVED[key])}", where=where)
+            for key in values
+            if key in MOVED
+        )
     elif group in CLASS_GROUPS and "_target_" in values:
         yield from key_problems(values, where)
 

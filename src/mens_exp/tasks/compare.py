@@ -68,7 +68,7 @@ def _note_cycle(record: Comparison, ledger: Path) -> None:
             "no such ledger",
             where="ledger",
             found=str(ledger),
-            expected="the file that task=promote open=<cycle> writes",
+            expected="the file that task=promote promote.open_cycle=<name> writes",
         )
     cycle, why = cycle_of(record, cycles_of(read_ledger(ledger)))
     record.cycle = None if cycle is None else cycle["cycle"]

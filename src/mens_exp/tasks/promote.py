@@ -54,7 +54,7 @@ def promote(config: RunConfig, run: Run) -> None:
     """
     assert config.ledger is not None, "validation has asked for it"
     ledger = Path(config.ledger).expanduser()
-    if config.open is not None:
+    if config.promote.open_cycle is not None:
         _open(config, ledger, run)
     elif config.replay:
         _replay(ledger, run)
@@ -67,7 +67,7 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
     told, policy = config.promote, config.policy or BurnProductionPolicy()
     assert isinstance(policy, BurnProductionPolicy), "validation refuses others"
     cycle: CycleEntry = {
-        "cycle": str(config.open),
+        "cycle": str(told.open_cycle),
         "suite_digest": str(told.suite_digest),
         "seeds": sorted(told.seeds),
         "arms": list(told.arms),
@@ -90,7 +90,7 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
         if cycle["cycle"] in earlier:
             raise RequestError(
                 "is registered already",
-                where="open",
+                where="promote.open_cycle",
                 found=cycle["cycle"],
                 remedy="run its arms, or open a cycle of another name and other seeds",
             )

@@ -5,7 +5,12 @@ import pytest
 from mens_exp.config.overrides import check
 
 OPEN = [
-    *("task=promote", "ledger=l.jsonl", "open=c", f"promote.suite_digest={'ab' * 32}"),
+    *(
+        "task=promote",
+        "ledger=l.jsonl",
+        "promote.open_cycle=c",
+        f"promote.suite_digest={'ab' * 32}",
+    ),
     *("promote.seeds=[1,2]", "promote.arms=[a,b]", "promote.factor=backend"),
 ]
 COMPARE = ["task=compare", "path=runs"]

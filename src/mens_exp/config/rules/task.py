@@ -221,7 +221,7 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PAIR = 2
 _DECIDES = "policy=<name> and path=<compare.json>"
-_ANY = f"{_DECIDES}, or open=<cycle>, or replay=true"
+_ANY = f"{_DECIDES}, or promote.open_cycle=<name>, or replay=true"
 
 
 def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -235,7 +235,7 @@ def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a file, made when it is not there",
             remedy="add ledger=<file>",
         )
-    asked = [DECIDES.holds(config), config.open is not None, config.replay]
+    asked = [DECIDES.holds(config), config.promote.open_cycle is not None, config.replay]
     if sum(asked) != 1:
         what = "several things at once" if sum(asked) > 1 else "nothing to do"
         yield ConfigError(what, where="task=promote", expected=_ANY)
@@ -246,7 +246,7 @@ def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="compare.json files, or directories of task=compare",
             remedy="add path=<compare.json>",
         )
-    if config.open is not None:
+    if config.promote.open_cycle is not None:
         yield from _cycle_problems(config)
 
 
@@ -259,8 +259,8 @@ def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=config.policy.name,
             expected="burn_production, the only one that rests on cycles",
         )
-    if not config.open or not config.open.strip():
-        yield ConfigError("a cycle has a name", where="open", found=config.open)
+    if not told.open_cycle or not told.open_cycle.strip():
+        yield ConfigError("a cycle has a name", where="promote.open_cycle", found=told.open_cycle)
     if not _SHA256.fullmatch(told.suite_digest or ""):
         yield ConfigError(
             "a cycle freezes its suite",
