@@ -13,11 +13,14 @@ from mens_exp.config.overrides import check
 from mens_exp.config.root import MOVED
 from mens_exp.errors import ConfigError
 
+MERGE = ["task=merge", "adapter.file=a.safetensors", "out=o"]
 # A command of each key's task, the key as it was, a value, and the key as it is.
 COMMANDS = [
+    ([*MERGE, "merge.meta=m"], "base_shard", "[b.safetensors]", "merge.base_shard"),
+    ([*MERGE, "merge.base_shard=[b.safetensors]"], "meta", "m.json", "merge.meta"),
     (["task=promote", "ledger=l"], "open", "june", "promote.open_cycle"),
 ]
-TYPED = {"june": "june"}
+TYPED = {"june": "june", "[b.safetensors]": ["b.safetensors"], "m.json": "m.json"}
 
 
 def test_every_moved_key_is_tried():
@@ -71,7 +74,7 @@ def test_a_stored_configuration_is_read_with_the_old_key(command, old, value, ne
     assert typed(from_yaml(file)) == typed(today)
     del plain[section]
     file.write_text(yaml.safe_dump(plain), "utf-8")
-    assert typed(from_yaml(file)) == typed(today)
+    assert from_yaml(file)[section][key] == TYPED[value]
 
 
 @pytest.mark.parametrize(

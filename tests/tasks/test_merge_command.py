@@ -67,8 +67,8 @@ def typed(here, *overrides, code=0, schema="v2"):
     usual = [
         "task=merge",
         f"adapter={here / tensors}",
-        f"meta={here / meta}",
-        f"base_shard=[{here / 'base.safetensors'}]",
+        f"merge.meta={here / meta}",
+        f"merge.base_shard=[{here / 'base.safetensors'}]",
         f"out={here / 'out.safetensors'}",
         f"hydra.run.dir={here / 'record'}",
     ]
@@ -129,18 +129,30 @@ def test_a_number_beyond_f16_is_refused(ones, capsys):
     ("overrides", "reason"),
     [
         (["adapter=burn/model.bin"], r"Burn checkpoint.*vox mens merge-weights"),
-        (["meta=-"], r"meta: is needed beside adapter="),
-        (["base_shard=-"], r"base_shard: is needed.*add base_shard=\[a\.safetensors"),
+        (["merge.meta=-"], r"merge\.meta: is needed beside adapter="),
+        (
+            ["merge.base_shard=-"],
+            r"merge\.base_shard: is needed.*add merge\.base_shard=\[a\.safetensors",
+        ),
         (["out=-"], r"out: is needed.*add out=<file>"),
         (["base=x/y"], r"base: has no effect beside adapter="),
         (["merge.mode=full"], r"shards alone are no whole model"),
         (["adapter=nowhere.safetensors"], r"adapter\.file: no such file.*nowhere"),
-        (["base_shard=[nowhere.safetensors]"], r"base_shard: no such file"),
-        (["task=plan", "meta=-", "base_shard=-", "out=-"], r"adapter\.file: has no effect.*plan"),
-        (["adapter=-", "path=latest"], r"meta: has no effect with adapter.file=null"),
-        (["adapter=-", "meta=-", "base_shard=-"], r"path: no adapter to merge.*path=latest"),
-        (["adapter=-", "meta=-", "base_shard=-", "path=base"], r"base model alone has nothing"),
-        (["adapter=-", "meta=-", "base_shard=-", "path=no/such"], r"path: .*no/such"),
+        (["merge.base_shard=[nowhere.safetensors]"], r"merge\.base_shard: no such file"),
+        (
+            ["task=plan", "merge.meta=-", "merge.base_shard=-", "out=-"],
+            r"adapter\.file: has no effect.*plan",
+        ),
+        (["adapter=-", "path=latest"], r"merge\.meta: has no effect with adapter.file=null"),
+        (
+            ["adapter=-", "merge.meta=-", "merge.base_shard=-"],
+            r"path: no adapter to merge.*path=latest",
+        ),
+        (
+            ["adapter=-", "merge.meta=-", "merge.base_shard=-", "path=base"],
+            r"base model alone has nothing",
+        ),
+        (["adapter=-", "merge.meta=-", "merge.base_shard=-", "path=no/such"], r"path: .*no/such"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

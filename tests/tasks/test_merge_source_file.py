@@ -87,8 +87,8 @@ def typed(here, keys, base, schema, *overrides, adapter=None, code=0):
     usual = [
         "task=merge",
         f"adapter={here / 'adapter.safetensors'}",
-        f"meta={here / 'meta.json'}",
-        f"base_shard=[{here / 'base.safetensors'}]",
+        f"merge.meta={here / 'meta.json'}",
+        f"merge.base_shard=[{here / 'base.safetensors'}]",
         f"out={here / 'out.safetensors'}",
         f"hydra.run.dir={here / 'record'}",
     ]

@@ -72,7 +72,6 @@ _BY_PATH = Condition(
     needs="no adapter=<safetensors>",
     tasks=frozenset({"merge"}),
 )
-_BY_FILE = unless("adapter.file", None, needs="adapter=<safetensors>", tasks={"merge"})
 _HOLDS_ROWS_OUT = when("suite.name", "heldout_syntax", tasks={"evaluate"})
 _EXECUTES = Condition(
     holds=lambda config: config.suite.executes,
@@ -90,6 +89,8 @@ _COMPILES = Condition(
 
 # Root keys of earlier releases, each with the key of a task that has taken its place.
 MOVED: dict[str, tuple[str, ...]] = {
+    "base_shard": ("merge.base_shard",),
+    "meta": ("merge.meta",),
     "open": ("promote.open_cycle",),
 }
 
@@ -182,22 +183,6 @@ class RunConfig:
         read_by={"export", "merge"},
         only_if=(WRITES_MERGED, _BY_PATH),
         idle=None,
-    )
-    meta: str | None = setting(
-        None,
-        "JSON header, of schema v2 or v3, of the tensors that adapter= names (merge).",
-        changes=Effect.NOTHING,
-        read_by={"merge"},
-        only_if=_BY_FILE,
-        idle=None,
-    )
-    base_shard: list[str] = setting(
-        [],
-        "Safetensors files of the base to merge into, beside adapter= and meta= (merge).",
-        changes=Effect.NOTHING,
-        read_by={"merge"},
-        only_if=_BY_FILE,
-        idle=[],
     )
     verify: bool = setting(
         False,  # a plain inspection does not read or hash large files

@@ -253,14 +253,32 @@ class MergeBase(Enum):
     dequantized = "dequantized"
 
 
+_BY_FILE = (
+    when("task.name", "merge", tasks=EXPORT),
+    unless("adapter.file", None, needs="adapter=<safetensors>", tasks={"merge"}),
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class MergeConfig:
     """The output of task=merge; `out` is the directory, or for a subset the file."""
 
+    meta: str | None = setting(
+        None,
+        "JSON header, of schema v2 or v3, of the tensors that adapter= names.",
+        only_if=_BY_FILE,
+        idle=None,
+    )
+    base_shard: list[str] = setting(
+        [],
+        "Safetensors files of the base to merge into, for the adapter that adapter= names.",
+        only_if=_BY_FILE,
+        idle=[],
+    )
     mode: MergeMode | None = setting(
         None,
         "full: a complete Hugging Face directory; subset: one safetensors file of the merged "
-        "tensors alone. null is full, but subset for base_shard and for proxy adapters.",
+        "tensors alone. null is full, but subset for merge.base_shard and for proxy adapters.",
     )
     dtype: MergeDtype | None = setting(
         None,
@@ -271,7 +289,7 @@ class MergeConfig:
         None,
         "original: the published weights; dequantized: the 4-bit values that the adapter was "
         "trained against. null is dequantized for an adapter of a quantized base, else original, "
-        "as for base_shard where the adapter does not say what quantized its base.",
+        "as for merge.base_shard where the adapter does not say what quantized its base.",
     )
     untie: bool = setting(
         True,  # the value of the setting, named by its position in the schema

@@ -174,8 +174,8 @@ class AdapterConfig:
 
     file: str | None = setting(
         None,
-        "A safetensors file of an adapter, with meta= beside it (merge); `adapter=<file>` on the "
-        "command line says the same.",
+        "A safetensors file of an adapter, with merge.meta= beside it (merge); `adapter=<file>` on "
+        "the command line says the same.",
         read_by={"merge"},
         only_if=when(
             "task.name",

@@ -168,7 +168,7 @@ def _refuse_other_base(inputs: MergeInputs) -> None:
     if found != recorded:
         raise RequestError(
             "the base is not the one that the adapter was trained on",
-            where="base" if inputs.base is not None else "base_shard",
+            where="base" if inputs.base is not None else "merge.base_shard",
             found=f"weights of sha256 {found}",
             expected=recorded,
             remedy="name that base, or add merge.any_base=true",

@@ -338,8 +338,8 @@ def merge_problems(config: RunConfig) -> list[MensError]:
             problems += several.problems
         except RequestError as error:
             problems.append(error)
-    named = {"adapter.file": [config.adapter.file], "meta": [config.meta]}
-    for where, files in (named | {"base_shard": config.base_shard}).items():
+    named = {"adapter.file": [config.adapter.file], "merge.meta": [config.merge.meta]}
+    for where, files in (named | {"merge.base_shard": config.merge.base_shard}).items():
         problems += [
             RequestError("no such file", where=where, found=name)
             for name in files
@@ -361,8 +361,8 @@ def gather(config: RunConfig, cache: Path) -> MergeInputs:
 
 def _bare(config: RunConfig) -> MergeInputs:
     assert config.adapter.file is not None, "validation has asked for them"
-    assert config.meta is not None, "validation has asked for them"
-    file, meta = Path(config.adapter.file).expanduser(), Path(config.meta).expanduser()
+    assert config.merge.meta is not None, "validation has asked for them"
+    file, meta = Path(config.adapter.file).expanduser(), Path(config.merge.meta).expanduser()
     refuse_changed_outputs(file, meta)
     manifest, tensors = read_adapter_files(file, meta)
     return MergeInputs(
@@ -371,7 +371,7 @@ def _bare(config: RunConfig) -> MergeInputs:
         manifest=manifest,
         tensors=tensors,
         sha256=sha256_file(file),
-        shards=tuple(Path(shard).expanduser() for shard in config.base_shard),
+        shards=tuple(Path(shard).expanduser() for shard in config.merge.base_shard),
     )
 
 

@@ -143,7 +143,7 @@ def _directory(config: RunConfig) -> Iterator[ConfigError]:
             "no adapter to merge",
             where="path",
             expected="a run, an adapter directory (schema v2, v3 or PEFT), or latest",
-            remedy="add path=latest, or adapter=… meta=… base_shard=[…] out=…",
+            remedy="add path=latest, or adapter=… merge.meta=… merge.base_shard=[…] out=…",
         )
     elif config.path == "base":
         yield ConfigError(
@@ -164,9 +164,10 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
             remedy="merge it where it was made, with: vox mens merge-weights; an adapter that "
             "backend=burn trained here merges with task=merge path=<its run>",
         )
+    merge = config.merge
     needed: dict[str, tuple[str | list[str] | None, str, str]] = {
-        "meta": (config.meta, "the adapter's JSON header, of schema v2 or v3", "<json>"),
-        "base_shard": (config.base_shard, "the base's safetensors files", "[a.safetensors,…]"),
+        "merge.meta": (merge.meta, "the adapter's JSON header, of schema v2 or v3", "<json>"),
+        "merge.base_shard": (merge.base_shard, "the base's safetensors files", "[a.safetensors,…]"),
         "out": (config.out, "the file to write", "<file>"),
     }
     for name, (given, expected, form) in needed.items():
@@ -177,7 +178,7 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
                 expected=expected,
                 remedy=f"add {name}={form}",
             )
-    if config.merge.mode is MergeMode.full:
+    if merge.mode is MergeMode.full:
         yield ConfigError(
             "shards alone are no whole model",
             where="merge.mode",
