@@ -36,7 +36,7 @@ sweep() { # <cycle> <arm> <seeds> <overrides>
 compare() { # <name> <factors> <primary> <reference> <paths>
     [ -e "$out/$1/compare.json" ] && return
     rm -rf "${out:?}/$1"
-    mens task=compare "path='$5'" "factors=[$2]" "compare.primary=$3" "compare.reference='$4'" \
+    mens task=compare "path='$5'" "compare.factors=[$2]" "compare.primary=$3" "compare.reference='$4'" \
         logger=none "hydra.run.dir=$out/$1"
 }
 

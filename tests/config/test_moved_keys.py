@@ -16,11 +16,17 @@ from mens_exp.errors import ConfigError
 MERGE = ["task=merge", "adapter.file=a.safetensors", "out=o"]
 # A command of each key's task, the key as it was, a value, and the key as it is.
 COMMANDS = [
+    (["task=compare", "path=p"], "factors", "[lora.r,seed]", "compare.factors"),
     ([*MERGE, "merge.meta=m"], "base_shard", "[b.safetensors]", "merge.base_shard"),
     ([*MERGE, "merge.base_shard=[b.safetensors]"], "meta", "m.json", "merge.meta"),
     (["task=promote", "ledger=l"], "open", "june", "promote.open_cycle"),
 ]
-TYPED = {"june": "june", "[b.safetensors]": ["b.safetensors"], "m.json": "m.json"}
+TYPED = {
+    "june": "june",
+    "[lora.r,seed]": ["lora.r", "seed"],
+    "[b.safetensors]": ["b.safetensors"],
+    "m.json": "m.json",
+}
 
 
 def test_every_moved_key_is_tried():

@@ -44,7 +44,7 @@ def test_an_undeclared_setting_of_a_real_run_confounds(sweep, tiny_run, tmp_path
     further += ["seed=1", "trainer.max_steps=2", "quant.double_quant=false", "lora.r=8"]
     assert cli.main([*further, f"hydra.run.dir={tmp_path / 'other'}"]) == 0
     path = f"path='{sweep},{tmp_path / 'other'}'"
-    declared = "factors=[quant.double_quant]"
+    declared = "compare.factors=[quant.double_quant]"
     command = ["task=compare", path, declared, "logger=none", f"hydra.run.dir={tmp_path / 'c'}"]
     assert cli.main(command) == 0
     record = Comparison.read(tmp_path / "c" / "compare.json")

@@ -105,19 +105,19 @@ def test_only_shared_seeds_are_paired(study, compare, tmp_path):
     """An arm with further seeds is paired on those that both have."""
     one = study("one", seeds=[1, 2, 3], arms=[[]])
     other = study("other", seeds=[2, 3, 4], arms=[[WITHOUT]])
-    record = compare(f"'{one},{other}'", "factors=[quant.double_quant]")
+    record = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]")
     assert primary(record)["seeds"] == [2, 3]
     assert [arm["seeds"] for arm in record.arms] == [[1, 2, 3], [2, 3, 4]]
-    listed = compare(f"[{one},{other}]", "factors=[quant.double_quant]")
+    listed = compare(f"[{one},{other}]", "compare.factors=[quant.double_quant]")
     assert listed.contrasts == record.contrasts
-    globbed = compare(tmp_path / "study" / "o*", "factors=[quant.double_quant]")
+    globbed = compare(tmp_path / "study" / "o*", "compare.factors=[quant.double_quant]")
     assert globbed.contrasts == record.contrasts
 
 
 def test_an_undeclared_difference_confounds(study, compare):
     """Declared is double quantization; the rank moved too."""
     path = study(arms=[[], [WITHOUT, "lora.r=8"]])
-    record = compare(path, "factors=[quant.double_quant]")
+    record = compare(path, "compare.factors=[quant.double_quant]")
     assert record.declared
     assert record.contrasts[0]["confounded_by"] == ["lora.r"]
 
@@ -137,7 +137,7 @@ def test_a_comparison_counts_the_other_looks_at_its_arms(study, compare, tmp_pat
         study(name, seeds=seeds, passes=lambda arm, seed: (seed * seed + arm) % 4)
         for name, seeds in (("three", [1, 2, 3]), ("two", [4, 5]), ("more", [6, 7, 8]))
     )
-    declared = "factors=[quant.double_quant]"
+    declared = "compare.factors=[quant.double_quant]"
     first = compare(three, declared)
     assert first.looks == {}
     assert compare(three, declared, "compare.primary=val_loss").looks == {}
@@ -201,7 +201,7 @@ def test_another_suite_confounds(study, compare):
     """Items of two suites are not the same questions."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], suite="cd" * 32)
-    record = compare(f"'{one},{other}'", "factors=[quant.double_quant]")
+    record = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]")
     assert "another suite" in record.contrasts[0]["confounded_by"][0]
 
 
@@ -291,7 +291,7 @@ def test_losses_over_more_or_less_text_confound(study, compare):
     assert "data.val_max_tokens is 1024 and 8192" in tuned["confounded_by"][0]
 
 
-@pytest.mark.parametrize("declared", [[], ["factors=[lora.r,quant.double_quant]"]])
+@pytest.mark.parametrize("declared", [[], ["compare.factors=[lora.r,quant.double_quant]"]])
 def test_factors_that_never_vary_apart_confound(study, compare, declared):
     """Rank and double quantization move together, and the difference may be of either."""
     (contrast,) = compare(study(arms=[[], ["lora.r=8", WITHOUT]]), *declared).contrasts
@@ -313,7 +313,7 @@ def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
     failed, _, _, resumed = (run for run in sorted(path.iterdir()) if run.name[0] in "0135")
     _edit(failed, status=Status.FAILED)
     _edit(resumed, attempts=[_attempt(None), _attempt(7)])
-    declared = ["factors=[quant.double_quant]", "compare.reference=true"]
+    declared = ["compare.factors=[quant.double_quant]", "compare.reference=true"]
     record = compare(f"'{path},{again}'", *declared)
     reference = "quant.double_quant=true"
     assert record.contrasts[0]["environment"] == [
@@ -343,7 +343,7 @@ def test_another_content_of_rows_confounds(study, compare):
     """The contract is the same; what was read is not."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], rows="f" * 64)
-    record = compare(f"'{one},{other}'", "factors=[quant.double_quant]")
+    record = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]")
     assert record.contrasts[0]["confounded_by"] == ["another content of data.rows_sha256"]
 
 
@@ -351,7 +351,7 @@ def test_another_machine_is_labelled(study, compare):
     """It confounds nothing."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], torch="9.9")
-    (contrast,) = compare(f"'{one},{other}'", "factors=[quant.double_quant]").contrasts
+    (contrast,) = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]").contrasts
     assert contrast["environment"] == ["torch 9.9 beside 2.6"]
     assert contrast["confounded_by"] == []
 
@@ -360,7 +360,7 @@ def test_reruns_tell_their_own_noise(study, compare):
     """The same configuration and seed twice: val_loss 1 and 3 differ by sd sqrt(2), by hand."""
     first = study("first", seeds=[1, 2], loss=lambda _arm, _seed: 1.0)
     again = study("again", seeds=[1, 2], loss=lambda _arm, _seed: 3.0)
-    record = compare(f"'{first},{again}'", "factors=[quant.double_quant]")
+    record = compare(f"'{first},{again}'", "compare.factors=[quant.double_quant]")
     assert record.noise["val_loss"]["rerun"] == pytest.approx(2**0.5)
     assert record.noise["val_loss"]["seed"] == 0
     assert record.noise["parse_rate"]["rerun"] == 0
@@ -442,8 +442,8 @@ def test_a_scorecard_file_names_its_run(study, compare):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["factors=[lora.rank]"], "lora.rank"),
-        (["factors=[seed]"], "paired by"),
+        (["compare.factors=[lora.rank]"], "lora.rank"),
+        (["compare.factors=[seed]"], "paired by"),
         (["compare.primary=parse_rat"], "the nearest is parse_rate"),
         (["compare.reference=nobody"], "names no arm"),
         (["compare.alpha=0"], "out of range"),

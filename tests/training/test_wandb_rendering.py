@@ -233,13 +233,25 @@ def task_of(name, *overrides, **inputs):
         ("attribute", {}, {}, "attribute: SmolLM2-135M-Instruct"),
         ("corpus", {}, {}, "corpus"),
         ("promote", {}, {"path": "x/compare.json"}, "promote: compare.json"),
+        (
+            "compare",
+            {},
+            {"path": "x/a,x/b", "compare": {"factors": ["seed"]}},
+            "compare: seed a vs b",
+        ),
     ],
 )
 def test_a_task_that_trains_nothing_is_named_after_what_it_does(
     tmp_path, task, inputs, config, name
 ):
     """The model of the configuration is a default that it may not even read."""
-    typed = ["model=smollm2_135m", f"task={task}", "format=gguf", "factors=[lora.r]", "out=x"]
+    typed = [
+        "model=smollm2_135m",
+        f"task={task}",
+        "format=gguf",
+        "compare.factors=[lora.r]",
+        "out=x",
+    ]
     manifest = task_of(task, *typed, **inputs)
     assert name_of(RunDir(tmp_path / "run"), manifest, CONFIG | config) == name
 

@@ -36,6 +36,11 @@ class Sequential(Enum):
 class CompareConfig:
     """The basis of a verdict, fixed before the verdict is known."""
 
+    factors: list[str] = setting(
+        [],
+        "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
+        "finds what the runs' own command lines vary.",
+    )
     primary: str | None = setting(
         None,
         "The one KPI that verdicts are given on, all others are secondary; null is task_success, "

@@ -90,6 +90,7 @@ _COMPILES = Condition(
 # Root keys of earlier releases, each with the key of a task that has taken its place.
 MOVED: dict[str, tuple[str, ...]] = {
     "base_shard": ("merge.base_shard",),
+    "factors": ("compare.factors",),
     "meta": ("merge.meta",),
     "open": ("promote.open_cycle",),
 }
@@ -143,13 +144,6 @@ class RunConfig:
         },
         only_if=(unless("suite.name", "scorecard_spec", tasks={"evaluate"}), _BY_PATH, DECIDES),
         idle=None,
-    )
-    factors: list[str] = setting(
-        [],
-        "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
-        "finds what the runs' own command lines vary (compare).",
-        changes=Effect.NOTHING,
-        read_by={"compare"},
     )
     prompt: str | None = setting(
         None,

@@ -259,7 +259,7 @@ def _refuse_unknown(factor: str, trials: Sequence[Trial]) -> None:
         why = "the seed is what arms are paired by" if factor == "seed" else "is no setting"
         raise ConfigError(
             f"{why} of these runs" if factor != "seed" else why,
-            where="factors",
+            where="compare.factors",
             found=factor,
             expected=expected_name(factor, known - {"seed"}),
         )

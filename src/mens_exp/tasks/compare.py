@@ -37,7 +37,7 @@ def compare(config: RunConfig, run: Run) -> None:
         WandbMirror(logger=config.logger, run=run).start()
     paths = config.path.split(",")
     read = read_study(paths)
-    record = conducted(paths, read.runs, config.factors, config.compare)
+    record = conducted(paths, read.runs, config.compare.factors, config.compare)
     record.left_out = read.left_out
     record.notes += [*read.unverifiable, *as_recorded(record.contrasts[0]["kpis"])]
     if config.ledger is not None:

@@ -94,9 +94,9 @@ _CUT = "…"
 _NO_TAG = frozenset({"hydra", "logger"})
 # Overrides that the name shows in another form.
 _SPELLED = frozenset({"experiment", "path", "resume", "seed", "task"})
-# Overrides that the name of a non-training task shows already, or that do not affect the task.
-_TOLD = frozenset({"factors", "format", "model", "out", "suite"})
-_OPTIONS = ("model", "backend")  # at the end of the name, unless they vary
+# Those that the name of a task that trains nothing spells, or that are no part of what it does.
+_TOLD = frozenset({"compare.factors", "factors", "format", "model", "out", "suite"})
+_OPTIONS = ("model", "backend")  # named at the end, unless they vary
 _DEPTH = 3  # directories between a job and its sweep (unverified guess)
 _FINE_TUNES = frozenset({"train", "plan"})
 
@@ -259,7 +259,9 @@ def _compared(run_dir: RunDir, config: Mapping[str, Any]) -> str:
     """Name the factors and arms of a study; before it has run, the requested ones."""
     if not run_dir.comparison.is_file():
         names = [Path(path).name for path in str(config.get("path") or "").split(",")]
-        return " ".join([*(config.get("factors") or []), " vs ".join(names)])
+        section = config.get("compare") or {}
+        factors = section.get("factors") or config.get("factors")  # as earlier releases have it
+        return " ".join([*(factors or []), " vs ".join(names)])
     record = Comparison.read(run_dir.comparison)
     factors = [name for name in record.factors if all(name in a["values"] for a in record.arms)]
     if not factors:
