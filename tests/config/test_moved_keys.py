@@ -19,9 +19,13 @@ COMMANDS = [
     (["task=compare", "path=p"], "factors", "[lora.r,seed]", "compare.factors"),
     ([*MERGE, "merge.meta=m"], "base_shard", "[b.safetensors]", "merge.base_shard"),
     ([*MERGE, "merge.base_shard=[b.safetensors]"], "meta", "m.json", "merge.meta"),
+    (["task=inspect", "path=p"], "replay", "true", "inspect.replay"),
+    (["task=promote", "ledger=l"], "replay", "true", "promote.replay"),
+    (["task=inspect", "path=p"], "verify", "true", "inspect.verify"),
     (["task=promote", "ledger=l"], "open", "june", "promote.open_cycle"),
 ]
 TYPED = {
+    "true": True,
     "june": "june",
     "[lora.r,seed]": ["lora.r", "seed"],
     "[b.safetensors]": ["b.safetensors"],
@@ -62,7 +66,7 @@ def test_the_command_line_answers_with_exit_code_2(capfd, monkeypatch, tmp_path)
 @pytest.mark.parametrize("key", ["opens", "lora.open", "promote.open"])
 def test_other_keys_are_unknown_as_before(key):
     """The table is of whole keys."""
-    (problem,) = check(["task=promote", "ledger=l", "replay=true", f"{key}=x"]).problems
+    (problem,) = check(["task=promote", "ledger=l", "promote.replay=true", f"{key}=x"]).problems
     assert "is now" not in problem.what
     assert problem.where == key
 

@@ -83,7 +83,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(killed, finished, tmp_path):
     assert cli.main([f"resume={moved}"]) == 0
     assert (moved / WEIGHTS).read_bytes() == (finished.path / WEIGHTS).read_bytes()
     own = f"hydra.run.dir={tmp_path / 'inspected'}"
-    assert cli.main(["task=inspect", f"path={moved}", "verify=true", own]) == 0
+    assert cli.main(["task=inspect", f"path={moved}", "inspect.verify=true", own]) == 0
     assert not killed.path.exists()
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_can_only_be_read_is_verified(finished, tmp_path):
     done = typed(
         "task=inspect",
         f"path={finished.path}",
-        "verify=true",
+        "inspect.verify=true",
         own,
         place=finished.path,
         cwd=tmp_path,
@@ -150,7 +150,7 @@ def test_a_slow_disk_costs_time_alone(tiny_run, finished, tmp_path):
     ours, theirs = ([e["event"] for e in read_events(it.telemetry)] for it in (run, finished))
     assert ours == theirs
     own = f"hydra.run.dir={tmp_path / 'inspected'}"
-    assert cli.main(["task=inspect", f"path={run.path}", "verify=true", own]) == 0
+    assert cli.main(["task=inspect", f"path={run.path}", "inspect.verify=true", own]) == 0
 
 
 @pytest.fixture
@@ -220,4 +220,4 @@ def test_a_clock_that_jumps_changes_times_alone(train_in, finished, tmp_path, mo
     assert manifest.results["wall_s"] < 600
     assert (run.path / WEIGHTS).read_bytes() == (finished.path / WEIGHTS).read_bytes()
     own = f"hydra.run.dir={tmp_path / 'inspected'}"
-    assert cli.main(["task=inspect", f"path={run.path}", "verify=true", own]) == 0
+    assert cli.main(["task=inspect", f"path={run.path}", "inspect.verify=true", own]) == 0

@@ -235,7 +235,7 @@ def test_a_past_decision_comes_out_the_same_with_its_frozen_evidence(lab):
     for name in SEEDS:
         lab.compare(name, ledger=True)
     lab.promote(code=0)
-    replay = ["task=promote", "replay=true", f"ledger={lab.ledger}"]
+    replay = ["task=promote", "promote.replay=true", f"ledger={lab.ledger}"]
     assert "1 decisions of 5 entries" in lab.typed(*replay)
     forge(lab)
     assert "comes out otherwise" in lab.typed(*replay, code=4)
@@ -251,6 +251,8 @@ def test_a_decision_of_a_ledger_of_version_2_is_made_again_and_labelled(lab):
     lab.ledger.write_text("".join(lines[:2]), "utf-8")
     del made["runs"], made["unverifiable"]
     lab.write("decision", made)
-    said = " ".join(lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}").split())
+    said = " ".join(
+        lab.typed("task=promote", "promote.replay=true", f"ledger={lab.ledger}").split()
+    )
     assert "1 decisions of 3 entries" in said
     assert "Entry 3 is of version 2, which froze no runs" in said

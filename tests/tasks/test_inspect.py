@@ -246,11 +246,17 @@ def test_nothing_that_can_be_inspected_is_refused(typed, tmp_path):
     [
         (["task=inspect"], "nothing to inspect"),
         (["task=inspect", "path=base"], "can only be talked to"),
-        (["task=inspect", "path=latest", "inspect.replay_steps=2"], "no effect with replay=false"),
-        (["task=inspect", "path=latest", "trainer.accelerator=cpu"], "with verify=false"),
-        (["task=merge", "path=latest", "verify=true"], "no effect with task=merge"),
-        (["task=evaluate", "path=latest", "replay=true"], "no effect with task=evaluate"),
-        (["task=inspect", "path=latest", "replay=true", "inspect.replay_steps=0"], "out of range"),
+        (
+            ["task=inspect", "path=latest", "inspect.replay_steps=2"],
+            "no effect with inspect.replay=false",
+        ),
+        (["task=inspect", "path=latest", "trainer.accelerator=cpu"], "with inspect.verify=false"),
+        (["task=merge", "path=latest", "inspect.verify=true"], "no effect with task=merge"),
+        (["task=evaluate", "path=latest", "inspect.replay=true"], "no effect with task=evaluate"),
+        (
+            ["task=inspect", "path=latest", "inspect.replay=true", "inspect.replay_steps=0"],
+            "out of range",
+        ),
     ],
     ids=str,
 )
@@ -261,7 +267,7 @@ def test_a_command_that_asks_for_nothing_is_refused(typed, overrides, message):
 
 def test_only_a_run_can_be_replayed(finished, typed):
     """An adapter has no steps."""
-    said = typed("task=inspect", f"path={finished.adapter}", "replay=true", code=2)
+    said = typed("task=inspect", f"path={finished.adapter}", "inspect.replay=true", code=2)
     assert "no run whose steps" in said
 
 

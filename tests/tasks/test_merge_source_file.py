@@ -258,7 +258,12 @@ def test_a_model_that_stays_tied_is_verified_without_the_run_that_wrote_it(
     command = ["task=merge", f"path={run.path}", *asked]
     assert cli.main([*command, "hydra.run.dir=outputs/record"]) == 0
     shutil.rmtree("outputs/record")
-    inspect = ["task=inspect", "path=merged", "verify=true", "hydra.run.dir=outputs/inspected"]
+    inspect = [
+        "task=inspect",
+        "path=merged",
+        "inspect.verify=true",
+        "hydra.run.dir=outputs/inspected",
+    ]
     capsys.readouterr()
     assert cli.main(inspect) == 0
     said = " ".join(capsys.readouterr().out.split())

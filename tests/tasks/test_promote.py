@@ -348,7 +348,7 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
     asked = ["task=promote", "policy=burn_production", ledger, parity]
     assert "burn_production: promote" in typed(*asked, both)
     assert "insufficient_evidence" in typed(*asked, f"path={paths[0]}", code=4)
-    replay = ["task=promote", "replay=true", ledger]
+    replay = ["task=promote", "promote.replay=true", ledger]
     assert "2 decisions of 4 entries" in typed(*replay)
     scorecard = RunDir(next((lab.root / "study" / "one").iterdir())).scorecard
     scorecard.write_text(scorecard.read_text("utf-8") + " ", encoding="utf-8")
@@ -451,7 +451,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     [
         (["policy=eval_gate", "path=."], "no ledger"),
         (["ledger=l"], "nothing to do"),
-        (["ledger=l", "replay=true", "promote.open_cycle=c"], "several things at once"),
+        (["ledger=l", "promote.replay=true", "promote.open_cycle=c"], "several things at once"),
         (["ledger=l", "policy=eval_gate"], "no evidence"),
         (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
         (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison is there"),
@@ -465,11 +465,11 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
             "has no effect without",
         ),
         (
-            ["ledger=l", "replay=true", "promote.seeds=[1]"],
+            ["ledger=l", "promote.replay=true", "promote.seeds=[1]"],
             "has no effect with promote.open_cycle=null",
         ),
-        (["ledger=l", "replay=true", "promote.parity=p"], "has no effect without policy"),
-        (["ledger=l", "replay=true", "lora.r=8"], "has no effect with task=promote"),
+        (["ledger=l", "promote.replay=true", "promote.parity=p"], "has no effect without policy"),
+        (["ledger=l", "promote.replay=true", "lora.r=8"], "has no effect with task=promote"),
     ],
 )
 def test_what_cannot_be_decided_so_is_refused(typed, told, reason):

@@ -156,7 +156,7 @@ def fails_all(line):
 def test_two_honest_cycles_promote(lab):
     """Without it, no refusal below would mean anything."""
     assert "burn_production: promote" in lab.promote(code=0)
-    replay = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
+    replay = lab.typed("task=promote", "promote.replay=true", f"ledger={lab.ledger}")
     assert "1 decisions of 3 entries" in replay
 
 
@@ -325,7 +325,7 @@ def test_a_decision_on_a_comparison_of_an_older_version_is_not_made_again(lab):
     older(record)
     file.write_text(json.dumps(record), "utf-8")
     assert "comes out otherwise" in lab.typed(
-        "task=promote", "replay=true", f"ledger={lab.ledger}", code=4
+        "task=promote", "promote.replay=true", f"ledger={lab.ledger}", code=4
     )
     lab.promote()
     assert "contrasts come out otherwise" in lab.notes()
@@ -333,7 +333,7 @@ def test_a_decision_on_a_comparison_of_an_older_version_is_not_made_again(lab):
     lab.ledger.write_text("\n".join(kept[:2]) + "\n", "utf-8")
     decision = json.loads(kept[-1])["decision"]
     lab.write("decision", decision, 2)
-    said = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
+    said = lab.typed("task=promote", "promote.replay=true", f"ledger={lab.ledger}")
     assert "Entry 3 is unverifiable" in said
     assert "older version" in said
 
@@ -367,7 +367,7 @@ def test_a_decision_by_rules_that_are_no_more_is_labelled_and_not_made_again(lab
         "recommendation": None,
     }
     lab.write("decision", decision, version)
-    said = lab.typed("task=promote", "replay=true", f"ledger={lab.ledger}")
+    said = lab.typed("task=promote", "promote.replay=true", f"ledger={lab.ledger}")
     assert "Entry 3 is unverifiable" in said
     assert "0 decisions of 3 entries" in said
 

@@ -1,4 +1,4 @@
-"""task=inspect replay=true: the first steps of a run, bit for bit, or the first that is not."""
+"""inspect.replay: the first steps of a run, bit for bit, or the first that is not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(finished, tmp_path):
 @pytest.fixture
 def replay(inspect):
     def command(path, *overrides, code=0):
-        found = inspect(path, "replay=true", *overrides, code=code).replay
+        found = inspect(path, "inspect.replay=true", *overrides, code=code).replay
         assert found is not None
         return found
 
@@ -63,7 +63,9 @@ def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
     found = replay(run.path, "inspect.replay_steps=1")
     assert (found["steps"], found["identical_through"]) == (1, 1)
     assert {one["step"] for one in found["checks"]} == {0, 1}
-    said = typed("task=inspect", f"path={run.path}", "replay=true", "inspect.replay_steps=1")
+    said = typed(
+        "task=inspect", f"path={run.path}", "inspect.replay=true", "inspect.replay_steps=1"
+    )
     assert "identical through step 1" in said
 
 
@@ -187,14 +189,14 @@ def test_a_run_without_steps_is_refused(run, typed):
     """There is nothing to compare with."""
     run.telemetry.write_text("", "utf-8")
     assert "no step that could be" in typed(
-        "task=inspect", f"path={run.path}", "replay=true", code=2
+        "task=inspect", f"path={run.path}", "inspect.replay=true", code=2
     )
 
 
 def test_verify_and_replay_go_together(run, inspect):
     """Both are in one record, and either decides."""
     edit_step(run, 2, train__loss=1.5)
-    found = inspect(run.path, "verify=true", "replay=true", code=4)
+    found = inspect(run.path, "inspect.verify=true", "inspect.replay=true", code=4)
     assert found.replay is not None
     assert found.verification is not None
     odd = [one for one in found.verification["checks"] if one["outcome"] == Outcome.DIFFERS]

@@ -1,4 +1,4 @@
-"""task=inspect verify=true: whatever was changed is found and named, with exit code 4."""
+"""task=inspect inspect.verify=true: whatever was changed is found and named, with exit code 4."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(finished, tmp_path):
 
 def test_an_untouched_run_is_what_its_records_say(run, inspect):
     """Outputs, record, adapter, base, tokenizer and rows, every one computed again."""
-    found = inspect(run.path, "verify=true")
+    found = inspect(run.path, "inspect.verify=true")
     assert found.verification is not None
     outcomes = {one["name"]: one["outcome"] for one in found.verification["checks"]}
     assert set(outcomes.values()) == {Outcome.EQUAL}
@@ -62,9 +62,9 @@ def test_an_untouched_run_is_what_its_records_say(run, inspect):
 def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
     """Named twice: by its hash, and beside the state that it was written from."""
     flip(run.path / TENSORS)
-    found = inspect(run.path, "verify=true", code=4)
+    found = inspect(run.path, "inspect.verify=true", code=4)
     assert differing(found) == [f"outputs.{TENSORS}", "step_00000004.ckpt: adapter"]
-    said = typed("task=inspect", f"path={run.adapter}", "verify=true", code=4)
+    said = typed("task=inspect", f"path={run.adapter}", "inspect.verify=true", code=4)
     assert "is not what its records say" in said
     assert f"outputs.{TENSORS}" in said
 
@@ -72,7 +72,9 @@ def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
 def test_one_flipped_byte_of_a_training_state_is_found(run, inspect):
     """By its digest; the adapter that was written from it is as it was."""
     flip(run.checkpoint(2))
-    assert differing(inspect(run.path, "verify=true", code=4)) == ["checkpoints/step_00000002.ckpt"]
+    assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [
+        "checkpoints/step_00000002.ckpt"
+    ]
 
 
 def test_a_swapped_adapter_file_is_found(
@@ -83,7 +85,7 @@ def test_a_swapped_adapter_file_is_found(
     """The adapter of another seed, whole and of the same shapes."""
     other = finished_with("seed=7")
     shutil.copy(other.path / TENSORS, run.path / TENSORS)
-    assert f"outputs.{TENSORS}" in differing(inspect(run.path, "verify=true", code=4))
+    assert f"outputs.{TENSORS}" in differing(inspect(run.path, "inspect.verify=true", code=4))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_an_edited_manifest_is_found(
 ):
     """By the configuration, telemetry, the contract itself, or the base on disk."""
     edit(run.manifest, change)
-    assert name in differing(inspect(run.path, "verify=true", code=4))
+    assert name in differing(inspect(run.path, "inspect.verify=true", code=4))
 
 
 def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_path):
@@ -123,7 +125,9 @@ def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_
 
     stopped = broken(tmp_path / "stopped", 13)
     assert cli.main([f"resume={stopped.path}"]) == 0
-    found = inspect(stopped.path, "verify=true", "replay=true", "inspect.replay_steps=4")
+    found = inspect(
+        stopped.path, "inspect.verify=true", "inspect.replay=true", "inspect.replay_steps=4"
+    )
     assert differing(found) == []
     assert found.replay is not None
     assert found.replay["identical_through"] == 4
@@ -143,9 +147,9 @@ def test_an_unpacked_bundle_is_held_against_its_list(run, typed, inspect, tmp_pa
     with tarfile.open(tmp_path / "run.tar.gz") as archive:
         archive.extractall(tmp_path / "there", filter="data")
     (there,) = (tmp_path / "there").iterdir()
-    assert differing(inspect(there, "verify=true")) == []
+    assert differing(inspect(there, "inspect.verify=true")) == []
     edit(there / "manifest.json", lambda value: value["notes"].append("trust me"))
-    found = differing(inspect(there, "verify=true", code=4))
+    found = differing(inspect(there, "inspect.verify=true", code=4))
     assert [name.partition(": ")[0] for name in found] == ["bundle"]
     assert found[0].endswith("manifest.json")
 
@@ -153,7 +157,7 @@ def test_an_unpacked_bundle_is_held_against_its_list(run, typed, inspect, tmp_pa
 def test_an_edited_adapter_manifest_is_found(run, inspect):
     """Twice the alpha: another model of the same tensors."""
     edit(run.adapter / "adapter_manifest.json", lambda value: value.update(alpha=32))
-    found = inspect(run.path, "verify=true", code=4)
+    found = inspect(run.path, "inspect.verify=true", code=4)
     assert differing(found) == ["outputs.adapter/adapter_manifest.json"]
 
 
@@ -164,11 +168,11 @@ def test_a_run_of_an_earlier_release_is_what_its_records_say(run, inspect):
     run.config.write_text(yaml.safe_dump(values), "utf-8")
     sha256 = hashlib.sha256(run.config.read_bytes()).hexdigest()
     edit(run.manifest, lambda value: value["outputs"].update({"config.yaml": sha256}))
-    assert differing(inspect(run.path, "verify=true", code=4)) == ["config_digest"]
+    assert differing(inspect(run.path, "inspect.verify=true", code=4)) == ["config_digest"]
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(canonical).hexdigest()
     edit(run.manifest, lambda value: value.update(config_digest=digest))
-    assert differing(inspect(run.path, "verify=true")) == []
+    assert differing(inspect(run.path, "inspect.verify=true")) == []
 
 
 def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, tmp_path):
@@ -180,9 +184,9 @@ def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, 
     shutil.copy(original, rows)
     run.config.write_text(config.replace(original, str(rows)), "utf-8")
     rows.write_text(rows.read_text("utf-8").replace("a", "e", 1), "utf-8")
-    assert "inputs.data.rows_sha256" in differing(inspect(run.path, "verify=true", code=4))
+    assert "inputs.data.rows_sha256" in differing(inspect(run.path, "inspect.verify=true", code=4))
     rows.unlink()
-    found = inspect(run.path, "verify=true", code=4)  # its configuration was edited
+    found = inspect(run.path, "inspect.verify=true", code=4)  # its configuration was edited
     assert "inputs.data.rows_sha256" not in differing(found)
     assert found.verification is not None
     absent = [one for one in found.verification["checks"] if one["outcome"] == Outcome.NOT_HERE]
@@ -212,7 +216,7 @@ def spoilt(merged, tmp_path):
 
 def test_a_merge_is_certified_again_figure_by_figure(spoilt, inspect):
     """On the machine that wrote it, every figure comes out the same to the last bit."""
-    found = inspect(spoilt / "model", "verify=true")
+    found = inspect(spoilt / "model", "inspect.verify=true")
     assert found.verification is not None
     checks = {one["name"]: one["outcome"] for one in found.verification["checks"]}
     assert checks["certificate: written.mean_kl"] == Outcome.EQUAL
@@ -224,11 +228,11 @@ def test_a_merge_is_certified_again_figure_by_figure(spoilt, inspect):
 def test_without_the_run_that_wrote_it_the_trained_run_is_enough(spoilt, inspect):
     """The command is made of what the certificate says; without both it says so."""
     shutil.rmtree(spoilt / "record")
-    found = inspect(spoilt / "model", "verify=true")
+    found = inspect(spoilt / "model", "inspect.verify=true")
     assert found.verification is not None
     assert "certificate: written.mean_kl" in {one["name"] for one in found.verification["checks"]}
     shutil.rmtree(spoilt / "run")
-    found = inspect(spoilt / "model", "verify=true")
+    found = inspect(spoilt / "model", "inspect.verify=true")
     assert found.verification is not None
     absent = {
         one["name"] for one in found.verification["checks"] if one["outcome"] == Outcome.NOT_HERE
@@ -246,7 +250,7 @@ def test_an_edited_figure_of_a_certificate_is_found(spoilt, inspect, *, with_rec
     if not with_record:
         shutil.rmtree(spoilt / "record")
     edit(spoilt / "model" / "parity.json", prettier)
-    found = differing(inspect(spoilt / "model", "verify=true", code=4))
+    found = differing(inspect(spoilt / "model", "inspect.verify=true", code=4))
     assert "certificate: requantized.max_kl" in found
     assert ("certificate of its run: requantized.max_kl" in found) == with_record
 
@@ -262,7 +266,7 @@ def test_a_figure_of_an_unknown_machine_may_be_close(spoilt, inspect):
             value["comparisons"]["requantized"]["worst_layer"]["relative_error"] = figure * factor
 
         edit(spoilt / "model" / "parity.json", more)
-        found = inspect(spoilt / "model", "verify=true", code=code)
+        found = inspect(spoilt / "model", "inspect.verify=true", code=code)
         assert found.verification is not None
         (check,) = [
             one for one in found.verification["checks"] if one["recorded"] == figure * factor
@@ -274,7 +278,7 @@ def test_a_figure_of_an_unknown_machine_may_be_close(spoilt, inspect):
 def test_a_flipped_byte_of_a_merged_model_is_found(spoilt, inspect):
     """By its hash; a certificate of other files is not measured again."""
     flip(spoilt / "model" / "model.safetensors")
-    found = inspect(spoilt / "model", "verify=true", code=4)
+    found = inspect(spoilt / "model", "inspect.verify=true", code=4)
     assert differing(found) == ["files.model.safetensors"]
 
 
@@ -282,7 +286,7 @@ def test_a_file_too_many_and_one_too_few_are_found(spoilt, inspect):
     """A certificate is of all files and of no other."""
     (spoilt / "model" / "config.json").rename(spoilt / "model" / "generation_config.json")
     (spoilt / "model" / "config.json").write_text("{}", "utf-8")
-    found = inspect(spoilt / "model", "verify=true", code=4)
+    found = inspect(spoilt / "model", "inspect.verify=true", code=4)
     assert differing(found) == ["files.config.json", "files.generation_config.json"]
 
 
@@ -297,30 +301,30 @@ def test_an_exported_adapter_is_certified_again(
     out = run.path.parent / "out"
     record = f"hydra.run.dir={run.path.parent / 'record'}"
     typed("task=export", f"path={run.path}", f"format={form}", f"out={out}", record)
-    found = inspect(out, "verify=true")
+    found = inspect(out, "inspect.verify=true")
     assert found.verification is not None
     assert "certificate: l0.q.relative" in {one["name"] for one in found.verification["checks"]}
     assert differing(found) == []
     (tensors,) = out.glob("*.safetensors")
     flip(tensors)
-    assert differing(inspect(out, "verify=true", code=4)) == [f"files.{tensors.name}"]
+    assert differing(inspect(out, "inspect.verify=true", code=4)) == [f"files.{tensors.name}"]
 
 
 def test_something_without_records_has_nothing_to_verify(run, inspect, tmp_path):
     """An adapter directory by itself: said, and no error."""
     bare = shutil.copytree(run.adapter, tmp_path / "bare" / "adapter")
-    found = inspect(bare, "verify=true")
+    found = inspect(bare, "inspect.verify=true")
     assert found.verification is not None
     (check,) = found.verification["checks"]
     assert (check["outcome"], check["recorded"]) == (Outcome.NOT_HERE, None)
 
 
 def test_a_truncated_adapter_is_found_and_the_rest_verified(run, inspect, typed):
-    """It has no layers to show; without verify=true it is refused."""
+    """It has no layers to show; without inspect.verify=true it is refused."""
     whole = (run.path / TENSORS).read_bytes()
     (run.path / TENSORS).write_bytes(whole[:100])
     assert "not a whole safetensors file" in typed("task=inspect", f"path={run.path}", code=2)
-    found = inspect(run.path, "verify=true", code=4)
+    found = inspect(run.path, "inspect.verify=true", code=4)
     assert differing(found) == ["layers", f"outputs.{TENSORS}", "adapter"]
     assert "layers" in found.unknown
 
@@ -328,7 +332,7 @@ def test_a_truncated_adapter_is_found_and_the_rest_verified(run, inspect, typed)
 def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
     """Its own figures deny it, so that it is no certificate."""
     edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
-    found = inspect(spoilt / "model", "verify=true", code=4)
+    found = inspect(spoilt / "model", "inspect.verify=true", code=4)
     assert differing(found) == ["certificate"]
     assert found.certificate is None
 
@@ -340,9 +344,9 @@ def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, ty
             *("task=merge", f"path={spoilt / 'run'}", f"out={spoilt / name}", *overrides),
             *("parity.accept=true", f"hydra.run.dir={spoilt / f'a_{name}_record'}"),
         )
-        assert differing(inspect(spoilt / name, "verify=true")) == []
+        assert differing(inspect(spoilt / name, "inspect.verify=true")) == []
     (spoilt / "model").rename(spoilt / "moved")
-    found = inspect(spoilt / "half", "verify=true")
+    found = inspect(spoilt / "half", "inspect.verify=true")
     assert found.verification is not None
     assert any(
         one["name"].startswith("merge a_half_record: ") for one in found.verification["checks"]
@@ -397,7 +401,7 @@ CHAIN = [
 )
 def test_the_chain_is_walked_from_its_end_to_the_base(study, inspect, place, last):
     """Every link is in the table, whole, for both arms where the record is of both."""
-    found = inspect(study / place, "verify=true")
+    found = inspect(study / place, "inspect.verify=true")
     assert found.kind == last
     assert links(found) == {link: {"equal"} for link in CHAIN[: CHAIN.index(last) + 1]}
     trained = {check["of"] for check in found.verification["checks"] if check["link"] == "rows"}
@@ -429,7 +433,7 @@ def test_one_changed_byte_of_any_link_is_found_from_the_end(study, inspect):
     }
     state = study / "r16" / "checkpoints" / "step_00000002.ckpt"
     with flipped(state, *(study / run / name for run, name in changed)):
-        found = inspect(study / "decided", "verify=true", code=4)
+        found = inspect(study / "decided", "inspect.verify=true", code=4)
     odd = {
         (check["of"], check["name"], check["link"])
         for check in found.verification["checks"]
@@ -446,7 +450,7 @@ def test_one_changed_byte_of_any_link_is_found_from_the_end(study, inspect):
 def test_one_changed_byte_of_the_last_links_is_found(study, inspect, file):
     """The decision was made on the comparison that was, and the ledger holds its own chain."""
     with flipped(study / file):
-        found = inspect(study / "decided", "verify=true", code=4)
+        found = inspect(study / "decided", "inspect.verify=true", code=4)
     assert "differs" in links(found)["decision"]
 
 
@@ -462,7 +466,7 @@ def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, in
         edit(file, other)
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         edit(manifest, lambda value: value["outputs"].update({"compare.json": sha256}))
-        found = inspect(study / "compared", "verify=true", code=4)
+        found = inspect(study / "compared", "inspect.verify=true", code=4)
     finally:
         file.write_bytes(before[0])
         manifest.write_bytes(before[1])
@@ -472,7 +476,9 @@ def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, in
 def test_rows_of_another_encoding_are_found(run, inspect):
     """The recorded digest is of other tokens than the rows give."""
     edit(run.manifest, lambda value: value["inputs"]["data"].update(train_sha256="0" * 64))
-    assert differing(inspect(run.path, "verify=true", code=4)) == ["inputs.data.train_sha256"]
+    assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [
+        "inputs.data.train_sha256"
+    ]
 
 
 def test_a_scorecard_that_its_answers_deny_is_found(study, inspect):
@@ -488,7 +494,7 @@ def test_a_scorecard_that_its_answers_deny_is_found(study, inspect):
         file.write_text(json.dumps(value), "utf-8")
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         edit(manifest, lambda value: value["outputs"].update({"scorecard.json": sha256}))
-        found = inspect(scored, "verify=true", code=4)
+        found = inspect(scored, "inspect.verify=true", code=4)
     finally:
         file.write_bytes(before[0])
         manifest.write_bytes(before[1])
@@ -501,7 +507,7 @@ def test_a_cut_ledger_lacks_the_decision_of_its_run(study, inspect):
     before = ledger.read_bytes()
     try:
         ledger.write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
-        found = inspect(study / "decided", "verify=true", code=4)
+        found = inspect(study / "decided", "inspect.verify=true", code=4)
     finally:
         ledger.write_bytes(before)
     assert "results.entry_sha256" in differing(found)
@@ -509,7 +515,7 @@ def test_a_cut_ledger_lacks_the_decision_of_its_run(study, inspect):
 
 def test_the_table_has_a_line_a_link(study, typed):
     """In the chain's order, each with a sign for what it came to."""
-    said = typed("task=inspect", f"path={study / 'decided'}", "verify=true")
+    said = typed("task=inspect", f"path={study / 'decided'}", "inspect.verify=true")
     table = said[said.index("Verified: ") :]
     places = [re.search(rf"^ *= +{link} +\d+ +\d+ equal *$", table, re.MULTILINE) for link in CHAIN]
     assert all(places)

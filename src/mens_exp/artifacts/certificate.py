@@ -268,7 +268,7 @@ class Check(TypedDict):
 
 
 class Verification(TypedDict):
-    """Every comparison of verify=true."""
+    """Every comparison of inspect.verify."""
 
     checks: list[Check]
 
@@ -300,21 +300,21 @@ class Inspection(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_inspection``.
-        version: version of this layout.
-        kind: kind of the inspected path.
-        path: the path, as given.
-        what: a description in words.
-        form: schema of its adapter, ``v3``, ``v2`` or ``peft``; None if there is none.
-        variant: ``lora``, ``rslora`` or ``dora``; None if there is no adapter.
-        base: the base model; None if no record names one.
-        parameters: number of adapter parameters.
-        layers: adapted layers, by logical name.
-        checkpoint: for a training state.
-        certificate: for the output of a merge or an export.
-        lineage: ancestors, oldest first.
-        verification: result of verify=true.
-        replay: result of replay=true.
-        unknown: null field or missing figure -> reason.
+        version: of this layout.
+        kind: what lies there.
+        path: as it was inspected.
+        what: the same in words.
+        form: of its adapter, ``v3``, ``v2`` or ``peft``; None where there is none.
+        variant: ``lora``, ``rslora`` or ``dora``; None as above.
+        base: None where no record names one.
+        parameters: of the adapter.
+        layers: by logical name.
+        checkpoint: of a training state.
+        certificate: of something written by a merge or an export.
+        lineage: oldest first.
+        verification: of inspect.verify.
+        replay: of inspect.replay.
+        unknown: field that is null, or figure that is absent -> why.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1}

@@ -220,6 +220,9 @@ class PromoteConfig:
     open_cycle: str | None = setting(
         None, "Name of a benchmark cycle to register before any of its runs."
     )
+    replay: bool = setting(
+        default=False, doc="Make every decision of a ledger again; a difference exits with code 4."
+    )
     parity: str | None = setting(
         None,
         "Certificate (parity.json) of the merge or export of a challenger's adapter.",

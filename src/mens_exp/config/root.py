@@ -93,6 +93,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "factors": ("compare.factors",),
     "meta": ("merge.meta",),
     "open": ("promote.open_cycle",),
+    "replay": ("inspect.replay", "promote.replay"),
+    "verify": ("inspect.verify",),
 }
 
 
@@ -178,13 +180,6 @@ class RunConfig:
         only_if=(WRITES_MERGED, _BY_PATH),
         idle=None,
     )
-    verify: bool = setting(
-        False,  # a plain inspection does not read or hash large files
-        "Compute every hash and figure that path rests on again, back to its base model, and "
-        "compare them with the records; a difference ends with exit code 4 (inspect).",
-        changes=Effect.NOTHING,
-        read_by={"inspect"},
-    )
     ledger: str | None = setting(
         None,
         "The file of registered cycles, their evidence and decisions, which only grows (promote); "
@@ -196,13 +191,6 @@ class RunConfig:
         only_if=unless(
             "eval.keep_passing", None, needs="eval.keep_passing=<file>", tasks={"evaluate"}
         ),
-    )
-    replay: bool = setting(
-        False,  # as above
-        "Take the first steps of a run again and name the first tensor that differs; a difference "
-        "ends with exit code 4 (inspect). Or make every decision of a ledger again (promote).",
-        changes=Effect.NOTHING,
-        read_by={"inspect", "promote"},
     )
     resume: str | None = setting(
         None,

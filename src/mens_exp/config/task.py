@@ -221,13 +221,26 @@ class ServeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class InspectConfig:
-    """Checks that task=inspect repeats."""
+    """The checks that task=inspect repeats; a difference ends with exit code 4."""
 
+    verify: bool = setting(
+        False,  # a plain inspection reads and hashes nothing that is large
+        "Compute every hash and figure that path rests on again, back to its base model, and "
+        "compare them with the records.",
+    )
+    replay: bool = setting(
+        False,  # as above
+        "Take the first steps of a run again and name the first tensor that differs.",
+    )
     replay_steps: int = setting(
         3,
-        "Optimizer steps that replay=true takes again, from the first (unverified guess).",
+        "Optimizer steps that inspect.replay takes again, from the first (unverified guess).",
         ge=1,
-        only_if=when("replay", True, remedy="add replay=true, or drop inspect.replay_steps"),
+        only_if=when(
+            "inspect.replay",
+            True,
+            remedy="add inspect.replay=true, or drop inspect.replay_steps",
+        ),
     )
 
 

@@ -38,7 +38,10 @@ class TrainerConfig:
         changes=Effect.NOTHING,
         read_by={"evaluate", "chat", "export", "merge", "attribute", "inspect"},
         only_if=when(
-            "verify", True, tasks={"inspect"}, remedy="add verify=true, or drop trainer.accelerator"
+            "inspect.verify",
+            True,
+            tasks={"inspect"},
+            remedy="add inspect.verify=true, or drop trainer.accelerator",
         ),
     )
     strategy: Strategy = setting(

@@ -1,6 +1,6 @@
 """task=inspect: describe an output and its lineage, and check both against the records.
 
-With replay=true the first steps of a run are repeated, up to the first value that differs.
+With inspect.replay the first steps of a run are taken again, up to the first value that differs.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def inspect(config: RunConfig, run: Run) -> None:
     line = _tried(config, damage, "lineage", lambda: lineage(found, record.base, certificate))
     record.lineage = line or []
     record.unknown |= dict.fromkeys((one["name"] for one in damage), "it cannot be read")
-    if config.verify:
+    if config.inspect.verify:
         checks = [*damage, *verification(config, found, certificate)]
         record.verification = Verification(checks=checks)
-    if config.replay:
+    if config.inspect.replay:
         assert found.run is not None, "the command was refused otherwise"
         record.replay = replay(found.run, config.inspect.replay_steps)
     record.write(run.dir.inspection)
@@ -119,7 +119,7 @@ def _judge(record: Inspection, run: Run) -> None:
 
 
 def _tried(config: RunConfig, damage: list[Check], name: str, read: Callable[[], T]) -> T | None:
-    """Run a reader; with verify=true, a read failure counts as one more difference.
+    """Read something; under inspect.verify, what cannot be read is one more thing that differs.
 
     Raises:
         MensError: reading failed and verify is false.
@@ -127,7 +127,7 @@ def _tried(config: RunConfig, damage: list[Check], name: str, read: Callable[[],
     try:
         return read()
     except MensError as error:
-        if not config.verify:
+        if not config.inspect.verify:
             raise
         damage.append(compared(name, "something that can be read", str(error)))
         return None
@@ -211,7 +211,7 @@ def replay(subject: RunDir, steps: int) -> Replay:
     if not recorded:
         raise RequestError(
             "the run recorded no step that could be taken again",
-            where="replay",
+            where="inspect.replay",
             found=str(subject.path),
             expected="step events in telemetry.jsonl",
         )

@@ -56,7 +56,7 @@ def promote(config: RunConfig, run: Run) -> None:
     ledger = Path(config.ledger).expanduser()
     if config.promote.open_cycle is not None:
         _open(config, ledger, run)
-    elif config.replay:
+    elif config.promote.replay:
         _replay(ledger, run)
     else:
         _decide(config, ledger, run)
@@ -272,7 +272,7 @@ def _again(made: DecisionEntry, before: list[LedgerEntry], *, freezes: bool) -> 
     if missing:
         raise GateError(
             "evidence of a past decision is gone",
-            where="replay",
+            where="promote.replay",
             found=", ".join(missing),
             expected="every comparison where it was",
         )

@@ -323,18 +323,18 @@ def inspected(text: str) -> Inspected:
 def inspection_problems(config: RunConfig, found: Inspected) -> list[MensError]:
     """List requested actions that do not apply to the object."""
     listed: list[MensError] = []
-    if config.replay and found.kind is not ArtifactKind.RUN:
+    if config.inspect.replay and found.kind is not ArtifactKind.RUN:
         listed.append(
             ConfigError(
                 "there is no run whose steps could be taken again",
-                where="replay",
+                where="inspect.replay",
                 found=f"{found.path}: {found.what}",
                 expected="path=<training run>, or latest",
-                remedy="name the run, or drop replay=true",
+                remedy="name the run, or drop inspect.replay=true",
             )
         )
-    if config.replay and found.run is not None:
-        config_of(found.run)  # its classes are built
+    if config.inspect.replay and found.run is not None:
+        config_of(found.run)  # what it names is built
     return listed
 
 

@@ -1,4 +1,4 @@
-"""verify=true: recompute every hash and figure of the evidence chain from the available files."""
+"""inspect.verify: recompute all hashes and figures of the chain of evidence from the files here."""
 
 from __future__ import annotations
 

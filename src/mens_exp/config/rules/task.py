@@ -222,7 +222,7 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PAIR = 2
 _DECIDES = "policy=<name> and path=<compare.json>"
-_ANY = f"{_DECIDES}, or promote.open_cycle=<name>, or replay=true"
+_ANY = f"{_DECIDES}, or promote.open_cycle=<name>, or promote.replay=true"
 
 
 def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -236,7 +236,7 @@ def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a file, made when it is not there",
             remedy="add ledger=<file>",
         )
-    asked = [DECIDES.holds(config), config.promote.open_cycle is not None, config.replay]
+    asked = [DECIDES.holds(config), config.promote.open_cycle is not None, config.promote.replay]
     if sum(asked) != 1:
         what = "several things at once" if sum(asked) > 1 else "nothing to do"
         yield ConfigError(what, where="task=promote", expected=_ANY)
