@@ -4,8 +4,8 @@ The module also contains the parts that have no configuration node: atomic check
 loggers and the callback that feeds them, and a fit of only the first steps.
 """
 
-# Lightning types the module of a hook as LightningModule; build.py always passes our module. mypy:
-# disable-error-code="override"
+# Lightning types the module of a hook as LightningModule; build.py always passes our module.
+# mypy: disable-error-code="override"
 
 from __future__ import annotations
 
