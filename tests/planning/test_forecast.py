@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.quant import QuantType
+from mens_exp.config.quantizers import BUILT_IN
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning.forecast import documents_of, forecast
 from mens_exp.planning.machine import Machine
@@ -190,14 +190,14 @@ def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
     shape = dataclasses.replace(shape_of(tiny_config().model), num_hidden_layers=10_000)
     four, eight, none = (
         quantization_s(shape, "cpu", kind)
-        for kind in (QuantType.nf4, QuantType.int8, QuantType.none)
+        for kind in (BUILT_IN[name] for name in ("nf4", "int8", "none"))
     )
     assert four is not None
     assert eight is not None
     assert none == 0
     assert 1 < eight < four / 5
     assert four > 10
-    assert quantization_s(shape, "cuda", QuantType.nf4) is None
+    assert quantization_s(shape, "cuda", BUILT_IN["nf4"]) is None
     compared = comparison_s(shape, "cpu")
     assert compared is not None
     assert 1 < compared < four

@@ -58,7 +58,7 @@ def test_two_processes_lose_no_line(tmp_path):
     path = ledger_path(tmp_path)
     code = (
         "import sys; from pathlib import Path\n"
-        "from tests.plan.test_ledger import ENTRY\n"
+        "from tests.planning.test_ledger import ENTRY\n"
         "from mens_exp.planning.throughput_model import append\n"
         f"for _ in range(20): append(Path({str(path)!r}), ENTRY)\n"
     )

@@ -395,7 +395,7 @@ def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
             "reinstall bitsandbytes for this machine",
         )
     keep_trainable(model)
-    if not config.quant.is_four_bit:
+    if not config.quant.spec.in_blocks:
         return
     block = config.quant.block
     others = {p: m for p, m in layers.items() if m.weight.quant_state.blocksize != block}

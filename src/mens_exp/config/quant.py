@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from mens_exp.config.fields import Effect, setting, unless, when
+from mens_exp.config.fields import Condition, Effect, setting, unless, value_at, when
+from mens_exp.config.quantizers import (
+    QuantizerSpec,
+    installed_names,
+    known,
+    names_that_read,
+    spec_named,
+)
 from mens_exp.config.suite import OWN_GRAPH_ANSWERS
 
 
 class QuantType(Enum):
-    """Data type of the base weights."""
+    """Name of a quantizer; :mod:`mens_exp.config.quantizers` knows what each of them does."""
 
     nf4 = "nf4"
     fp4 = "fp4"
     int8 = "int8"
     none = "none"
+    vars().update({name: name for name in installed_names()})
+
+    @property
+    def spec(self) -> QuantizerSpec:
+        """The quantizer."""
+        return spec_named(self.value)
+
+
+UNLESS_TOLD = QuantType.nf4  # what 4-bit trainers take
 
 
 class ComputeDtype(Enum):
@@ -33,7 +51,23 @@ class StorageDtype(Enum):
     f32 = "f32"
 
 
-_IN_FOUR_BITS = when("quant.quant_type", "nf4", "fp4")
+_KEY = "quant.quant_type"
+
+
+def _where_read(name: str, otherwise: Condition) -> Condition:
+    """Return the condition that the quantizer reads a setting; its words are another's."""
+
+    def holds(config: Any) -> bool:
+        spec = known(value_at(config, _KEY))
+        return otherwise.holds(config) if spec is None else name in spec.settings
+
+    return dataclasses.replace(otherwise, holds=holds)
+
+
+_DOUBLE = _where_read("double_quant", when(_KEY, *names_that_read("double_quant")))
+_BLOCK = _where_read("block_size", when(_KEY, *names_that_read("block_size")))
+_STORAGE = _where_read("storage_dtype", when(_KEY, *names_that_read("storage_dtype")))
+_SKIP = _where_read("skip", unless(_KEY, "none"))
 _READ = frozenset({"attribute"})
 
 
@@ -42,7 +76,7 @@ class QuantConfig:
     """Quantization with bitsandbytes: blockwise 4-bit (QLoRA, arXiv:2305.14314) or 8-bit."""
 
     quant_type: QuantType = setting(
-        QuantType.nf4,
+        UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); none "
         "leaves the weights in the compute format.",
         contract=("quant.base",),
@@ -54,7 +88,7 @@ class QuantConfig:
         "Quantize the block scales too: 4.127 instead of 4.5 bits a weight (the paper's default).",
         contract=("quant.double_quant",),
         read_by=_READ,
-        only_if=_IN_FOUR_BITS,
+        only_if=_DOUBLE,
         idle=False,
         aliases={
             "bnb_4bit_use_double_quant": "Transformers and bitsandbytes",
@@ -76,7 +110,7 @@ class QuantConfig:
         ge=64,
         le=4096,
         read_by=_READ,
-        only_if=_IN_FOUR_BITS,
+        only_if=_BLOCK,
         idle=None,
     )
     storage_dtype: StorageDtype = setting(
@@ -84,7 +118,7 @@ class QuantConfig:
         "Element type of the tensor that holds the packed codes: u8, or bf16 and f32 for sharding "
         "beside weights of that type. The codes are the same.",
         changes=Effect.NOTHING,
-        only_if=(_IN_FOUR_BITS, unless("backend.name", "proxy", why="which keeps no packed codes")),
+        only_if=(_STORAGE, unless("backend.name", "proxy", why="which keeps no packed codes")),
         idle=StorageDtype.u8,
     )
     skip: list[str] = setting(
@@ -92,21 +126,26 @@ class QuantConfig:
         "Modules left unquantized, in the compute format: targets as in lora.targets (mlp, "
         "down_proj, '*.layers.0.*'). The head always is.",
         read_by=_READ,
-        only_if=unless("quant.quant_type", "none"),
+        only_if=_SKIP,
         idle=[],
     )
 
     @property
-    def is_four_bit(self) -> bool:
-        """Whether base weights are quantized to 4 bits, in blocks."""
-        return self.quant_type in {QuantType.nf4, QuantType.fp4}
+    def spec(self) -> QuantizerSpec:
+        """The quantizer."""
+        return self.quant_type.spec
 
     @property
     def is_quantized(self) -> bool:
         """Whether base weights are quantized at all."""
-        return self.quant_type is not QuantType.none
+        return self.spec.is_quantized
 
     @property
     def block(self) -> int:
         """Number of weights that share a scale."""
         return self.block_size or 64
+
+
+def unquantized(compute_dtype: ComputeDtype = ComputeDtype.bf16) -> QuantConfig:
+    """Return the group for base weights in a compute format."""
+    return QuantConfig(quant_type=QuantType.none, double_quant=False, compute_dtype=compute_dtype)

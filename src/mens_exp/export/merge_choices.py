@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mens_exp.config.quant import UNLESS_TOLD
+from mens_exp.config.quantizers import known
 from mens_exp.config.task import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
 from mens_exp.layout.adapter_base import (
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.config.quantizers import QuantizerSpec
     from mens_exp.config.task import MergeConfig
     from mens_exp.errors import MensError
     from mens_exp.export.subject import MergeInputs
@@ -38,8 +41,7 @@ MOVED = (
     "too; this is not the model that was trained, and its loss differs"
 )
 
-_NF4_BLOCK = 64  # the paper's, and that of trainers without a setting
-_FOUR_BIT = ("nf4", "fp4")
+_NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
 _DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 
 
@@ -110,8 +112,11 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         _refuse_unverified(inputs)
     tied = _tied_head(layers, inputs)
     Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
-    eight_bits = inputs.manifest.quant["base_quant"] == "int8"
-    quantizer, why = _of_eight_bits(asked) if eight_bits else _base(inputs, asked)
+    spec = known(inputs.manifest.quant["base_quant"])
+    if spec is not None and spec.is_kept:
+        quantizer, why = _of_kept_values(spec, asked)
+    else:
+        quantizer, why = _base(inputs, asked)
     quantized = set() if quantizer is None else _quantized(inputs, layers, quantizer, proxy=proxy)
     if not asked.untie and HEAD in quantized:
         raise _embedding_of_four_bits()
@@ -304,23 +309,25 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     )
 
 
-def _of_eight_bits(asked: MergeConfig) -> tuple[None, str]:
+def _of_kept_values(spec: QuantizerSpec, asked: MergeConfig) -> tuple[None, str]:
+    values = f"{spec.code_bits}-bit values"
     if asked.base is MergeBase.dequantized:
         raise RequestError(
-            "8-bit values are not made again",
+            f"{values} are not made again",
             where="merge.base",
             found="dequantized",
             expected="original, whose distance from them the certificate measures",
             remedy="drop merge.base",
         )
-    return None, "the published weights; the adapter was trained on 8-bit values of them"
+    return None, f"the published weights; the adapter was trained on {values} of them"
 
 
 def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer | None:
     """Return the quantizer of the base during training, as far as recorded."""
     if quantizer is not None or inputs.manifest.quantizer is not None:
         return quantizer or inputs.manifest.quantizer
-    return _assumed(inputs) if inputs.manifest.quant["base_quant"] in _FOUR_BIT else None
+    spec = known(inputs.manifest.quant["base_quant"])
+    return _assumed(inputs) if spec is not None and spec.is_made_again else None
 
 
 def _assumed(inputs: MergeInputs) -> Quantizer:
@@ -332,7 +339,7 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
     quant = inputs.manifest.quant
     dtype = "bf16" if is_peft else "f32"
     return {
-        "quant_type": "fp4" if quant["base_quant"] == "fp4" else "nf4",
+        "quant_type": _named(quant["base_quant"]),
         "block_size": _NF4_BLOCK,
         "double_quant": is_peft or quant["double_quant"],
         "compute_dtype": dtype,
@@ -340,6 +347,11 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
         "skip": [],
         "library": "assumed",
     }
+
+
+def _named(header: str) -> str:
+    spec = known(header)
+    return header if spec is not None and spec.is_made_again else UNLESS_TOLD.value
 
 
 def _quantized(

@@ -28,7 +28,7 @@ from mens_exp.artifacts.certificate import Comparison, TensorError, WorstLayer
 from mens_exp.backends.adapters import ADAPTER
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.generation import Trace, trace
-from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquantized
 from mens_exp.errors import MensError, ModelFileError
 from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.export.gguf import GGUF_FILE as GGUF
@@ -234,9 +234,7 @@ def from_peft(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[F
 def _dense(config: RunConfig, base: BaseModel, device: torch.device) -> Any:
     """Load a base unquantized, in f32."""
     plain = dataclasses.replace(config)
-    plain.quant = QuantConfig(
-        quant_type=QuantType.none, double_quant=False, compute_dtype=ComputeDtype.f32
-    )
+    plain.quant = unquantized(ComputeDtype.f32)
     return load_base(plain, base, device, dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.model import HfModel
-from mens_exp.config.quant import QuantType
+from mens_exp.config.quant import UNLESS_TOLD, QuantType
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import (
     ConfigError,
@@ -257,13 +257,13 @@ def _told(config: RunConfig) -> Quant | None:
     told = config.export
     if told.base_quant is None and told.double_quant is None:
         return None
-    return _quant(told.base_quant or QuantType.nf4, double_quant=told.double_quant is not False)
+    return _quant(told.base_quant or UNLESS_TOLD, double_quant=told.double_quant is not False)
 
 
 def _quant(base_quant: QuantType, *, double_quant: bool) -> Quant:
     return {
         "base_quant": base_quant.value,
-        "double_quant": double_quant and base_quant is not QuantType.none,
+        "double_quant": double_quant and base_quant.spec.is_quantized,
     }
 
 

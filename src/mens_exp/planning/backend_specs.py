@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mens_exp.config.quantizers import known, names_for
 from mens_exp.config.user_config import group_options
 
 SUBSET_MERGE = "task=merge merge.mode=subset"
 FULL_GRAPH = "full_graph"
 PROXY = "lm_head_proxy"
-
-
-_PLAIN = ("none",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +23,7 @@ class BackendSpec:
     Attributes:
         name: the backend that implements it.
         method: adapter method, ``lora`` or ``qlora``; ``full`` has no adapter.
-        bases: supported storage of the base weights; ``none`` means unquantized.
-        targets: the part that the adapter is applied to: the full causal graph, or the proxy stack.
+        targets: what the adapter sits on: the full causal graph, or the proxy stack.
         graph_id: name of the graph in records; the proxy's depends on its composition.
         depth: a human-readable description of the part of the model that is computed.
         needs_layout: whether it reads weights by name, which requires a known family.
@@ -35,7 +32,6 @@ class BackendSpec:
 
     name: str
     method: str
-    bases: tuple[str, ...]
     targets: str
     graph_id: str
     depth: str
@@ -43,9 +39,19 @@ class BackendSpec:
     tokenizers: tuple[str, ...] = ("hf",)
 
     @property
+    def bases(self) -> tuple[str, ...]:
+        """Names of the quantizers of its base weights; ``none`` leaves them as they are."""
+        return names_for(self.name)
+
+    @property
     def quantized(self) -> bool:
         """Whether the base weights are quantized."""
-        return self.bases != _PLAIN
+        return "none" not in self.bases
+
+    def takes(self, base: str) -> bool:
+        """Tell whether the base weights may be stored by a quantizer, installed ones included."""
+        spec = known(base)
+        return spec is not None and self.name in spec.backends
 
 
 BACKEND_SPECS: dict[str, BackendSpec] = {
@@ -54,7 +60,6 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
         BackendSpec(
             name="qlora",
             method="qlora",
-            bases=("nf4", "fp4", "int8"),
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model",
@@ -63,7 +68,6 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
         BackendSpec(
             name="proxy",
             method="qlora",
-            bases=("nf4", "fp4"),
             targets=PROXY,
             graph_id="proxy_stack_v1_residual",
             depth="embedding, one projection a layer, head: no attention",
@@ -72,7 +76,6 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
         BackendSpec(
             name="lora",
             method="lora",
-            bases=_PLAIN,
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model",
@@ -81,7 +84,6 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
         BackendSpec(
             name="burn",
             method="lora",
-            bases=_PLAIN,
             targets=FULL_GRAPH,
             graph_id="burn_full_causal",
             depth="full causal model, f32 research lane",
@@ -91,7 +93,6 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
         BackendSpec(
             name="full",
             method="full",
-            bases=_PLAIN,
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model, every weight trained",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from mens_exp.config.quantizers import BUILT_IN, names_that_read
 from mens_exp.config.user_config import group_options
 from mens_exp.layout.families import FAMILIES
 from mens_exp.planning.backend_specs import BACKEND_SPECS, BackendSpec, available, readers_of_names
@@ -26,7 +27,6 @@ from mens_exp.planning.planner import Environment, Gate, refusals
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-_BASES = ("nf4", "fp4", "int8", "none")
 _TOKENIZERS = ("hf", "vox")
 _TARGETS = ("workstation", "mobile_edge")
 
@@ -128,7 +128,7 @@ def _accepted_tokenizers(kernel: BackendSpec) -> str:
 
 
 def _combination_rows() -> Iterator[tuple[str, ...]]:
-    for base in _BASES:
+    for base in BUILT_IN:
         for mode in _TOKENIZERS:
             answers = (
                 _answer(_gates(kernel, base=base, tokenizer=mode))
@@ -187,7 +187,7 @@ def _gates(
             dropout=0.0,
             targets=kernel.targets,
         ),
-        quant=QuantPart(base=base, double_quant=base in {"nf4", "fp4"}),
+        quant=QuantPart(base=base, double_quant=base in names_that_read("double_quant")),
         exec=ExecPart(
             seq_len=asked["seq_len"],
             batch_size=asked["batch_size"],

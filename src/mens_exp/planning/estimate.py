@@ -264,9 +264,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "tokens_total": total,
         "time_s": _time(config, expected, device, total, data, per_step)
         | {
-            "quantization": throughput_model.quantization_s(
-                shape, device.kind, config.quant.quant_type
-            ),
+            "quantization": throughput_model.quantization_s(shape, device.kind, config.quant.spec),
             "comparison": throughput_model.comparison_s(shape, device.kind)
             if compares(config)
             else None,

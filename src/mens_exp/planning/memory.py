@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.backend import ProxyConfig, trains_base
 from mens_exp.config.model import HfModel, checkpointing_wanted
 from mens_exp.config.objective import CrossEntropyConfig
-from mens_exp.config.quant import ComputeDtype, QuantType
+from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.layout.targets import LinearModule
 
-BUCKETS = "gradient buckets"  # only with several processes
-NESTED_BLOCK = 256  # bitsandbytes' own; asserted in tests/quant
+BUCKETS = "gradient buckets"  # what only several processes have
 
 _F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
 # Bytes of moments per parameter, by the optimizer's class name.
@@ -140,21 +139,16 @@ class Memory:
 def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
     """Return bits per weight, including its share of the scales (arXiv:2305.14314, section 3).
 
-    An f32 scale per block of 64 adds half a bit; quantized to 8 bits, with an f32 scale for each
-    256 of them, it adds 0.127. In 8-bit quantization, the weights of a row share one f32 scale.
-    Unquantized weights are in the compute format.
-
     Args:
         quant: the `quant` group.
-        rows_per_weight: number of rows divided by number of weights; used only for 8 bits.
+        rows_per_weight: rows over weights, for scales that rows have.
     """
-    if quant.quant_type is QuantType.int8:
-        return 8 + 32 * rows_per_weight
-    if not quant.is_quantized:
-        return 16 if quant.compute_dtype is ComputeDtype.bf16 else 32
-    if quant.double_quant:
-        return 4 + 8 / quant.block + 32 / (quant.block * NESTED_BLOCK)
-    return 4 + 32 / quant.block
+    return quant.spec.bits_per_weight(
+        compute_bits=16 if quant.compute_dtype is ComputeDtype.bf16 else 32,
+        block=quant.block,
+        double_quant=quant.double_quant,
+        rows_per_weight=rows_per_weight,
+    )
 
 
 def dense_experts(config: RunConfig, shape: Shape) -> int:
@@ -341,8 +335,8 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 else 0
     adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
-    if config.quant.quant_type is QuantType.int8:  # its layers save their inputs unchanged
-        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which saves them
+    if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
+        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
         every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}
         adapters += width * sum(w for reads, w in every.items() if reads not in shared)
     return total + adapters / shape.num_hidden_layers
@@ -386,9 +380,8 @@ def _head_positions(config: RunConfig) -> int:
 EXPERTS_DENSE = "experts, not quantized"
 
 WHOLE = "base, whole while it is loaded or scored"
-_CODE_BITS = 4
-# Layers that are gathered at the same time: the one computing, the one prefetched, and the
-# all-gather buffer. From PyTorch's code (fully_shard); not measured on a GPU.
+# Layers that are whole at one time: the one that computes, the one fetched ahead of it, and the
+# buffer that its parts arrive in. By PyTorch's code (fully_shard); not measured on a GPU.
 _AT_ONCE = 3
 _RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "framework")
 
@@ -410,8 +403,8 @@ def in_parts(
         layers: decoder layers.
         kind: "cpu" or "cuda".
     """
-    whole, share = components["base weights"], _CODE_BITS / bits
-    codes = round(whole * share) if config.quant.is_four_bit else whole
+    whole, code_bits = components["base weights"], config.quant.spec.code_bits
+    codes = whole if code_bits is None else round(whole * code_bits / bits)
     dense = components.get(EXPERTS_DENSE, 0)
     many = config.trainer.world_size
     parts = {

@@ -148,7 +148,7 @@ def _base(
         yield messages.quantized_base_needs_qlora(base, method)
     if base == "none" and method == "qlora":
         yield messages.qlora_needs_quantized_base(around.forced or method)
-    elif method == "qlora" and kernel and kernel.quantized and base not in kernel.bases:
+    elif method == "qlora" and kernel and kernel.quantized and not kernel.takes(base):
         yield messages.kernel_without_base(kernel.name, base, kernel.bases)
 
 

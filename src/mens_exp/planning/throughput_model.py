@@ -17,7 +17,7 @@ from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.host import file_lock
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.objective import LastKObjective
-from mens_exp.config.quant import ComputeDtype, QuantType
+from mens_exp.config.quant import ComputeDtype
 from mens_exp.planning.machine import cores
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.config.objective import ObjectiveConfig
+    from mens_exp.config.quantizers import QuantizerSpec
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
 
@@ -162,16 +163,8 @@ def _read(line: str) -> Entry | None:
 
 # measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
 _FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
-_SUPERVISED = 0.5  # share of tokens on which the head runs, as in the main job
-_TABLE_SPREAD = 2.0  # factor by which another CPU may be faster or slower; unverified guess
-# measured: bitsandbytes 0.50, NF4 with double quantization, weights per second on one EPYC core;
-# 8-bit quantized 5.6 times as many as NF4 in the same minute
-_QUANTIZED_PER_CORE_S = {
-    QuantType.nf4: 6e6,
-    QuantType.fp4: 6e6,
-    QuantType.int8: 3.4e7,
-    QuantType.none: math.inf,
-}
+_SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
+_TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
 # measured: the comparison with transformers before step 1, SmolLM2 (106 M linear weights) on one
 # core: 10 s, most of them for unpacking each weight twice
 _COMPARED_PER_CORE_S = 1.1e7
@@ -336,11 +329,11 @@ def time(
     }
 
 
-def quantization_s(shape: Shape, kind: str, to: QuantType) -> float | None:
-    """Estimate the seconds of quantizing the base; unknown on a GPU (never measured)."""
-    if kind != "cpu":
+def quantization_s(shape: Shape, kind: str, to: QuantizerSpec) -> float | None:
+    """Estimate seconds of quantizing the base; unknown on a GPU, where it was never measured."""
+    if kind != "cpu" or to.weights_per_core_s is None:
         return None
-    return round(shape.linear_parameters / (_QUANTIZED_PER_CORE_S[to] * cores()), 1)
+    return round(shape.linear_parameters / (to.weights_per_core_s * cores()), 1)
 
 
 def comparison_s(shape: Shape, kind: str) -> float | None:

@@ -161,7 +161,7 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
     Returns:
         The quantizer; None if nothing is quantized.
     """
-    if not config.is_four_bit:
+    if not config.spec.is_made_again:
         return None
     there = {path.removesuffix(".base_layer") for path in quantized_linears(model)}
     inside = [one.path for one in linear_modules(shape) if one.layer is not None]
@@ -198,6 +198,11 @@ def keep_quantization_state(model: torch.nn.Module) -> None:
     """
     for module in quantized_linears(model).values():
         module.quant_state = module.weight.quant_state
+
+
+def quantizes_inputs(model: torch.nn.Module) -> bool:
+    """Tell whether 8-bit layers quantize what they are given, as they do on a GPU."""
+    return any(_is_int8(m) and not _on_cpu(m) for m in quantized_linears(model).values())
 
 
 def differs_in_evaluation(model: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import mens_exp
+from mens_exp.config.quantizers import known
 from mens_exp.report import sections, summary, wording
 from mens_exp.report.summary import Cell, Pair
 
@@ -45,7 +46,6 @@ def _environment() -> Environment:
     )
 
 
-_FOUR_BIT = ("nf4", "fp4")
 _SETTINGS = (
     "device",
     "compute_dtype",
@@ -240,21 +240,10 @@ def _loading(records: Records) -> str:
             "from safetensors.numpy import load_file\n\n"
             'matrices = load_file("adapter/adapter.safetensors")  # PEFT has no such graph'
         )
-    quant = _quant(records)
-    config = ""
-    if quant in _FOUR_BIT:
-        double = bool(records.manifest.facts.get("double_quant"))
-        config = (
-            "    quantization_config=BitsAndBytesConfig(\n"
-            "        load_in_4bit=True,\n"
-            f'        bnb_4bit_quant_type="{quant}",\n'
-            f"        bnb_4bit_use_double_quant={double},\n"
-            "        bnb_4bit_compute_dtype=torch.bfloat16,\n"
-            "    ),\n"
-        )
-    elif quant == "int8":
-        config = "    quantization_config=BitsAndBytesConfig(load_in_8bit=True),\n"
-    imports = "AutoModelForCausalLM, AutoTokenizer" + (", BitsAndBytesConfig" if config else "")
+    spec, double = known(_quant(records)), bool(records.manifest.facts.get("double_quant"))
+    config = "" if spec is None else spec.loading_arguments(double_quant=double)
+    configured = ", BitsAndBytesConfig" if "BitsAndBytesConfig(" in config else ""
+    imports = f"AutoModelForCausalLM, AutoTokenizer{configured}"
     return (
         "import torch\n"
         "from peft import PeftConfig, PeftModel\n"

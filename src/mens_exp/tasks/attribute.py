@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mens_exp.artifacts.attribution import Attribution
-from mens_exp.config.quant import QuantConfig, QuantType
+from mens_exp.config.quant import unquantized
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.layout.shape import shape_of
@@ -120,7 +120,7 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
     stream = sampled_stream(
         config.data, documents, config.attribute.tokens, pad_id=tokenizer.pad_id
     )
-    plain = dataclasses.replace(config, quant=QuantConfig(quant_type=QuantType.none))
+    plain = dataclasses.replace(config, quant=unquantized())
     model = load_base(plain, base, device, dtype=torch.float32).eval()
     replay = Replay(
         model,

@@ -19,7 +19,7 @@ from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
-from mens_exp.config.quant import QuantType
+from mens_exp.config.quantizers import known
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.config.rules.training import warmup_problems
 from mens_exp.config.suite import AnsweredSuite
@@ -450,13 +450,10 @@ def report_start(run: Run, backend: Backend, console: Console) -> None:
 
 
 def note_peft_view(run: Run) -> None:
-    """Record in the manifest how exact the PEFT directory is on the plainly quantized base."""
-    results, quant = run.manifest.results, run.manifest.facts.get("quant")
-    why = (
-        "evaluated elsewhere, 8-bit layers quantize their inputs, which on CPU they do not here"
-        if quant == QuantType.int8.value
-        else "the base of this run was changed by its initialisation"
-    )
+    """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
+    results, spec = run.manifest.results, known(run.manifest.facts.get("quant", "none"))
+    why = spec.differs_elsewhere if spec is not None else None
+    why = why or "the base of this run was changed by its initialisation"
     losses = (results["peft_view_val_loss"], results["tuned_val_loss"])
     note = (
         f"{why}: adapter/peft on the plainly quantized base has a validation loss of "

@@ -27,7 +27,7 @@ from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.config.backend import LoraGraphConfig
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
-from mens_exp.config.quant import QuantType
+from mens_exp.config.quant import unquantized
 from mens_exp.errors import RequestError
 from mens_exp.export.certificate import certificate_place
 from mens_exp.export.subject import config_of
@@ -357,7 +357,7 @@ def config_of_merged(trained: RunDir, model: Path) -> RunConfig:
     config = config_of(trained)
     config.model = HfModel(id=str(model))
     config.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")
-    config.quant.quant_type, config.quant.double_quant = QuantType.none, False
+    config.quant = unquantized(config.quant.compute_dtype)
     config.lora.variant, config.lora.init = LoraVariant.lora, LoraInit.default
     config.lora.init_from = None
     return config

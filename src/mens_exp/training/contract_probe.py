@@ -26,7 +26,7 @@ from mens_exp.data.batch import Batch, packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.lora.keyed import KeyedDropout
 from mens_exp.planning.machine import ALONE, look
-from mens_exp.quant.bnb import quantized_linears
+from mens_exp.quant.bnb import quantizes_inputs
 from mens_exp.rows.encode import Encoded
 from mens_exp.training.distributed import StartedProcesses, keep_signals
 from mens_exp.training.module import TrainingModule
@@ -78,9 +78,8 @@ Reference: TypeAlias = "tuple[ReferencePart | None, str | None]"
 
 # Relative differences caused by rounding; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
-_TOLERANCE_INT8 = 0.2
-# Of loss and gradient relative to plain transformers, in f32. Measured: at most 1e-6 of either in
-# every family that trains (docs/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
+# Of loss and gradient against transformers alone, in f32. Measured: at most 1e-6 of either in every
+# family that trains (docs/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
 _REFERENCE, _REFERENCE_INT8 = (1e-5, 1e-4), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from
 _DOCUMENTS = 4  # tested together and one by one
@@ -173,7 +172,7 @@ def _reference(module: TrainingModule, trial: _Trial) -> Reference:
     began = time.monotonic()
     together = trial.batch(range(len(trial.documents)))
     found = agreement(backend, together, trial.documents)
-    limits = _REFERENCE_INT8 if _quantizes_inputs(backend) else _REFERENCE
+    limits = _REFERENCE_INT8 if quantizes_inputs(backend.model) else _REFERENCE
     part: ReferencePart = {
         "loss": found.loss,
         "gradient": found.gradient,
@@ -200,16 +199,9 @@ def free_bytes(device: torch.device) -> int | None:
     return look("cpu").free_bytes
 
 
-def _quantizes_inputs(backend: QloraBackend) -> bool:
-    """Return whether 8-bit layers quantize their inputs, as they do on a GPU."""
-    layers = quantized_linears(backend.model).values()
-    return any(one.weight.dtype == torch.int8 and one.weight.is_cuda for one in layers)
-
-
 def _tolerance(config: RunConfig) -> float:
-    if config.quant.quant_type.value == "int8":
-        return _TOLERANCE_INT8
-    return _TOLERANCES[config.quant.compute_dtype.value]
+    own = config.quant.spec.tolerance
+    return _TOLERANCES[config.quant.compute_dtype.value] if own is None else own
 
 
 def _targets_follow(batch: Batch) -> bool:

@@ -171,7 +171,7 @@ def sharded(
     mine: QloraBackend | None = None
     for first in range(0, rank.local_world_size, at_once):
         if first <= rank.local_rank < first + at_once:
-            with quantizing_on(device) if config.quant.is_four_bit else nullcontext():
+            with quantizing_on(device) if config.quant.spec.in_blocks else nullcontext():
                 mine = _in_parts(build(torch.device("cpu")), mesh, device)
         torch.distributed.barrier()
     assert mine is not None, "each has its turn"

@@ -8,7 +8,8 @@ from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
-from mens_exp.config.quant import ComputeDtype, QuantType
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.quantizers import names_for
 from mens_exp.errors import ConfigError, expected_name
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def model_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected=expected_name(model.gradient_checkpointing, Checkpointing.__members__),
         )
     if isinstance(model, RandomModel):
-        if config.quant.is_four_bit:
+        if config.quant.spec.in_blocks:
             yield from _widths(model)
         yield from _heads(model)
         yield from _shared_heads(model)
@@ -213,12 +214,13 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _bases(backend: str) -> str:
-    return "nf4 or fp4" if backend == "proxy" else "nf4, fp4 or int8"
+    *others, last = names_for(backend)
+    return f"{', '.join(others)} or {last}"
 
 
 def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
-    """Yield settings unused by the stack, which is quantized once and read from a compute copy."""
-    if quant.quant_type is QuantType.int8:
+    """Yield what the stack, quantized once and read from its compute copy, has no use for."""
+    if "proxy" not in quant.spec.backends:
         yield ConfigError(
             "the proxy stack is defined over 4-bit projections",
             where="quant.quant_type",
@@ -240,7 +242,7 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     lora = config.lora
     yield from _target_problems(lora.targets)
     yield from _pattern_problems(lora)
-    quantized_all = config.quant.is_four_bit and not config.quant.skip
+    quantized_all = config.quant.spec.is_made_again and not config.quant.skip
     if lora.init is not LoraInit.default and not quantized_all:
         yield ConfigError(
             "starts from what four bits miss of a weight, and some weights are not in four bits",

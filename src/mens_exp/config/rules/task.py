@@ -13,13 +13,13 @@ from mens_exp.config.promotion import (
     CompareTest,
     Sequential,
 )
-from mens_exp.config.quant import QuantType
 from mens_exp.config.task import MergeMode
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mens_exp.config.quant import QuantType
     from mens_exp.config.root import RunConfig
 
 _READS_A_PATH = {
@@ -72,7 +72,7 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             remedy="add repo=<user>/<name>",
         )
     export = config.export
-    if export.double_quant is not None and export.base_quant is QuantType.none:
+    if export.double_quant is not None and not _is_quantized(export.base_quant):
         yield ConfigError(
             "contradicts export.base_quant=none, which has no constants",
             where="export.double_quant",
@@ -92,9 +92,13 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
 
 
+def _is_quantized(told: QuantType | None) -> bool:
+    return told is None or told.spec.is_quantized
+
+
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems that leave nothing to attribute, or no criterion to sort by."""
-    if config.quant.quant_type not in {QuantType.nf4, QuantType.fp4}:
+    """Yield what leaves nothing to attribute, or nothing to sort by."""
+    if not config.quant.spec.is_made_again:
         yield ConfigError(
             "has no 4-bit error to attribute",
             where="quant.quant_type",

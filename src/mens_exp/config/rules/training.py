@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.objective import LABELLINGS, LastKObjective
 from mens_exp.config.optim import OptimConfig, warmup_steps
-from mens_exp.config.quant import QuantType
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import Selection, Strategy
 from mens_exp.errors import ConfigError, expected_name
@@ -89,7 +88,7 @@ def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
         return
     yield from _of_the_run(config)
     quant = config.quant
-    if config.backend.name not in _BACKENDS or not quant.is_four_bit:
+    if config.backend.name not in _BACKENDS or "storage_dtype" not in quant.spec.settings:
         return
     if quant.storage_dtype.value != quant.compute_dtype.value:
         yield ConfigError(
@@ -112,9 +111,9 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
         )
         return
     quant, lora = config.quant, config.lora
-    if quant.quant_type is QuantType.int8:
+    if quant.spec.stays_whole is not None:
         yield ConfigError(
-            "bitsandbytes keeps codes of eight bits outside of what can be in parts",
+            quant.spec.stays_whole,
             where="quant.quant_type",
             found=quant.quant_type.value,
             expected="nf4, fp4, or none with backend=lora",

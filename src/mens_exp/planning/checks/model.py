@@ -129,8 +129,8 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
 
 
 def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse widths not divisible by the usual block size; the quantizer checks other sizes."""
-    if not quant.is_four_bit or quant.block_size is not None:
+    """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
+    if not quant.spec.in_blocks or quant.block_size is not None:
         return
     left = {one.path for one in skipped(quant.skip, shape)}
     layers = (one for one in linear_modules(shape) if one.layer is not None)
@@ -178,8 +178,8 @@ def weight_problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensErr
 def check_quantization(config: RunConfig) -> Iterator[MensError]:
     """Yield layers not divisible into blocks; quantizing them silently gives wrong sums."""
     quant = config.quant
-    if not quant.is_four_bit or any(range_problems(config.model)):
-        return  # nothing to quantize, or already reported
+    if not quant.spec.in_blocks or any(range_problems(config.model)):
+        return  # no blocks, or told already
     shape = shape_of(config.model)
     left = {one.path for one in skipped(quant.skip, shape)}
     inside = [one for one in linear_modules(shape) if one.layer is not None]
