@@ -25,7 +25,7 @@ from mens_exp.layout.targets import EXPERTS, pattern_values, shortest_names, wit
 from mens_exp.lora import low_rank
 from mens_exp.lora.keyed import initialise
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import dequantized, quantized_like
+from mens_exp.quant.bnb import dequantized, quantized_like, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -417,7 +417,7 @@ def _set_lengths(module: Any) -> None:
     """Set DoRA's magnitudes to the initial weights' norms, so that it starts as the identity."""
     found = parameters_of(module)
     if "lora_magnitude" in found:
-        weight_OI = dequantized(module.get_base_layer().weight)
+        weight_OI = values_of(module.get_base_layer())
         weight_OI = weight_OI + scale_of(module) * (found["lora_b"] @ found["lora_a"])
         with torch.no_grad():
             found["lora_magnitude"].copy_(torch.linalg.norm(weight_OI, dim=1))

@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens, D hidden width, M supervised positions, V vocabul
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,15 @@ import torch
 
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import skipped
+from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.binding import binding_of
 from mens_exp.quant.bnb import (
     compute_dtype,
     keep_trainable,
     quantization_config,
-    quantized_like,
     quantized_linears,
 )
 
@@ -284,7 +285,7 @@ def load_base(
             )
     _refuse_random(loading["missing_keys"], base)
     if config.quant.is_quantized:
-        _check_and_block(model, config, base)
+        _check_and_finish(model, config, base, skip)
     if base.source == "hub":
         model.name_or_path = base.name  # PEFT records it as the base; others can load it
     for module in model.modules():
@@ -376,15 +377,18 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
         )
 
 
-def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
-    """Prepare quantized layers for training, with the configured block size for 4-bit layers.
-
-    bitsandbytes' configuration has no block size. Other sizes are therefore quantized here from the
-    published weights; requantizing from blocks of 64 would round twice.
+def _check_and_finish(
+    model: Any, config: RunConfig, base: BaseModel, skip: Collection[str]
+) -> None:
+    """Prepare quantized layers for training, and apply what the loader has no setting for.
 
     Raises:
         SetupError: nothing was quantized.
     """
+    inside = (one for one in linear_modules(shape_of(config.model)) if one.layer is not None)
+    paths = [one.path for one in inside if one.stack is None and one.path not in skip]
+    binding = binding_of(config.quant.spec)
+    binding.quantize(model, paths)
     layers = quantized_linears(model)
     if not layers:
         raise SetupError(
@@ -395,12 +399,12 @@ def _check_and_block(model: Any, config: RunConfig, base: BaseModel) -> None:
             "reinstall bitsandbytes for this machine",
         )
     keep_trainable(model)
-    if not config.quant.spec.in_blocks:
-        return
-    block = config.quant.block
-    others = {p: m for p, m in layers.items() if m.weight.quant_state.blocksize != block}
-    if others:
-        weights = StoredWeights(base.directory, shape_of(config.model).family)
-        for path, module in others.items():
-            values_OI = weights.read(path, module.weight.device)
-            module.weight = quantized_like(module.weight, values_OI, block_size=block)
+
+    @functools.cache
+    def weights() -> StoredWeights:
+        return StoredWeights(base.directory, shape_of(config.model).family)
+
+    def read(path: str, device: torch.device) -> torch.Tensor:
+        return weights().read(path, device)
+
+    binding.finish(layers, config.quant, read)

@@ -25,7 +25,7 @@ from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS, published_config
 from mens_exp.errors import ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import quantized_linears
+from mens_exp.quant.bnb import quantized_linears, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -161,7 +161,7 @@ def in_f32(backend: QloraBackend) -> Iterator[None]:
     """Compute in f32 inside the block, with unchanged weight values."""
     kept = [(tensor, tensor.data) for _, _, tensor in _to_cast(backend)]
     linears = quantized_linears(backend.model).values()
-    modules = [module for module in linears if module.weight.dtype != torch.int8]
+    modules = [module for module in linears if hasattr(module.weight, "quant_state")]
     formats = [(module.compute_dtype, module.weight.quant_state.dtype) for module in modules]
     own, precision = backend.compute_dtype, torch.get_float32_matmul_precision()
     try:
@@ -303,6 +303,8 @@ class _Dequantized(torch.nn.Module):
         if codes.dtype == torch.int8:
             values: torch.Tensor = codes.data.float() * (codes.SCB.float() / 127)[:, None]
             return values
+        if not hasattr(codes, "quant_state"):  # an installed quantizer, which alone knows
+            return values_of(self.layer)
         from bitsandbytes.functional import dequantize_4bit
 
         stands_for: torch.Tensor = dequantize_4bit(codes.data, codes.quant_state)

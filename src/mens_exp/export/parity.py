@@ -34,7 +34,7 @@ from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.export.gguf import GGUF_FILE as GGUF
 from mens_exp.layout.shape import HEAD
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.quant.bnb import quantized_linears, values_of
 from mens_exp.quant.round_trip import DTYPES, round_trip
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def merged(
     with torch.no_grad():
         if into == "dequantized":
             for path, module in quantized_linears(backend.causal_lm).items():
-                _put(model, path.removesuffix(".base_layer"), dequantized(module.weight))
+                _put(model, path.removesuffix(".base_layer"), values_of(module))
         # What a start took out of the base is, on the published one, part of the delta.
         with nullcontext() if into == "dequantized" else backend.as_peft_view():
             for one in (one for one in backend.modules_chosen if one.stack is None):

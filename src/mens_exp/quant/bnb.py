@@ -7,7 +7,7 @@ Shapes of the self-test: B rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.artifacts.adapter_v3 import Quantizer
-from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, StorageDtype
+from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model.quiet import quiet
+from mens_exp.quant.binding import Binding, binding_of, loaded_bindings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from transformers import BitsAndBytesConfig
 
@@ -48,26 +50,137 @@ def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAn
         config: the `quant` group; its block size cannot be set through the loader.
         skip: paths of modules that stay unquantized, in addition to the head.
     """
-    if not config.is_quantized:
-        return None
-    from transformers import BitsAndBytesConfig
+    found: BitsAndBytesConfig | None = binding_of(config.spec).loading_config(config, skip)
+    return found
 
-    # Naming any module replaces transformers' default, which is the head.
-    left_out = [*skip, "lm_head"] if skip else None
-    if config.quant_type is QuantType.int8:
+
+def _left_out(skip: Sequence[str]) -> list[str] | None:
+    """Name what stays unquantized; naming any replaces transformers' own choice, the head."""
+    return [*skip, "lm_head"] if skip else None
+
+
+class _FourBit(Binding):
+    """bitsandbytes' 4-bit layers."""
+
+    def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
+        """Return bitsandbytes' configuration."""
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quant.quant_type.value,
+            bnb_4bit_use_double_quant=quant.double_quant,
+            bnb_4bit_compute_dtype=compute_dtype(quant),
+            bnb_4bit_quant_storage=_STORAGE[quant.storage_dtype],
+            llm_int8_skip_modules=_left_out(skip),
+        )
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Tell whether a module is a 4-bit layer."""
+        return isinstance(module, _classes()[0])
+
+    def keep_trainable(self, layers: Collection[Any]) -> None:
+        """Keep evaluation from repacking weights.
+
+        With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference;
+        from then on its backward returns no input gradient and every adapter below stops learning
+        in silence.
+        """
+        for layer in layers:
+            layer.support_avx512bf16_for_cpu = False
+
+    def finish(
+        self,
+        layers: Mapping[str, Any],
+        quant: QuantConfig,
+        read: Callable[[str, torch.device], torch.Tensor],
+    ) -> None:
+        """Make blocks of the size that is asked for.
+
+        bitsandbytes' configuration has no block size, so that other blocks are made here, from the
+        published weights: what 64 have left of them would be rounded twice.
+        """
+        for path, layer in layers.items():
+            if layer.weight.quant_state.blocksize != quant.block:
+                values_OI = read(path, layer.weight.device)
+                layer.weight = quantized_like(layer.weight, values_OI, block_size=quant.block)
+
+    def facts(self, layer: Any) -> dict[str, Any]:
+        """Read back type, blocks and storage."""
+        # A weight in parts is a plain tensor; see `keep_quantization_state`.
+        state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+        return {
+            "quant": str(state.quant_type),
+            "block_size": int(state.blocksize),
+            "double_quant": bool(state.nested),
+            "storage_dtype": str(layer.weight.dtype).removeprefix("torch."),
+        }
+
+    def dequantized(self, layer: Any) -> torch.Tensor:
+        """Return what the codes stand for, f32 ``[O, I]``."""
+        return dequantized(layer.weight)
+
+    def quantizing_on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Have transformers' loader quantize on a device."""
+        return quantizing_on(device)
+
+
+class _EightBit(Binding):
+    """bitsandbytes' 8-bit layers; what is done to them is in :mod:`mens_exp.quant.int8`."""
+
+    def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
+        """Return bitsandbytes' configuration."""
+        del quant
+        from transformers import BitsAndBytesConfig
+
         return BitsAndBytesConfig(
             load_in_8bit=True,
             llm_int8_threshold=INT8_THRESHOLD,
-            llm_int8_skip_modules=left_out,
+            llm_int8_skip_modules=_left_out(skip),
         )
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=config.quant_type.value,
-        bnb_4bit_use_double_quant=config.double_quant,
-        bnb_4bit_compute_dtype=compute_dtype(config),
-        bnb_4bit_quant_storage=_STORAGE[config.storage_dtype],
-        llm_int8_skip_modules=left_out,
-    )
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Tell whether a module is an 8-bit layer."""
+        return isinstance(module, _classes()[1])
+
+    def keep_trainable(self, layers: Collection[Any]) -> None:
+        """Compute one thing in training and in evaluation."""
+        from mens_exp.quant.int8 import in_one_mode
+
+        in_one_mode(layers)
+
+    def facts(self, layer: Any) -> dict[str, Any]:
+        """Read back what becomes of inputs."""
+        quantizes = f"int8, outliers above {INT8_THRESHOLD} in f16"
+        inputs = quantizes if self.quantizes_inputs(layer) else "as computed"
+        return {"quant": "int8", "double_quant": False, "int8_inputs": inputs}
+
+    def dequantized(self, layer: Any) -> torch.Tensor:
+        """Return what the codes stand for, f32 ``[O, I]``."""
+        return dequantized(layer.weight)
+
+    def quantizes_inputs(self, layer: Any) -> bool:
+        """Tell whether a layer quantizes what it is given, as it does on a GPU."""
+        return bool(layer.weight.device.type != "cpu")
+
+    def differs_in_evaluation(self, layer: Any) -> bool:
+        """Tell whether the layer is on a CPU, where the library quantizes inputs to evaluate."""
+        return not self.quantizes_inputs(layer)
+
+    def as_published(self, layers: Collection[Any]) -> AbstractContextManager[None]:
+        """Evaluate as the library does."""
+        from mens_exp.quant.int8 import as_the_library_has_it
+
+        return as_the_library_has_it(layers)
+
+
+FOUR_BIT, EIGHT_BIT = _FourBit(), _EightBit()
+
+
+def _classes() -> tuple[type, type]:
+    with quiet():  # imported first here where nothing is quantized
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    return Linear4bit, Linear8bitLt
 
 
 @contextmanager
@@ -99,34 +212,45 @@ def _tensor(values: Any) -> torch.Tensor:
     return found
 
 
+def _bindings() -> tuple[Binding, ...]:
+    """Return bitsandbytes' and those of installed packages that are in use."""
+    others = (one for one in loaded_bindings() if one not in (FOUR_BIT, EIGHT_BIT))
+    return (FOUR_BIT, EIGHT_BIT, *others)
+
+
+def binding_that_holds(module: torch.nn.Module) -> Binding | None:
+    """Return the binding of the quantizer whose layer a module is; None where it is plain."""
+    return next((one for one in _bindings() if one.holds(module)), None)
+
+
 def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    """Return bitsandbytes' 4-bit and 8-bit linear modules (untyped), keyed by path."""
-    with quiet():  # the first import of bitsandbytes if nothing is quantized
-        from bitsandbytes.nn import Linear4bit, Linear8bitLt
-    kinds = (Linear4bit, Linear8bitLt)
-    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+    """Return the quantized linear modules of a model, untyped, by path."""
+    return {name: m for name, m in model.named_modules() if binding_that_holds(m) is not None}
+
+
+def _by_binding(model: torch.nn.Module) -> dict[Binding, list[Any]]:
+    found: dict[Binding, list[Any]] = {}
+    for module in model.modules():
+        binding = binding_that_holds(module)
+        if binding is not None:
+            found.setdefault(binding, []).append(module)
+    return found
 
 
 def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
-    """Read back the storage format of a model's linear layers."""
-    layers = list(quantized_linears(model).values())
-    if not layers:
-        return {"quantized_linears": 0, "quant": "none"}
-    weight, found = layers[0].weight, {"quantized_linears": len(layers)}
-    if _is_int8(layers[0]):
-        inputs = (
-            "as computed" if _on_cpu(layers[0]) else f"int8, outliers above {INT8_THRESHOLD} in f16"
-        )
-        return {**found, "quant": "int8", "double_quant": False, "int8_inputs": inputs}
-    # A sharded weight is a plain tensor; see `keep_quantization_state`.
-    state = getattr(weight, "quant_state", None) or layers[0].quant_state
-    return {
-        **found,
-        "quant": str(state.quant_type),
-        "block_size": int(state.blocksize),
-        "double_quant": bool(state.nested),
-        "storage_dtype": str(weight.dtype).removeprefix("torch."),
-    }
+    """Read back how a model's linear layers are stored."""
+    for binding, layers in _by_binding(model).items():
+        return {"quantized_linears": len(layers), **binding.facts(layers[0])}
+    return {"quantized_linears": 0, "quant": "none"}
+
+
+def values_of(module: torch.nn.Module) -> torch.Tensor:
+    """Return what a linear layer's weight stands for, f32 ``[O, I]``, quantized or not."""
+    binding = binding_that_holds(module)
+    if binding is not None:
+        return binding.dequantized(module)
+    weight_OI: torch.Tensor = module.get_parameter("weight")
+    return weight_OI.float()
 
 
 def quantizer_named(
@@ -173,22 +297,9 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
 
 
 def keep_trainable(model: torch.nn.Module) -> None:
-    """Keep the backward pass of quantized modules working after an evaluation forward pass.
-
-    With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference. From
-    then on its backward returns no input gradient, and all adapters below silently stop learning.
-    For 8-bit modules see :mod:`mens_exp.quant.int8`.
-    """
-    eight_bit = []
-    for module in quantized_linears(model).values():
-        if _is_int8(module):
-            eight_bit.append(module)
-        else:
-            module.support_avx512bf16_for_cpu = False
-    if eight_bit:
-        from mens_exp.quant.int8 import in_one_mode
-
-        in_one_mode(eight_bit)
+    """Keep quantized modules computing what they compute in training, with a backward pass."""
+    for binding, layers in _by_binding(model).items():
+        binding.keep_trainable(layers)
 
 
 def keep_quantization_state(model: torch.nn.Module) -> None:
@@ -201,34 +312,30 @@ def keep_quantization_state(model: torch.nn.Module) -> None:
 
 
 def quantizes_inputs(model: torch.nn.Module) -> bool:
-    """Tell whether 8-bit layers quantize what they are given, as they do on a GPU."""
-    return any(_is_int8(m) and not _on_cpu(m) for m in quantized_linears(model).values())
+    """Tell whether layers of a model quantize what they are given."""
+    return any(
+        binding.quantizes_inputs(layer)
+        for binding, layers in _by_binding(model).items()
+        for layer in layers
+    )
 
 
 def differs_in_evaluation(model: torch.nn.Module) -> bool:
-    """Return whether evaluation here differs from that of the same quantized base elsewhere."""
-    return any(_is_int8(m) and _on_cpu(m) for m in quantized_linears(model).values())
+    """Whether others, who load the quantized base and evaluate, compute something else here."""
+    return any(
+        binding.differs_in_evaluation(layer)
+        for binding, layers in _by_binding(model).items()
+        for layer in layers
+    )
 
 
 @contextmanager
 def as_published(model: torch.nn.Module) -> Iterator[None]:
-    """Within the context, evaluate the way other programs do with the quantized base."""
-    eight_bit = [m for m in quantized_linears(model).values() if _is_int8(m)]
-    if not eight_bit:
+    """Compute, inside the block and in evaluation, as others do who load the quantized base."""
+    with ExitStack() as stack:
+        for binding, layers in _by_binding(model).items():
+            stack.enter_context(binding.as_published(layers))
         yield
-        return
-    from mens_exp.quant.int8 import as_the_library_has_it
-
-    with as_the_library_has_it(eight_bit):
-        yield
-
-
-def _is_int8(module: Any) -> bool:
-    return bool(module.weight.dtype == torch.int8)
-
-
-def _on_cpu(module: Any) -> bool:
-    return bool(module.weight.device.type == "cpu")
 
 
 def dequantized(weight: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,11 @@ from mens_exp.errors import TrainingError
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning.machine import cores, look
 from mens_exp.planning.memory import bits_per_weight, dense_experts
+from mens_exp.quant.binding import binding_of
 from mens_exp.quant.bnb import (
     compute_dtype,
     keep_quantization_state,
     quantized_linears,
-    quantizing_on,
 )
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def sharded(
     mine: QloraBackend | None = None
     for first in range(0, rank.local_world_size, at_once):
         if first <= rank.local_rank < first + at_once:
-            with quantizing_on(device) if config.quant.spec.in_blocks else nullcontext():
+            with binding_of(config.quant.spec).quantizing_on(device):
                 mine = _in_parts(build(torch.device("cpu")), mesh, device)
         torch.distributed.barrier()
     assert mine is not None, "each has its turn"

@@ -1,0 +1,133 @@
+"""Bindings: the objects that load, describe and dequantize base weights, one for each quantizer.
+
+:mod:`mens_exp.config.quantizers` has what is known of a quantizer without torch, and names its
+binding. Those of bitsandbytes are in :mod:`mens_exp.quant.bnb`.
+
+Shapes: O outputs and I inputs of a layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from mens_exp.config.quant import QuantConfig
+    from mens_exp.config.quantizers import QuantizerSpec
+
+
+class Binding:
+    """The layers of one quantizer; what is not overridden leaves weights as they are."""
+
+    def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> Any:
+        """Return the configuration for transformers' loader; None loads weights as they are.
+
+        Args:
+            quant: the `quant` group.
+            skip: paths of modules that stay unquantized, beside the head.
+        """
+        del quant, skip
+
+    def quantize(self, model: torch.nn.Module, paths: Collection[str]) -> None:
+        """Quantize modules of a loaded model in place, where the loader did not.
+
+        Args:
+            model: transformers' model, its weights in the compute format.
+            paths: of the linear modules of decoder layers that no setting leaves out.
+        """
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Tell whether a module is a layer of this quantizer."""
+        del module
+        return False
+
+    def keep_trainable(self, layers: Collection[Any]) -> None:
+        """Keep layers computing what they compute in training, with a backward pass."""
+
+    def finish(
+        self,
+        layers: Mapping[str, Any],
+        quant: QuantConfig,
+        read: Callable[[str, torch.device], torch.Tensor],
+    ) -> None:
+        """Apply what the loader has no setting for.
+
+        Args:
+            layers: by path.
+            quant: the `quant` group.
+            read: gives the published weight of a path on a device, ``[O, I]``.
+        """
+
+    def facts(self, layer: Any) -> dict[str, Any]:
+        """Read back how a layer is stored: ``quant``, ``double_quant`` and what else is known."""
+        raise NotImplementedError
+
+    def dequantized(self, layer: Any) -> torch.Tensor:
+        """Return what a layer's weight stands for, f32 ``[O, I]``."""
+        raise NotImplementedError
+
+    def quantizes_inputs(self, layer: Any) -> bool:
+        """Tell whether a layer quantizes what it is given."""
+        del layer
+        return False
+
+    def differs_in_evaluation(self, layer: Any) -> bool:
+        """Tell whether others, who load the base and evaluate, compute something else here."""
+        del layer
+        return False
+
+    def as_published(self, layers: Collection[Any]) -> AbstractContextManager[None]:
+        """Compute, inside the block and in evaluation, as others do who load the base."""
+        del layers
+        return nullcontext()
+
+    def quantizing_on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside the block, quantize on a device what is kept where it is loaded to."""
+        del device
+        return nullcontext()
+
+
+UNQUANTIZED = Binding()
+_LOADED: dict[str, Binding] = {}
+
+
+def binding_of(spec: QuantizerSpec) -> Binding:
+    """Return the binding that a quantizer names.
+
+    Raises:
+        SetupError: it cannot be imported, or is none.
+    """
+    if spec.name in _LOADED:
+        return _LOADED[spec.name]
+    module, _, name = spec.binding.partition(":")
+    found: Any = None
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _unusable(spec, f"{type(error).__name__}: {error}") from error
+    if not isinstance(found, Binding):
+        raise _unusable(spec, repr(found))
+    return _LOADED.setdefault(spec.name, found)
+
+
+def loaded_bindings() -> tuple[Binding, ...]:
+    """Return the bindings that were asked for in this process, in that order."""
+    return tuple(_LOADED.values())
+
+
+def _unusable(spec: QuantizerSpec, found: str) -> SetupError:
+    return SetupError(
+        f"the quantizer {spec.name} has no binding",
+        where=spec.binding,
+        found=found,
+        expected="an object of a class that extends mens_exp.quant.binding.Binding",
+        remedy="repair or uninstall the package that registers it",
+    )
