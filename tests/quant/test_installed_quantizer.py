@@ -55,6 +55,8 @@ def test_a_run_trains_on_an_installed_quantizer(installed):
     facts = manifest["facts"]
     assert (facts["quant"], facts["levels"]) == ("steps", 15)
     assert facts["quantized_linears"] == 14  # seven in each of two layers
+    compared = manifest["data_contract"]["probe"]["reference"]
+    assert 0 < compared["gradient"] < 1e-4
     adapter = json.loads((work / "run" / "adapter" / "adapter_manifest.json").read_text("utf-8"))
     assert adapter["quant"] == {"base_quant": "steps", "double_quant": False}
 
@@ -64,6 +66,7 @@ def test_its_settings_are_those_that_it_reads(installed):
     done, _ = installed("quant=steps", "quant.block_size=128", "task=plan")
     assert done.returncode == 2
     assert "quant.block_size" in done.stderr
+    assert "with quant.quant_type=steps" in done.stderr
 
 
 def offered(monkeypatch, **offers):
