@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.rules.training import trainer_problems
+from mens_exp.config.validate import problems_of
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.memory import BUCKETS, WHOLE
 from mens_exp.planning.throughput_model import Throughput
@@ -166,8 +166,8 @@ def test_one_process_shares_nothing(planned):
 
 def test_a_device_of_another_size_is_for_planning(tiny_config):
     """Training meets the device itself."""
-    assert list(trainer_problems(tiny_config("task=plan", "trainer.device_gib=80"))) == []
-    (found,) = trainer_problems(tiny_config("trainer.device_gib=80"))
+    assert problems_of(tiny_config("task=plan", "trainer.device_gib=80")) == []
+    (found,) = problems_of(tiny_config("trainer.device_gib=80"))
     assert found.where == "trainer.device_gib"
 
 
