@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mens_exp.config.quant import QuantConfig, QuantType
-from mens_exp.config.quantizers import BUILT_IN, known, spec_named
+from mens_exp.config.quant import BUILT_IN, QuantConfig, QuantType, known, spec_named
 
 SOURCE = Path(__file__).parents[2] / "src" / "mens_exp"
 NAMES = {"nf4", "fp4", "int8"}

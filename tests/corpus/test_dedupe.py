@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from mens_exp.corpus.filters import response_key, without_duplicates
+from mens_exp.corpus.split import response_key, without_duplicates
 from mens_exp.rows.schema import TrainingPair
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mens_exp.config.data import FilterConfig, JsonlData, StdlibData
-from mens_exp.corpus.filters import filtered
 from mens_exp.corpus.source import load_rows
+from mens_exp.corpus.split import filtered
 from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
 

@@ -18,7 +18,7 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.model import RandomModel
-from mens_exp.corpus import filters, mix, split
+from mens_exp.corpus import mix, split
 from mens_exp.corpus.split import Side, side_of
 from mens_exp.data import stream
 from mens_exp.model.sources import resolve
@@ -223,13 +223,13 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
         )
         for row in rows[len(own) :]
     ]
-    kept, gone = filters.without_duplicates([*rows, *copies])
+    kept, gone = split.without_duplicates([*rows, *copies])
     assert (len(kept), gone) == (len(rows), len(copies))
     train_in(tmp_path / "clean", written(tmp_path / "kept.jsonl", kept))
     monkeypatch.setattr(
-        filters, "response_key", lambda text: hashlib.sha256(text.encode()).hexdigest()
+        split, "response_key", lambda text: hashlib.sha256(text.encode()).hexdigest()
     )
-    kept, gone = filters.without_duplicates([*rows, *copies])
+    kept, gone = split.without_duplicates([*rows, *copies])
     assert gone == 0
     found = refused(written(tmp_path / "all.jsonl", kept))
     assert "data.contract.max_overlap_frac: training rows have the benchmark's items" in found

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.quantizers import BUILT_IN
+from mens_exp.config.quant import BUILT_IN
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning.forecast import documents_of, forecast
 from mens_exp.planning.machine import Machine

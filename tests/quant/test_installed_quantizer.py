@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mens_exp.config import quantizers
-from mens_exp.config.quantizers import GROUP, QuantizerSpec
+from mens_exp.config import quant
+from mens_exp.config.quant import GROUP, QuantizerSpec
 from mens_exp.errors import SetupError
 from mens_exp.quant.binding import binding_of
 
@@ -75,31 +75,31 @@ def offered(monkeypatch, **offers):
         name: [EntryPoint(name=name, value=value, group=GROUP) for value in values]
         for name, values in offers.items()
     }
-    quantizers.known.cache_clear()
-    monkeypatch.setattr(quantizers, "_installed", lambda: found)
+    quant.known.cache_clear()
+    monkeypatch.setattr(quant, "_installed", lambda: found)
 
 
 @pytest.fixture(autouse=True)
 def forgets():
     """Leave nothing of what a test offered to the next one."""
     yield
-    quantizers.known.cache_clear()
+    quant.known.cache_clear()
 
 
 def test_what_cannot_be_imported_is_named(monkeypatch):
     """The message has the package's own error, and the run that asks for it ends there."""
     offered(monkeypatch, steps=["no_such_module:SPEC"])
     with pytest.raises(SetupError, match=r"(?s)cannot be imported.*no_such_module"):
-        quantizers.known("steps")
-    assert quantizers.known("nf4") is not None
+        quant.known("steps")
+    assert quant.known("nf4") is not None
 
 
-@pytest.mark.parametrize("value", ["math:pi", "mens_exp.config.quantizers:GROUP"])
+@pytest.mark.parametrize("value", ["math:pi", "mens_exp.config.quant:GROUP"])
 def test_what_is_no_quantizer_is_refused(monkeypatch, value):
     """An entry point may point to anything."""
     offered(monkeypatch, steps=[value])
     with pytest.raises(SetupError, match="a QuantizerSpec with the name steps"):
-        quantizers.known("steps")
+        quant.known("steps")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_two_quantizers_of_one_name_are_refused(monkeypatch, name, values):
     """Neither a built-in one nor another package's is replaced in silence."""
     offered(monkeypatch, **{name: values})
     with pytest.raises(SetupError, match=f"several quantizers are called {name}"):
-        quantizers.known(name)
+        quant.known(name)
 
 
 @pytest.mark.parametrize("binding", ["no_such_module:IT", "math:pi", "math:no_such_name"])

@@ -1,25 +1,273 @@
-"""The storage and compute formats of the frozen base weights."""
+"""Settings of `quant`, and the quantizers: what planning, rules, records and reports ask of each.
+
+Nothing here imports torch. The object that loads, dequantizes and describes weights is named by
+:attr:`QuantizerSpec.binding`, and :mod:`mens_exp.quant.binding` imports it.
+
+An installed package adds a quantizer under the entry point group ``mens_exp.quantizers``. The name
+of the entry point is the value of `quant.quant_type`; it points to a :class:`QuantizerSpec` of that
+name. It is imported only when a run asks for it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import re
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from mens_exp.config.fields import Condition, Effect, setting, unless, value_at, when
-from mens_exp.config.quantizers import (
-    QuantizerSpec,
-    installed_names,
-    known,
-    names_that_read,
-    spec_named,
-)
 from mens_exp.config.suite import OWN_GRAPH_ANSWERS
+from mens_exp.errors import SetupError
+
+GROUP = "mens_exp.quantizers"
+NESTED_BLOCK = 256  # scales that share a scale in bitsandbytes; asserted in tests/quant
+
+_F32 = 32  # bits of a scale
+_NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # a choice of the schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizerSpec:
+    """One way to store the base weights; the defaults are those of a quantizer of your own.
+
+    Attributes:
+        name: value of `quant.quant_type`, and the name in records.
+        binding: ``module:name`` of the :class:`mens_exp.quant.binding.Binding` that loads weights.
+        code_bits: bits of a stored weight without its scales; None is the compute format.
+        in_blocks: whether a block of weights shares a scale, so that blocks divide every width.
+        is_made_again: whether the values are made again from the published weights and the record
+            of an adapter: merges into them, starts from their error, and attributes it.
+        stays_whole: why several processes cannot hold parts of a weight; None where they can.
+        settings: the settings of the `quant` group that it reads, besides its name and the
+            compute format.
+        backends: the backends that it stores a base for.
+        weights_per_core_s: weights that one CPU core quantizes in a second; None is unknown.
+        keeps_inputs: whether the backward pass keeps the input of every quantized layer.
+        tolerance: relative difference from rounding between evaluation and training; None is that
+            of the compute format.
+        differs_elsewhere: why others who load the quantized base may compute something else.
+    """
+
+    name: str
+    binding: str
+    code_bits: int | None
+    in_blocks: bool = False
+    is_made_again: bool = False
+    stays_whole: str | None = "nothing says how processes could hold parts of such weights"
+    settings: frozenset[str] = frozenset({"skip"})
+    backends: tuple[str, ...] = ("qlora",)
+    weights_per_core_s: float | None = None
+    keeps_inputs: bool = False
+    tolerance: float | None = None
+    differs_elsewhere: str | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the stored weights differ from the compute format."""
+        return self.code_bits is not None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its values are those of a loaded base alone, and nothing makes them again."""
+        return self.is_quantized and not self.is_made_again
+
+    def bits_per_weight(
+        self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
+    ) -> float:
+        """Return bits of a stored weight with its share of the scales.
+
+        Args:
+            compute_bits: of a weight in the compute format.
+            block: weights that share a scale.
+            double_quant: whether the scales are quantized.
+            rows_per_weight: rows over weights; a row shares an f32 scale unless blocks do.
+        """
+        del double_quant, block
+        return compute_bits if self.code_bits is None else self.code_bits + _F32 * rows_per_weight
+
+    def loading_arguments(self, *, double_quant: bool) -> str:
+        """Return the arguments of ``from_pretrained`` that load such a base, for a model card."""
+        del double_quant
+        return f"    # quantized as {self.name}, which transformers does not load by itself\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FourBit(QuantizerSpec):
+    """Four bits by blocks (QLoRA, arXiv:2305.14314, section 3)."""
+
+    binding: str = "mens_exp.quant.bnb:FOUR_BIT"
+    code_bits: int | None = 4
+    in_blocks: bool = True
+    is_made_again: bool = True
+    stays_whole: str | None = None
+    settings: frozenset[str] = frozenset({"double_quant", "block_size", "storage_dtype", "skip"})
+    backends: tuple[str, ...] = ("qlora", "proxy")
+    # measured: bitsandbytes 0.50, NF4 with double quantization, on one EPYC core
+    weights_per_core_s: float | None = 6e6
+
+    def bits_per_weight(
+        self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
+    ) -> float:
+        """Return 4 bits and a share of the block's scale.
+
+        An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
+        256 of them, it is 0.127.
+        """
+        del compute_bits, rows_per_weight
+        if double_quant:
+            return 4 + 8 / block + _F32 / (block * NESTED_BLOCK)
+        return 4 + _F32 / block
+
+    def loading_arguments(self, *, double_quant: bool) -> str:
+        """Return a configuration of bitsandbytes."""
+        return (
+            "    quantization_config=BitsAndBytesConfig(\n"
+            "        load_in_4bit=True,\n"
+            f'        bnb_4bit_quant_type="{self.name}",\n'
+            f"        bnb_4bit_use_double_quant={double_quant},\n"
+            "        bnb_4bit_compute_dtype=torch.bfloat16,\n"
+            "    ),\n"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EightBit(QuantizerSpec):
+    """Eight bits, one f32 scale a row (LLM.int8, arXiv:2208.07339)."""
+
+    binding: str = "mens_exp.quant.bnb:EIGHT_BIT"
+    code_bits: int | None = 8
+    stays_whole: str | None = (
+        "bitsandbytes keeps codes of eight bits outside of what can be in parts"
+    )
+    weights_per_core_s: float | None = 3.4e7  # measured: 5.6 times as many as NF4 in that minute
+    keeps_inputs: bool = True
+    tolerance: float | None = 0.2
+    differs_elsewhere: str | None = (
+        "evaluated elsewhere, 8-bit layers quantize their inputs, which on CPU they do not here"
+    )
+
+    def loading_arguments(self, *, double_quant: bool) -> str:
+        """Return a configuration of bitsandbytes."""
+        del double_quant
+        return "    quantization_config=BitsAndBytesConfig(load_in_8bit=True),\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unquantized(QuantizerSpec):
+    """Weights in the compute format."""
+
+    binding: str = "mens_exp.quant.binding:UNQUANTIZED"
+    code_bits: int | None = None
+    stays_whole: str | None = None
+    settings: frozenset[str] = frozenset()
+    backends: tuple[str, ...] = ("lora", "burn", "full")
+    weights_per_core_s: float | None = math.inf
+
+    def loading_arguments(self, *, double_quant: bool) -> str:
+        """Return nothing, as transformers loads weights as they are."""
+        del double_quant
+        return ""
+
+
+BUILT_IN: dict[str, QuantizerSpec] = {
+    spec.name: spec
+    for spec in (
+        _FourBit(name="nf4"),
+        _FourBit(name="fp4"),
+        _EightBit(name="int8"),
+        _Unquantized(name="none"),
+    )
+}
+
+
+@functools.cache
+def _installed() -> dict[str, list[EntryPoint]]:
+    """Return what installed packages register, by name, nothing of it imported."""
+    found: dict[str, list[EntryPoint]] = {}
+    for one in entry_points(group=GROUP):
+        if _NAME.fullmatch(one.name):
+            found.setdefault(one.name, []).append(one)
+    return found
+
+
+def installed_names() -> tuple[str, ...]:
+    """Return the names that installed packages add to the quantizers that are built in."""
+    return tuple(sorted(_installed().keys() - BUILT_IN.keys()))
+
+
+@functools.cache
+def known(name: str) -> QuantizerSpec | None:
+    """Return the quantizer of a name, as a record has it; None where nothing here has it.
+
+    Raises:
+        SetupError: an installed package claims the name, and what it offers cannot be used.
+    """
+    offers = _installed().get(name, [])
+    sources = [f"{one.value} of {one.dist.name if one.dist else 'a package'}" for one in offers]
+    if name in BUILT_IN:
+        sources.insert(0, "mens_exp")
+    if len(sources) > 1:
+        raise SetupError(
+            f"several quantizers are called {name}",
+            where=f"entry points of {GROUP}",
+            found=", ".join(sources),
+            expected="one",
+            remedy="uninstall the other packages, or rename their entry points",
+        )
+    return _loaded(offers[0]) if offers else BUILT_IN.get(name)
+
+
+def spec_named(name: str) -> QuantizerSpec:
+    """Return the quantizer of a name that the schema accepts.
+
+    Raises:
+        SetupError: an installed package claims the name, and what it offers cannot be used.
+    """
+    spec = known(name)
+    assert spec is not None, "the schema accepts no other name"
+    return spec
+
+
+def names_for(backend: str) -> tuple[str, ...]:
+    """Return the built-in quantizers that store a base for a backend."""
+    return tuple(name for name, spec in BUILT_IN.items() if backend in spec.backends)
+
+
+def names_that_read(setting: str) -> tuple[str, ...]:
+    """Return the built-in quantizers for which a setting of the `quant` group has an effect."""
+    return tuple(name for name, spec in BUILT_IN.items() if setting in spec.settings)
+
+
+def _loaded(offer: EntryPoint) -> QuantizerSpec:
+    where = f"entry point {offer.name} of {GROUP}"
+    remedy = f"repair or uninstall {offer.dist.name if offer.dist else 'the package'}"
+    try:
+        spec = offer.load()
+    except Exception as error:
+        raise SetupError(
+            "an installed quantizer cannot be imported",
+            where=where,
+            found=f"{type(error).__name__}: {error}",
+            expected=offer.value,
+            remedy=remedy,
+        ) from error
+    if not isinstance(spec, QuantizerSpec) or spec.name != offer.name:
+        raise SetupError(
+            "an installed quantizer is none",
+            where=where,
+            found=repr(spec),
+            expected=f"a QuantizerSpec with the name {offer.name}",
+            remedy=remedy,
+        )
+    return spec
 
 
 class QuantType(Enum):
-    """Name of a quantizer; :mod:`mens_exp.config.quantizers` knows what each of them does."""
+    """Name of a quantizer; :mod:`mens_exp.config.quant` knows what each of them does."""
 
     nf4 = "nf4"
     fp4 = "fp4"

@@ -14,8 +14,7 @@ import numpy as np
 
 from mens_exp.artifacts.data_contract import StoredTokens, TokenPart
 from mens_exp.corpus.benchmarks import NGRAM_WORDS, OverlapIndex, texts_of
-from mens_exp.corpus.filters import normalised
-from mens_exp.corpus.split import distinct, hash_prefix
+from mens_exp.corpus.split import distinct, hash_prefix, normalised
 from mens_exp.corpus.token_counts import drawn
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows.answers import messages_of

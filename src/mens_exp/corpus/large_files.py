@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mens_exp.config.data import OnBadRow
-from mens_exp.corpus.filters import asked, first_failed, refuse_nothing_left
 from mens_exp.corpus.row_files import (
     MOST_LEAKS,
     Rows,
@@ -35,12 +34,15 @@ from mens_exp.corpus.row_files import (
 from mens_exp.corpus.split import (
     HashPrefixes,
     Side,
+    asked,
     bounds_of,
     check_fractions,
     distinct,
+    first_failed,
     group_of,
     hash_prefix,
     position_of,
+    refuse_nothing_left,
     side_at,
 )
 from mens_exp.errors import MensError, Problems, SetupError

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from mens_exp.config.corpus import DedupeBy
-from mens_exp.corpus.filters import normalised, response_key
 from mens_exp.corpus.large_files import map_in_order, pieces
+from mens_exp.corpus.split import normalised, response_key
 from mens_exp.errors import MissingExtra
 
 if TYPE_CHECKING:

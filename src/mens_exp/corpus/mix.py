@@ -24,8 +24,7 @@ import numpy as np
 
 from mens_exp.config.data import HubData, JsonlData, MixStop, OnBadRow
 from mens_exp.corpus import hub_rows, row_files
-from mens_exp.corpus.filters import filtered
-from mens_exp.corpus.split import Side, group_of, side_of
+from mens_exp.corpus.split import Side, filtered, group_of, side_of
 from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.files import resolve_files

@@ -20,7 +20,6 @@ from mens_exp.config.data import (
 from mens_exp.config.mix import in_source, sources_of
 from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib, synthetic
-from mens_exp.corpus.filters import asked, filtered, refuse_nothing_left
 from mens_exp.corpus.mix import mixed
 from mens_exp.corpus.row_files import (
     Rows,
@@ -34,7 +33,7 @@ from mens_exp.corpus.row_files import (
     refuse_empty,
     refuse_leakage,
 )
-from mens_exp.corpus.split import Side, assert_disjoint, split
+from mens_exp.corpus.split import Side, asked, assert_disjoint, filtered, refuse_nothing_left, split
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.rows import readers
 from mens_exp.rows.cache import CacheKey

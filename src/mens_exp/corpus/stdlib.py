@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from mens_exp.artifacts import digest
 from mens_exp.corpus.extraction import python_pairs
-from mens_exp.corpus.filters import without_duplicates
 from mens_exp.corpus.python_source import decode
 from mens_exp.corpus.row_files import load_stored_rows, store_rows
+from mens_exp.corpus.split import without_duplicates
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:

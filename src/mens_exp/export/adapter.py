@@ -24,8 +24,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.backend import LoraGraphConfig, QloraConfig
 from mens_exp.config.lora import LoraConfig, LoraVariant
 from mens_exp.config.model import HfModel
-from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquantized
-from mens_exp.config.quantizers import known
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, known, unquantized
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.layout import peft_adapter

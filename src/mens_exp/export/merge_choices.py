@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.config.quant import UNLESS_TOLD
-from mens_exp.config.quantizers import known
+from mens_exp.config.quant import UNLESS_TOLD, known
 from mens_exp.config.task import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
 from mens_exp.layout.adapter_base import (
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.adapter_v3 import Quantizer
-    from mens_exp.config.quantizers import QuantizerSpec
+    from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.task import MergeConfig
     from mens_exp.errors import MensError
     from mens_exp.export.subject import MergeInputs

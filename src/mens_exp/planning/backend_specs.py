@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mens_exp.config.quantizers import known, names_for
+from mens_exp.config.quant import known, names_for
 from mens_exp.config.user_config import group_options
 
 SUBSET_MERGE = "task=merge merge.mode=subset"

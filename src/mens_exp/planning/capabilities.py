@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from mens_exp.config.quantizers import BUILT_IN, names_that_read
+from mens_exp.config.quant import BUILT_IN, names_that_read
 from mens_exp.config.user_config import group_options
 from mens_exp.layout.families import FAMILIES
 from mens_exp.planning.backend_specs import BACKEND_SPECS, BackendSpec, available, readers_of_names

@@ -15,10 +15,9 @@ from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.config.optim import warmup_steps
 from mens_exp.corpus import stdlib, synthetic
-from mens_exp.corpus.filters import asked
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
 from mens_exp.corpus.source import cache_key, load_rows
-from mens_exp.corpus.split import Side
+from mens_exp.corpus.split import Side, asked
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from mens_exp.config.data import RowsData, WrittenData
 from mens_exp.config.fields import range_problems
 from mens_exp.config.rules.data import data_problems as rule_problems
-from mens_exp.corpus.filters import asked
 from mens_exp.corpus.row_files import read_own
 from mens_exp.corpus.source import load_rows
+from mens_exp.corpus.split import asked
 from mens_exp.errors import ConfigError, MensError, Problems
 from mens_exp.planning.checks import adapter, classes, machine, model
 from mens_exp.planning.contract import contract_of

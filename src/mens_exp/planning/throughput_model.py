@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.config.objective import ObjectiveConfig
-    from mens_exp.config.quantizers import QuantizerSpec
+    from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
 

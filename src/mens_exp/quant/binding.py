@@ -1,6 +1,6 @@
 """Bindings: the objects that load, describe and dequantize base weights, one for each quantizer.
 
-:mod:`mens_exp.config.quantizers` has what is known of a quantizer without torch, and names its
+:mod:`mens_exp.config.quant` has what is known of a quantizer without torch, and names its
 binding. Those of bitsandbytes are in :mod:`mens_exp.quant.bnb`.
 
 Shapes: O outputs and I inputs of a layer.
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mens_exp.config.quant import QuantConfig
-    from mens_exp.config.quantizers import QuantizerSpec
+    from mens_exp.config.quant import QuantConfig, QuantizerSpec
 
 
 class Binding:

@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import mens_exp
-from mens_exp.config.quantizers import known
+from mens_exp.config.quant import known
 from mens_exp.report import sections, summary, wording
 from mens_exp.report.summary import Cell, Pair
 

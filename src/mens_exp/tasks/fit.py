@@ -19,7 +19,7 @@ from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
-from mens_exp.config.quantizers import known
+from mens_exp.config.quant import known
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.config.rules.training import warmup_problems
 from mens_exp.config.suite import AnsweredSuite

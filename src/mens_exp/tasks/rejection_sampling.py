@@ -22,8 +22,8 @@ from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.suite import AnsweredSuite
 from mens_exp.corpus.benchmarks import OverlapIndex, benchmark_texts
 from mens_exp.corpus.data_contract import CONTAINED
-from mens_exp.corpus.filters import response_key
 from mens_exp.corpus.rust import RustFormatter
+from mens_exp.corpus.split import response_key
 from mens_exp.errors import GateError, MensError, RequestError, SetupError
 from mens_exp.evals.attempts import graded_digest
 from mens_exp.evals.catalogue import frozen_suite

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mens_exp.config.quantizers import QuantizerSpec
+from mens_exp.config.quant import QuantizerSpec
 from mens_exp.quant.binding import Binding
 
 LEVELS = 15  # of either sign

@@ -8,8 +8,7 @@ from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
-from mens_exp.config.quant import ComputeDtype
-from mens_exp.config.quantizers import names_for
+from mens_exp.config.quant import ComputeDtype, names_for
 from mens_exp.errors import ConfigError, expected_name
 
 if TYPE_CHECKING:
