@@ -102,6 +102,23 @@ def test_the_header_s_quantizer_is_assumed_when_asked_and_said(ones, capsys):
     assert not (ones / "out.safetensors").exists()
 
 
+def test_values_of_an_unknown_quantizer_are_not_taken_for_nf4(ones, capsys):
+    """Asked for the published weights, the merge goes on; the file is that of any other header."""
+    typed(ones, schema="v3")
+    usual = (ones / "out.safetensors").read_bytes()
+    (ones / "out.safetensors").unlink()
+    place = ones / "v3" / "adapter_manifest.json"
+    place.write_text(place.read_text("utf-8").replace('"nf4"', '"hqq"'), "utf-8")
+    again = f"hydra.run.dir={ones / 'again'}"
+    typed(ones, again, schema="v3", code=2)
+    said = capsys.readouterr().err
+    assert "hqq" in said
+    assert "merge.base=original" in said
+    assert not (ones / "out.safetensors").exists()
+    typed(ones, "merge.base=original", f"hydra.run.dir={ones / 'third'}", schema="v3")
+    assert (ones / "out.safetensors").read_bytes() == usual
+
+
 def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones):
     """A half in bf16's last place goes to the even neighbour."""
     close = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1.0]] * 3, np.float32)

@@ -112,6 +112,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     tied = _tied_head(layers, inputs)
     Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
     spec = known(inputs.manifest.quant["base_quant"])
+    if spec is None and asked.base is not MergeBase.original:
+        raise _unknown_quantizer(inputs)
     if spec is not None and spec.is_kept:
         quantizer, why = _of_kept_values(spec, asked)
     else:
@@ -305,6 +307,17 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
         found="dequantized",
         expected="original",
         remedy="drop merge.base",
+    )
+
+
+def _unknown_quantizer(inputs: MergeInputs) -> RequestError:
+    return RequestError(
+        "no quantizer of this name is known here, so the values that the adapter was trained on "
+        "cannot be made again",
+        where="merge.base",
+        found=inputs.manifest.quant["base_quant"],
+        expected="original, whose distance from the trained model is unknown",
+        remedy="install the package that provides the quantizer, or add merge.base=original",
     )
 
 
