@@ -166,11 +166,11 @@ def test_every_value_enters_the_digest():
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
     base.compare.primary, base.compare.reference = "k", "a"
-    base.ledger, base.open, base.promote.seeds = "l", "c", [1]
+    base.ledger, base.promote.open_cycle, base.promote.seeds = "l", "c", [1]
     base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"
     base.callbacks.scorecard.every_n_steps = 2
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
-    base.base, base.meta, base.adapter.file = "b", "j", "s"
+    base.base, base.merge.meta, base.adapter.file = "b", "j", "s"
     base.sweep.resume, base.trainer.device_gib, base.trainer.class_gib = "d", 80.0, 24.0
     base.sync.project, base.sync.entity = "p", "e"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"

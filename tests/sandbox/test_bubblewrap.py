@@ -8,6 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mens_exp.errors import MensError, SetupError
@@ -219,7 +220,7 @@ def _within(seconds, holds):
 )
 def test_other_users_are_isolated_alike():
     """Without root's rights a user namespace takes the place of a user id of its own."""
-    source = Path(bubblewrap.__file__).parents[2]
+    source, packages = (Path(one.__file__).parents[n] for one, n in ((bubblewrap, 2), (psutil, 1)))
     code = """
         import os
         from mens_exp.sandbox.bubblewrap import Bubblewrap
@@ -230,7 +231,7 @@ def test_other_users_are_isolated_alike():
     words = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "--bounding-set=-all"]
     done = subprocess.run(
         [*words, "--inh-caps=-all", SYSTEM_PYTHON, "-B", "-c", textwrap.dedent(code)],
-        env={"PYTHONPATH": str(source), "PATH": os.environ["PATH"], "HOME": "/home"},
+        env={"PYTHONPATH": f"{source}:{packages}", "PATH": os.environ["PATH"], "HOME": "/home"},
         cwd="/",
         capture_output=True,
         text=True,

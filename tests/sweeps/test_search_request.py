@@ -95,17 +95,18 @@ def test_pruning_needs_validations_and_the_loss_alone(asked):
 
 def test_tpe_needs_results_while_it_draws(asked):
     """Where all are drawn before one has ended, they are drawn at random."""
-    tpe = ["hydra.launcher.n_jobs=20"]
+    tpe = ["hydra.launcher.n_jobs=3", "hydra.sweeper.n_trials=3", "hydra.sweeper.startup_trials=2"]
     said = refusal(asked, *tpe)
     assert "hydra.launcher.n_jobs: leaves sampler=tpe nothing to model" in said
-    assert "20 trials at a time, 20 in all" in said
-    assert asked(*tpe, "hydra.sweeper.sampler=random").search["sampler"] == "random"
-    assert asked(*tpe, "hydra.sweeper.n_trials=21").search["n_trials"] == 21
+    assert "3 trials at a time, 3 in all" in said
+    at_random = [tpe[0], tpe[1], "hydra.sweeper.sampler=random"]
+    assert asked(*at_random).search["sampler"] == "random"
+    assert asked(*tpe, "hydra.sweeper.n_trials=4").search["n_trials"] == 4
     said = refusal(asked, "hydra/launcher=slurm")
     assert "hydra.launcher.array_parallelism: leaves sampler=tpe nothing to model" in said
     assert "256 trials at a time, 20 in all" in said
-    few = asked(*tpe, "hydra.sweeper.n_trials=10")  # all of them are drawn at random as it is
-    assert few.search["startup_trials"] == 10
+    few = asked(*tpe, "hydra.sweeper.n_trials=2")  # all of them are drawn at random as it is
+    assert few.search["startup_trials"] == 2
 
 
 def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkeypatch, tmp_path):
