@@ -25,7 +25,7 @@ from mens_exp.config.suite import NoSandbox
 from mens_exp.config.user_config import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
-from mens_exp.planning.semantics import learned_settings
+from mens_exp.planning.contract import learned_settings
 
 STORED = Path(__file__).parents[1] / "golden" / "stored"
 

@@ -20,8 +20,8 @@ from mens_exp.layout.adapter_base import (
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import HEAD, base_key
 from mens_exp.layout.targets import linear_modules
-from mens_exp.planning.backend_specs import SUBSET_MERGE
 from mens_exp.planning.messages import needs_verified_layout
+from mens_exp.planning.planner import SUBSET_MERGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
