@@ -11,7 +11,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting, when
-from mens_exp.config.quant import known, names_for
+from mens_exp.config.quant import QUANTIZERS, names_for
 
 
 class Composition(Enum):
@@ -144,7 +144,7 @@ class BackendSpec:
 
     def takes(self, base: str) -> bool:
         """Tell whether the base weights may be stored by a quantizer, installed ones included."""
-        spec = known(base)
+        spec = QUANTIZERS.known(base)
         return spec is not None and self.name in spec.backends
 
 

@@ -19,7 +19,7 @@ from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
-from mens_exp.config.quant import known
+from mens_exp.config.quant import QUANTIZERS
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.config.rules.training import warmup_problems
 from mens_exp.config.suite import AnsweredSuite
@@ -451,7 +451,7 @@ def report_start(run: Run, backend: Backend, console: Console) -> None:
 
 def note_peft_view(run: Run) -> None:
     """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
-    results, spec = run.manifest.results, known(run.manifest.facts.get("quant", "none"))
+    results, spec = run.manifest.results, QUANTIZERS.known(run.manifest.facts.get("quant", "none"))
     why = spec.differs_elsewhere if spec is not None else None
     why = why or "the base of this run was changed by its initialisation"
     losses = (results["peft_view_val_loss"], results["tuned_val_loss"])
