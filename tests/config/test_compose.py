@@ -20,8 +20,8 @@ from mens_exp.config.compose import (
     to_yaml,
     typed,
 )
+from mens_exp.config.evaluation import NoSandbox
 from mens_exp.config.model import HfModel
-from mens_exp.config.suite import NoSandbox
 from mens_exp.config.user_config import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError

@@ -131,23 +131,33 @@ def named_object(place: str, base: type[ObjectT], *, of: str) -> ObjectT:
     Raises:
         SetupError: it cannot be imported, or is none.
     """
-    module, _, name = place.partition(":")
-    expected = f"an object of a class that extends {base.__module__}.{base.__qualname__}"
-    found: Any = None
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise _unusable(place, of, f"{type(error).__name__}: {error}", expected) from error
+    found = _imported(place, base, of)
     if not isinstance(found, base):
-        raise _unusable(place, of, repr(found), expected)
+        raise _unusable(place, base, of, repr(found))
     return found
 
 
-def _unusable(place: str, of: str, found: str, expected: str) -> SetupError:
+def named_class(place: str, base: type[ObjectT], *, of: str) -> type[ObjectT]:
+    """Import the class that a spec names; see :func:`named_object`."""
+    found = _imported(place, base, of)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise _unusable(place, base, of, repr(found))
+    return found
+
+
+def _imported(place: str, base: type[Any], of: str) -> Any:
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _unusable(place, base, of, f"{type(error).__name__}: {error}") from error
+
+
+def _unusable(place: str, base: type[Any], of: str, found: str) -> SetupError:
     return SetupError(
         f"{of} cannot be used",
         where=place,
         found=found,
-        expected=expected,
+        expected=f"a class that extends {base.__module__}.{base.__qualname__}, or an object of one",
         remedy="repair or uninstall the package that registers it",
     )

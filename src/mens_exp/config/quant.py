@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from mens_exp.config.evaluation import OWN_GRAPH_ANSWERS
 from mens_exp.config.fields import Condition, Effect, setting, unless, value_at, when
 from mens_exp.config.plugins import Registry
-from mens_exp.config.suite import OWN_GRAPH_ANSWERS
 
 NESTED_BLOCK = 256  # scales that share a scale in bitsandbytes; asserted in tests/quant
 

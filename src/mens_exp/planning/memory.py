@@ -227,7 +227,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         else _CUDA_FRAMEWORK,
     }
     if on_cpu:
-        components |= {"completions": _COMPLETIONS} if config.suite.name != "none" else {}
+        components |= {"completions": _COMPLETIONS} if config.suite.spec.scores else {}
         components["weights file, mapped"] = _MAPPED * shape.parameters
     components |= _comparison(config, shape, components, kept)
     if is_in_parts(config):
@@ -418,7 +418,7 @@ def in_parts(
         many, resting = config.trainer.devices, sum(parts.get(name, 0) for name in _RESTING)
         peak = (alone + (many - 1) * resting) // many
     else:  # loaded in host memory, and scored by the first process only
-        peak = alone if config.suite.name != "none" else 0
+        peak = alone if config.suite.spec.scores else 0
     return parts | {WHOLE: max(0, peak - sum(parts.values()))}
 
 

@@ -84,7 +84,7 @@ def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank
     from mens_exp.training.distributed import is_sharded
 
     module = trained.module
-    if config.suite.name != "none" and is_sharded(config, rank):
+    if config.suite.spec.scores and is_sharded(config, rank):
         _, tensors = module.backend.adapter(config)
         del module.backend  # free the shards before loading the complete base
         with lightning_quiet():

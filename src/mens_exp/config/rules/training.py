@@ -272,7 +272,7 @@ def _kpi(config: RunConfig) -> Iterator[ConfigError]:
 def _lacking(config: RunConfig) -> str | None:
     """Describe a KPI's requirement that the configuration does not meet."""
     name, settings = config.adapter.metric, config.eval
-    if config.suite.name == "heldout_syntax" and name in _EXECUTED:
+    if not config.suite.spec.measures_success and name in _EXECUTED:
         return "a suite that executes answers, such as suite=mini_python"
     if name == "pass_at_k" and settings.samples == 1:
         return "eval.samples above 1"
