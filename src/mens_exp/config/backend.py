@@ -94,6 +94,11 @@ class ProxyConfig(BackendConfig):
     )
 
 
+def has_frozen_base(backend: BackendConfig, source: str) -> bool:
+    """Return whether the base's weights stay as they are; see :func:`trains_base`."""
+    return not isinstance(backend, FullConfig) and not trains_base(backend, source)
+
+
 def trains_base(backend: BackendConfig, source: str) -> bool:
     """Return whether base weights are trained in addition to the adapter.
 

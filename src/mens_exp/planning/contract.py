@@ -25,7 +25,6 @@ from mens_exp.config.fields import Effect
 from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel
-from mens_exp.config.objective import LastKObjective
 from mens_exp.config.trainer import Selection
 from mens_exp.corpus import synthetic
 from mens_exp.errors import MensError
@@ -250,7 +249,7 @@ def _proxy_part(config: RunConfig) -> dict[str, Any]:
         "require_full_proxy_stack": backend.require_full_stack,
         "lm_head_only": backend.lm_head_only,
         "proxy_max_layers": backend.max_layers,
-        "ce_last_k": objective.k or None if isinstance(objective, LastKObjective) else None,
+        "ce_last_k": objective.spec.last_tokens(objective) or None,
     }
 
 
