@@ -235,6 +235,7 @@ def _validate_before(
     if "base_val_loss" not in results:
         with module.as_base():
             loss = _validate(trainer, module, data)
+        module.refuse_unfinite(loss)
         if rank.is_first:
             _note_documents(run, "base", data, module.validated)
         results["base_val_loss"] = loss  # last: its presence prevents a second validation

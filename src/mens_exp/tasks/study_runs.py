@@ -127,8 +127,8 @@ def read_study(paths: Sequence[str]) -> Read:
             left_out[str(where)] = f"task={manifest.task} trains nothing"
     counted = [(RunDir(path), scorer) for path, scorer in found.items()]
     suites = _SuitesAtHand()
-    read = [_read(run, scorer, suites) for run, scorer in counted]
     unverifiable = _refuse_edited(counted)
+    read = [_read(run, scorer, suites) for run, scorer in counted]
     Problems.raise_if([problem for _, one in read for problem in one.problems])
     unverifiable += _grouped((run.record, one.unverifiable) for run, one in read)
     return Read(runs=[run for run, _ in read], left_out=left_out, unverifiable=unverifiable)
@@ -148,6 +148,7 @@ def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, s
     for owner, files in (
         (run, (run.config, run.validation)),
         (measured, (measured.scorecard, measured.events)),
+        *([] if scorer is None else [(scorer, (scorer.config,))]),
     ):
         outputs = Manifest.read(owner.manifest).outputs
         for file in files:

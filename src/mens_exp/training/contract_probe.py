@@ -100,6 +100,9 @@ def probe(
         module: the module to be trained; it is left unchanged.
         data: the rows.
         reference: the result of `compare` for the same model; None compares now.
+
+    Raises:
+        TrainingError: the model gives numbers that are not finite.
     """
     began = time.monotonic()
     batches = _first_batches(data)
@@ -111,6 +114,12 @@ def probe(
         uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
         module.zero_grad(set_to_none=True)
         compared, why_not = _reference(module, trial) if reference is None else reference
+    module.refuse_unfinite(
+        *together,
+        peek,
+        *((uneven.loss, uneven.gradient) if uneven else ()),
+        *((compared["loss"], compared["gradient"]) if compared else ()),
+    )
     return {
         "documents": len(trial.documents),
         "tokens": len(trial.documents.ids),

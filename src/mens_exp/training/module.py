@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.artifacts.metrics import metric
 from mens_exp.config.optim import warmup_steps
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, TrainingError
 from mens_exp.objective.causal import Objective, OverTokens, Passed
 from mens_exp.tokenizer.load import bits_per_byte
 from mens_exp.training.distributed import ShardedBase, averaged
@@ -260,6 +260,38 @@ class TrainingModule(LightningModule):
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
         self._step = _Sums()
+
+    def refuse_unfinite(self, *losses: float | None) -> None:
+        """Refuse a model that gives losses that are not finite before it is trained.
+
+        Raises:
+            TrainingError: one of them is not finite.
+        """
+        if all(loss is None or math.isfinite(loss) for loss in losses):
+            return
+        self.refuse_unfinite_base()
+        raise TrainingError(
+            "a loss of the model is not finite before its first step",
+            where="model",
+            expected="finite numbers",
+            remedy="set quant.compute_dtype=f32, or choose another base model",
+        )
+
+    def refuse_unfinite_base(self) -> None:
+        """Refuse a base model whose frozen weights are not finite.
+
+        Raises:
+            TrainingError: one of them is not finite.
+        """
+        for name, parameter in self.named_parameters():
+            is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # no packed weights
+            if is_wide and not parameter.requires_grad and not parameter.isfinite().all():
+                raise TrainingError(
+                    "the base model's weights are not finite",
+                    where=name,
+                    expected="finite numbers",
+                    remedy="download or convert the base model again: its file is damaged or wrong",
+                )
 
     def _of_all_processes(self, sums: _Sums) -> _Sums:
         """Add up the sums of all processes."""
