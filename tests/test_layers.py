@@ -247,7 +247,6 @@ def test_modules_are_named_by_their_concept():
 
 # Short modules that stay apart from their only importer, each for its own reason.
 APART = {
-    "backends/lora.py",  # conf/backend/lora.yaml
     "quant/int8.py",  # a class of bitsandbytes' is its base, and only int8 needs that import
 }
 

@@ -273,6 +273,16 @@ class ColumnsConfig:
     language: str | None = setting(None, "Column of the language that an answer is written in.")
     group: str | None = setting(None, "Column of what must stay on one side of the split.")
     difficulty: str | None = setting(None, "Column of a difficulty from 1 to 10.")
+    fields: dict[str, str] = setting(
+        {}, "Columns of further fields that the objective reads, by the fields' names."
+    )
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The columns that are named, by field; a further field's key begins with `fields.`."""
+        fields = [one.name for one in dataclasses.fields(self) if one.name != "fields"]
+        own = {name: column for name in fields if (column := getattr(self, name)) is not None}
+        return own | {f"fields.{name}": column for name, column in self.fields.items()}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -70,11 +70,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "tokenizer": {"tokenizer": model.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
     "lora": {"lora": lora.LoraConfig},
-    "objective": {
-        "causal": objective.CausalObjective,
-        "assistant": objective.AssistantObjective,
-        "last_k": objective.LastKObjective,
-    },
+    "objective": {name: spec.schema for name, spec in objective.OBJECTIVES.built_in.items()},
     "backend": {
         "qlora": backend.QloraConfig,
         "lora": backend.LoraGraphConfig,
@@ -138,7 +134,11 @@ DISCRIMINATORS = {
 }
 
 # Groups of which installed packages add schemas; each spec has its own.
-REGISTRIES: dict[str, Registry[Any]] = {"suite": suite.SUITES}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "lora": lora.ADAPTERS,
+    "objective": objective.OBJECTIVES,
+    "suite": suite.SUITES,
+}
 
 # Names of schemas in the records of earlier runs.
 _EARLIER = {"model": {"directory": "hf"}}
@@ -246,7 +246,7 @@ class InstalledSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the schema of an installed object."""
         group, name = _schema_at(config_path) or ("", "")
-        node = _open(REGISTRIES[group].named(name).schema)
+        node = _open(_schema_in(REGISTRIES[group].named(name)))
         return ConfigResult(
             self.provider, config_path, node, {"package": None}, is_schema_source=True
         )
@@ -352,8 +352,16 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
         value = values[DISCRIMINATORS[group]]
         name = _EARLIER.get(group, {}).get(value, value)
         added = REGISTRIES[group].known(name) if group in REGISTRIES else None
-        return schemas[name] if added is None else added.schema
+        return schemas[name] if added is None else _schema_in(added)
+    if group == "lora" and (method := lora.ADAPTERS.known(values.get("variant", "lora"))):
+        return _schema_in(method)
     return schemas[group]
+
+
+def _schema_in(spec: Any) -> type:
+    """Return the settings of a spec; an adapter method without its own has the group's."""
+    found: type = spec.schema or lora.LoraConfig
+    return found
 
 
 _MOST = 32  # cached choices of options, a few hundred kilobytes each

@@ -10,6 +10,7 @@ JSON strings.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -296,6 +297,7 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
 
 
 UNKNOWN_KEY: Final = "unknown key"
+_WHOLE: Final = ("fields", "provenance")  # keys that `data.columns` maps to no single column
 RATINGS: Final = range(1, 6)
 DIFFICULTIES: Final = range(1, 11)
 _TURNS: Final = {
@@ -369,6 +371,7 @@ class _RowReader:
             history=conversation.exchanges[:-1],
             conversation=conversation.as_json(),
             provenance=self._object(values, "provenance"),
+            fields=self._fields(values.get("fields")),
             place=self._problems.where,
         )
         self._problems.raise_if_any()
@@ -377,6 +380,7 @@ class _RowReader:
     def _check_keys(self) -> None:
         keys = KEYS[self._form]
         aliases = [alias for alias, name in ALIASES.items() if name in keys]
+        words = {*keys, *aliases} - {"fields"}  # which is rare, and near to "id" and "file"
         for name, value in self._row.items():
             if name in keys or name in aliases:
                 continue
@@ -387,7 +391,7 @@ class _RowReader:
             elif name in KEYS_OF_OTHER_TOOLS:
                 meant, remedy = KEYS_OF_OTHER_TOOLS[name]
                 self._meant.update(meant)
-            elif near := nearest(name.lower(), [*keys, *aliases]):
+            elif near := nearest(name.lower(), sorted(words)):
                 expected += f"; the nearest is {near!r}"
                 self._meant.add(ALIASES.get(near, near))
             else:
@@ -397,7 +401,7 @@ class _RowReader:
     def _columns(self) -> str:
         """Return the value of `data.columns` that would map the row's keys to its format."""
         named = {ALIASES.get(key, key): key for key in self._row}
-        fields = [name for name in KEYS[self._form] if name in named and name != "provenance"]
+        fields = [name for name in KEYS[self._form] if name in named and name not in _WHOLE]
         columns = [f"{name}:{named[name]}" for name in fields]
         return f"{{{','.join(columns)}}}"
 
@@ -469,6 +473,27 @@ class _RowReader:
             f"{name!r} must be an object", f"{json_type(value)} {shown(value)}", f"or no {name}"
         )
         return None
+
+    def _fields(self, value: object) -> tuple[tuple[str, str | int | float], ...]:
+        """Return texts and finite numbers by name; null is no value."""
+        if value is None:
+            return ()
+        if not isinstance(value, Mapping):
+            self._problems.add(
+                "'fields' must be an object", f"{json_type(value)} {shown(value)}", "or no fields"
+            )
+            return ()
+        found = []
+        for name, one in sorted((str(name), one) for name, one in value.items()):
+            label = f"{name!r} of 'fields'"
+            if isinstance(one, int | float) and not isinstance(one, bool):
+                if math.isfinite(one):
+                    found.append((name, one))
+                else:
+                    self._problems.add(f"{label} is not finite", shown(one))
+            elif one is not None and (text := self._problems.text(label, one)) is not None:
+                found.append((name, text))
+        return tuple(found)
 
     def _whole(self, values: Mapping[str, object], name: str, accepts: range) -> int | None:
         value = values.get(name)

@@ -25,7 +25,7 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.config.backend import LoraGraphConfig
-from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.lora import plain_lora
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import RequestError
@@ -358,8 +358,7 @@ def config_of_merged(trained: RunDir, model: Path) -> RunConfig:
     config.model = HfModel(id=str(model))
     config.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")
     config.quant = unquantized(config.quant.compute_dtype)
-    config.lora.variant, config.lora.init = LoraVariant.lora, LoraInit.default
-    config.lora.init_from = None
+    config.lora = plain_lora(config.lora.targets)
     return config
 
 

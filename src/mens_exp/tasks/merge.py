@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mens_exp.export.merge import Merge, MergedModel
     from mens_exp.export.merge_choices import Choices
     from mens_exp.export.subject import Conversion, MergeInputs
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import Change
     from mens_exp.tasks.run import Run
 
 
@@ -95,7 +95,7 @@ class Merging:
 
     inputs: MergeInputs
     choices: Choices
-    deltas: Mapping[str, Delta]
+    deltas: Mapping[str, Change]
 
     @property
     def what(self) -> Merge:
