@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def entry_point() -> None:
     """Run the command of ``sys.argv`` and exit with its code."""
-    # oneDNN reads it when torch is imported. The default caches 1,024 kernels, one per shape, and
-    # the process grows for hundreds of steps; 128 are enough for a step (experiments/LOG.md).
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    from mens_exp.api import bound_kernel_cache
+
+    bound_kernel_cache()
     sys.stdout, sys.stderr = _Outliving.of(sys.stdout), _Outliving.of(sys.stderr)
     sys.exit(main(sys.argv[1:]))
 
@@ -133,6 +133,7 @@ def _refuse_under_torchrun(argument: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
+    from mens_exp.api import checked_cells
     from mens_exp.config.overrides import spelled_out
 
     if "--version" in arguments:
@@ -148,11 +149,11 @@ def _dispatch(arguments: list[str]) -> int:
         from mens_exp.config.compose import show_help
 
         if parsed.overrides:
-            _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
+            checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
         show_help(parser, parsed)
         return 0
     if parsed.cfg:
-        _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
+        checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
     if parsed.cfg or parsed.info or parsed.shell_completion:
         return _hydra(arguments, [])
     if _given(parsed.overrides, "resume"):
@@ -160,7 +161,7 @@ def _dispatch(arguments: list[str]) -> int:
     in_hydra = parsed.run or parsed.resolve or _in_process(parsed.overrides)
     if _given(parsed.overrides, "sweep.resume") or (parsed.multirun and not in_hydra):
         return _sweep(parsed.overrides)
-    cells = _checked_cells(parsed.overrides, multirun=parsed.multirun)
+    cells = checked_cells(parsed.overrides, multirun=parsed.multirun)
     return _hydra(arguments, cells) if parsed.multirun or parsed.resolve else _run(cells[0])
 
 
@@ -226,38 +227,6 @@ def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
     Problems.raise_if(problems)
 
 
-def _checked_cells(
-    overrides: Sequence[str], *, multirun: bool, with_files: bool = True
-) -> list[Cell]:
-    """Compose every cell, and raise all problems of the command at once."""
-    from mens_exp.config.overrides import check
-    from mens_exp.errors import Problems
-    from mens_exp.planning.checks import machine
-    from mens_exp.planning.machine import of_torchrun
-    from mens_exp.tasks.resolve_references import pin_inputs
-
-    checked = check(overrides, multirun=multirun)
-    problems = list(checked.problems)
-    for cell in checked.cells if with_files else ():
-        problems += pin_inputs(cell)
-        problems += _used_directory(cell, multirun=multirun)
-        if of_torchrun() is not None:
-            problems += machine.check_processes(cell.config)
-    Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
-    return list(checked.cells)
-
-
-def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
-    """Refuse a directory that holds a run, before Hydra writes files into it."""
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.tasks.run import run_is_there
-
-    directory = cell.composed.sweep_dir if multirun else cell.composed.run_dir
-    if directory is None or not RunDir(Path(directory)).manifest.exists():
-        return []
-    return [run_is_there(Path(directory))]
-
-
 def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     """Pass the command to Hydra, which creates the run directory and calls back for each cell."""
     import hydra
@@ -312,13 +281,14 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
 
 
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
+    from mens_exp.api import split_pairs
     from mens_exp.errors import ConfigError
     from mens_exp.tasks.run import ended
     from mens_exp.tasks.train import completed, prepare_resumption, resume_training
 
     if multirun:
         raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
-    pairs = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    pairs = split_pairs(overrides)
     asked = pairs.pop("resume")
     done = None if pairs else completed(asked)
     if done is not None:

@@ -162,12 +162,16 @@ def _experiment_directory(*, _root_: DictConfig) -> str:
 @contextmanager
 def _hydra() -> Iterator[None]:
     prepare_hydra()
+    theirs = GlobalHydra.instance().hydra  # of an application that uses this package
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        hydra.config_loader = CachingLoader(hydra.config_loader.get_search_path())
-        yield
+    try:
+        with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            hydra.config_loader = CachingLoader(hydra.config_loader.get_search_path())
+            yield
+    finally:
+        GlobalHydra.instance().hydra = theirs
 
 
 def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
@@ -190,7 +194,9 @@ def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
         show(config_name=CONFIG_NAME, args_parser=parser, args=parsed)
 
 
-def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
+def run_composed(
+    one: Composed, task: Callable[[Path], int], *, configures_logging: bool = True
+) -> int:
     """Run a task the way Hydra runs a single job: with its directory, logging and callbacks.
 
     Runs exactly the configuration that was composed and checked. ``hydra.main`` would compose it
@@ -199,6 +205,7 @@ def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
     Args:
         one: a composed configuration that is not a cell of a sweep.
         task: called with the run directory, which exists by then; returns an exit code.
+        configures_logging: whether Hydra sets up Python's logging, which is the whole process's.
 
     Raises:
         SetupError: the directory cannot be created.
@@ -228,6 +235,7 @@ def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
             config=config,
             job_dir_key="hydra.run.dir",
             job_subdir_key=None,
+            configure_logging=configures_logging,
         )
         callbacks.on_run_end(config=config, config_name=CONFIG_NAME, job_return=done)
     return int(done.return_value)

@@ -38,7 +38,7 @@ def plan(config: RunConfig, run: Run) -> None:
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
     note_plan(run.manifest, made)
-    console = Console()
+    console = Console(quiet=not run.prints)
     console.print(terminal.plan_table(made))
     if config.data.show:
         console.print()
