@@ -156,13 +156,23 @@ def _dispatch(arguments: list[str]) -> int:
         checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
     if parsed.cfg or parsed.info or parsed.shell_completion:
         return _hydra(arguments, [])
-    if _given(parsed.overrides, "resume"):
-        return _resume(parsed.overrides, multirun=parsed.multirun)
-    in_hydra = parsed.run or parsed.resolve or _in_process(parsed.overrides)
-    if _given(parsed.overrides, "sweep.resume") or (parsed.multirun and not in_hydra):
-        return _sweep(parsed.overrides)
-    cells = checked_cells(parsed.overrides, multirun=parsed.multirun)
-    return _hydra(arguments, cells) if parsed.multirun or parsed.resolve else _run(cells[0])
+    return _started(arguments, parsed)
+
+
+def _started(arguments: list[str], parsed: Any) -> int:
+    """Start what a command asks for, or continue it."""
+    from mens_exp.api import checked_cells
+
+    overrides, multirun = parsed.overrides, parsed.multirun
+    if _given(overrides, "study"):
+        return _study(overrides, multirun=multirun)
+    if _given(overrides, "resume"):
+        return _resume(overrides, multirun=multirun)
+    in_hydra = parsed.run or parsed.resolve or _in_process(overrides)
+    if _given(overrides, "sweep.resume") or (multirun and not in_hydra):
+        return _sweep(overrides)
+    cells = checked_cells(overrides, multirun=multirun)
+    return _hydra(arguments, cells) if multirun or parsed.resolve else _run(cells[0])
 
 
 def _run(cell: Cell) -> int:
@@ -188,6 +198,18 @@ def _sweep(overrides: Sequence[str]) -> int:
     from mens_exp.sweeps.multirun import launch
 
     return launch(overrides)
+
+
+def _study(overrides: Sequence[str], *, multirun: bool) -> int:
+    """Conduct or continue a study."""
+    from mens_exp.errors import ConfigError
+    from mens_exp.sweeps.studying import conduct
+
+    if multirun:
+        raise ConfigError(
+            "a study says itself what runs", where="study", found="-m", remedy="drop -m"
+        )
+    return conduct(overrides)
 
 
 def _given(overrides: Sequence[str], key: str) -> bool:

@@ -27,6 +27,7 @@ from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.loader import SCHEMAS, CachingLoader, copied, register, schema_of
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
+from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.trainer import steps_beside
 from mens_exp.config.user_config import (
@@ -373,6 +374,35 @@ def _unreadable(path: Path, found: str) -> ConfigError:
         found=found,
         remedy="put the file back as its run wrote it",
     )
+
+
+def study_in(path: Path) -> StudyConfig:
+    """Read a study from a file outside the config groups; it has the keys of ``conf/study``.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds other keys or values.
+    """
+    try:
+        values = _mapping_in(path)
+        values.pop("defaults", None)  # of a file that also serves as an option
+        node = copied(_structured(StudyConfig))
+        node.merge_with(values)
+        missing = sorted(OmegaConf.missing_keys(node))
+        study = None if missing else OmegaConf.to_object(node)
+    except DataError as error:
+        raise ConfigError("cannot be read", where=str(path), found=error.found) from error
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(
+            "is no study",
+            where=f"{path}: {key}" if key else str(path),
+            found=(str(error).splitlines() or [type(error).__name__])[0],
+            expected="the keys of a file of conf/study; docs/studies.md lists them",
+        ) from error
+    if missing:
+        raise ConfigError("is no study", where=str(path), found=f"no {', '.join(missing)}")
+    assert isinstance(study, StudyConfig)
+    return study
 
 
 def _mapping_in(path: Path) -> DictConfig:

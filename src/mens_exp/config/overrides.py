@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+_MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """One run of a command, composed and typed; its values may still have known problems.
@@ -281,8 +284,7 @@ def _group_problems(override: Override) -> list[ConfigError]:
             expected=_expected_option(shown(value), options),
         )
         for value in _options_given(override)
-        if value not in options
-        and not (group in {"preset", "experiment", "policy"} and value in {None, "null"})
+        if value not in options and not (group in _MAY_BE_UNSET and value in {None, "null"})
     ]
 
 

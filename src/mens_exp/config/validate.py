@@ -63,6 +63,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += suite.suite_problems(config)
     problems += task.compare_problems(config)
     problems += task.promote_problems(config)
+    problems += task.study_problems(config)
     return problems
 
 
