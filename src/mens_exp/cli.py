@@ -144,7 +144,7 @@ def _dispatch(arguments: list[str]) -> int:
     arguments = spelled_out(arguments)
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    _refuse_flags(parsed, rest)
+    _refuse_flags(parsed, rest, arguments)
     if parsed.help or parsed.hydra_help:
         from mens_exp.config.compose import show_help
 
@@ -225,12 +225,20 @@ def _in_process(overrides: Sequence[str]) -> bool:
     return launcher_of(overrides, multirun=True) == IN_PROCESS
 
 
-def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
+def _behind(flag: str, arguments: Sequence[str]) -> str | None:
+    """Return the argument after a flag, if it looks like its value."""
+    place = list(arguments).index(flag) + 1 if flag in arguments else len(arguments)
+    after = arguments[place] if place < len(arguments) else "-"
+    return None if "=" in flag or "=" in after or after.startswith("-") else after
+
+
+def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> None:
     """Refuse unknown flags, and Hydra flags that would bypass the checks.
 
     Raises:
         MensError: there are such flags.
     """
+    from mens_exp.config.suggestions import of_flag
     from mens_exp.errors import ConfigError, NoEffectError, Problems
 
     problems: list[ConfigError] = [
@@ -243,9 +251,14 @@ def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
         for name in ("config_path", "config_name", "config_dir", "experimental_rerun")
         if getattr(parsed, name) is not None
     ]
-    if unknown:
-        expected = "a flag that --hydra-help shows"
-        problems.append(ConfigError("unknown flag", found=" ".join(unknown), expected=expected))
+    for flag in unknown:
+        expected = "settings as key=value, without dashes; --hydra-help shows the flags there are"
+        value = _behind(flag, arguments)
+        found = flag if value is None else f"{flag} {value}"
+        remedy = of_flag(flag, value)
+        problems.append(
+            ConfigError("there is no such flag", found=found, expected=expected, remedy=remedy)
+        )
     Problems.raise_if(problems)
 
 

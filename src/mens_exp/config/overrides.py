@@ -29,6 +29,7 @@ from mens_exp.config.override_values import (
     without_joblib,
 )
 from mens_exp.config.root import RunConfig
+from mens_exp.config.suggestions import meant_by
 from mens_exp.config.user_config import group_options, user_config_problems
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 _MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
+_OFF = {"logger": "none", "suite": "none", "sandbox": "none"}  # options that switch something off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +90,15 @@ class Checked:
 def spelled_out(texts: Sequence[str]) -> list[str]:
     """Expand short forms of overrides.
 
-    ``adapter=<file>`` becomes the key ``adapter.file``, and ``path=[a,b]`` the string ``a,b``.
+    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
+    ``experiment=null`` the ``~experiment`` that Hydra knows.
     """
-    return [_listed(_of_adapter(text)) for text in texts]
+    return [_unset(_listed(_of_adapter(text))) for text in texts]
+
+
+def _unset(text: str) -> str:
+    group, _, value = text.partition("=")
+    return f"~{group}" if group in _MAY_BE_UNSET and value == "null" else text
 
 
 def _of_adapter(text: str) -> str:
@@ -200,15 +208,11 @@ def parsed_override(text: str, problems: list[MensError]) -> Override | None:
     try:
         override: Override = _parser().parse_overrides([text])[0]
     except HydraException as error:
+        quoted = f"quote special characters in the value ({_first_line(error)})"
+        remedy = quoted if "=" in text.lstrip("=") else meant_by(text)
+        expected = "key=value or group=option"
         problems.append(
-            ConfigError(
-                "not an override",
-                found=text,
-                expected="key=value or group=option",
-                remedy=f"quote special characters in the value ({_first_line(error)})"
-                if "=" in text
-                else None,
-            )
+            ConfigError("not an override", found=text, expected=expected, remedy=remedy)
         )
         return None
     return override
@@ -269,9 +273,11 @@ def _has_place(override: Override, references: Sequence[DictConfig]) -> bool:
 def _group_problems(override: Override) -> list[ConfigError]:
     group, line = override.key_or_group, _line(override)
     if override.is_delete():
-        if group not in RunConfig.__dataclass_fields__:
+        if group in _MAY_BE_UNSET:
             return []
-        return [ConfigError("every run needs this group", where=group, found=line)]
+        off = _OFF.get(group)
+        remedy = f"write {group}={off}" if off else f"choose an option, {group}=…"
+        return [ConfigError("every run needs this group", where=group, found=line, remedy=remedy)]
     if override.is_add() or override.is_force_add() or override.package is not None:
         listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
         return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
@@ -284,7 +290,7 @@ def _group_problems(override: Override) -> list[ConfigError]:
             expected=_expected_option(shown(value), options),
         )
         for value in _options_given(override)
-        if value not in options and not (group in _MAY_BE_UNSET and value in {None, "null"})
+        if value not in options
     ]
 
 
@@ -373,6 +379,11 @@ class _Given:
     drawn: frozenset[str]
     first: int
 
+    @property
+    def texts(self) -> list[str]:
+        """The overrides, as typed."""
+        return [_line(override) for override in self.overrides]
+
 
 def _cells(
     given: _Given, general: list[MensError], made: list[Composed]
@@ -410,10 +421,21 @@ def _judged(
     config = typed(one.values)
     idle = {_key(text) for text in dropped}
     keys = [o.key_or_group for o in given.overrides if o.key_or_group not in idle]
+    told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
     problems = problems_of(config)
-    problems += unread_overrides(config.task.name, keys, path=config.path)
+    problems += unread_overrides(
+        config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
+    )
     problems += ineffective_overrides(config, keys)
     return Cell(composed=one, config=config, number=number, dropped=dropped), problems
+
+
+def _switches_off(override: Override) -> bool:
+    """Return whether an override asks for nothing, which is no mistake where there is nothing."""
+    key = override.key_or_group
+    if override.is_delete():
+        return key in _MAY_BE_UNSET
+    return not override.is_sweep_override() and override.value() == _OFF.get(key, override)
 
 
 def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:
