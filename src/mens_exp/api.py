@@ -28,7 +28,8 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.config.compose import begin_command, config_digest, run_composed, to_yaml
 from mens_exp.config.override_values import override_of
-from mens_exp.config.overrides import check
+from mens_exp.config.overrides import check, sources_in
+from mens_exp.config.user_config import reading
 from mens_exp.errors import Problems, RequestError, TrainingError
 from mens_exp.planning.machine import of_torchrun
 
@@ -304,7 +305,9 @@ def compose(*overrides: Given) -> Composition:
     Raises:
         MensError: an override or a value is wrong; several problems are reported together.
     """
-    [cell] = checked_cells(_texts(overrides), with_files=False)
+    texts = _texts(overrides)
+    with reading(sources_in(texts)):
+        [cell] = checked_cells(texts, with_files=False)
     composed = cell.composed
     return Composition(
         overrides=composed.overrides,
@@ -488,12 +491,19 @@ def _refuse_torchrun() -> None:
 
 def _conducted(task_name: str, overrides: Sequence[Given]) -> RunDir:
     """Run one task as the command line does, and return its directory."""
-    from mens_exp.tasks.run import perform
-
     _refuse_torchrun()
     begin_command()
     chosen = [] if task_name == "train" else [f"task={task_name}"]
-    [cell] = checked_cells([*chosen, *_texts(overrides)])
+    texts = [*chosen, *_texts(overrides)]
+    with reading(sources_in(texts)):
+        return _composed(task_name, texts)
+
+
+def _composed(task_name: str, texts: Sequence[str]) -> RunDir:
+    """Check and run one task, whose config sources are set."""
+    from mens_exp.tasks.run import perform
+
+    [cell] = checked_cells(texts)
     if cell.config.task.name != task_name:
         raise RequestError(
             "the function decides the task",

@@ -133,8 +133,8 @@ def _refuse_under_torchrun(argument: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
-    from mens_exp.api import checked_cells
-    from mens_exp.config.overrides import spelled_out
+    from mens_exp.config.overrides import sources_in, spelled_out
+    from mens_exp.config.user_config import reading
 
     if "--version" in arguments:
         from mens_exp import __version__
@@ -145,6 +145,28 @@ def _dispatch(arguments: list[str]) -> int:
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(arguments)
     _refuse_flags(parsed, rest, arguments)
+    sources = sources_in(parsed.overrides, name=parsed.config_name, directory=parsed.config_dir)
+    with reading(sources):
+        return _answered(_without_sources(arguments, parsed), parser, parsed)
+
+
+def _without_sources(arguments: list[str], parsed: Any) -> list[str]:
+    """Return the arguments without the flags whose directories and names are known by now."""
+    flags = {"--config-dir": parsed.config_dir, "-cd": parsed.config_dir}
+    flags |= {"--config-name": parsed.config_name, "-cn": parsed.config_name}
+    kept, skips = [], False
+    for text in arguments:
+        name, equals, _ = text.partition("=")
+        if not skips and name not in flags:
+            kept.append(text)
+        skips = not skips and name in flags and not equals
+    return kept
+
+
+def _answered(arguments: list[str], parser: Any, parsed: Any) -> int:
+    """Answer a command whose config sources are set."""
+    from mens_exp.api import checked_cells
+
     if parsed.help or parsed.hydra_help:
         from mens_exp.config.compose import show_help
 
@@ -239,18 +261,29 @@ def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> 
         MensError: there are such flags.
     """
     from mens_exp.config.suggestions import of_flag
-    from mens_exp.errors import ConfigError, NoEffectError, Problems
+    from mens_exp.errors import ConfigError, Problems
 
-    problems: list[ConfigError] = [
-        NoEffectError(
-            "here",
-            where=f"--{name.replace('_', '-')}",
-            found=str(getattr(parsed, name)),
-            expected="overrides of the configuration that --cfg job shows",
+    problems: list[ConfigError] = []
+    if parsed.config_path is not None:
+        problems.append(
+            ConfigError(
+                "would take our own groups away",
+                where="--config-path",
+                found=parsed.config_path,
+                expected="--config-dir, which adds a directory to them",
+                remedy=f"write --config-dir {parsed.config_path}",
+            )
         )
-        for name in ("config_path", "config_name", "config_dir", "experimental_rerun")
-        if getattr(parsed, name) is not None
-    ]
+    if parsed.experimental_rerun is not None:
+        problems.append(
+            ConfigError(
+                "is not offered: it loads a pickle, which can run anything, and checks nothing",
+                where="--experimental-rerun",
+                found=parsed.experimental_rerun,
+                expected="a run's own record",
+                remedy="write task=inspect inspect.replay=true path=<run>, or resume=<run>",
+            )
+        )
     for flag in unknown:
         expected = "settings as key=value, without dashes; --hydra-help shows the flags there are"
         value = _behind(flag, arguments)
@@ -267,8 +300,8 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, prepare_hydra
-    from mens_exp.config.user_config import config_directory
+    from mens_exp.config.compose import VERSION_BASE, prepare_hydra
+    from mens_exp.config.user_config import config_directory, primary_config
     from mens_exp.errors import ConfigError
     from mens_exp.tasks.run import CANCELLED, run_task
 
@@ -288,7 +321,7 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     try:
         with _frozen(config_directory(), is_sweep=len(cells) > 1) as groups:
             application = hydra.main(
-                version_base=VERSION_BASE, config_path=str(groups), config_name=CONFIG_NAME
+                version_base=VERSION_BASE, config_path=str(groups), config_name=primary_config()
             )(one)
             application()
     except SystemExit as stop:
@@ -306,11 +339,11 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
     if not is_sweep:
         yield groups
         return
-    from mens_exp.config.user_config import frozen_as, user_directory
+    from mens_exp.config.user_config import frozen_as, user_directories
 
-    own = user_directory()
     with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
-        theirs = None if own is None else shutil.copytree(own, Path(copy) / "own")
+        own = enumerate(user_directories())
+        theirs = [shutil.copytree(one, Path(copy) / f"own_{number}") for number, one in own]
         with frozen_as(theirs):
             yield shutil.copytree(groups, Path(copy) / groups.name)
 

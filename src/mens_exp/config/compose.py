@@ -35,6 +35,7 @@ from mens_exp.config.user_config import (
     config_directory,
     group_options,
     our_targets,
+    primary_config,
     read_user_config,
     refuse_untrusted,
     user_schema,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 # Settings whose values our options derive from other settings.
 _DEPENDENT = (
     ("trainer", "max_steps"),
@@ -192,7 +192,7 @@ def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         show = hydra.app_help if parsed.help else hydra.hydra_help
-        show(config_name=CONFIG_NAME, args_parser=parser, args=parsed)
+        show(config_name=primary_config(), args_parser=parser, args=parsed)
 
 
 def run_composed(
@@ -227,7 +227,7 @@ def run_composed(
         with read_write(config):
             config.hydra.mode = RunMode.RUN
         callbacks = Callbacks(config)
-        callbacks.on_run_start(config=config, config_name=CONFIG_NAME)
+        callbacks.on_run_start(config=config, config_name=primary_config())
         done = run_job(
             hydra_context=HydraContext(
                 config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks
@@ -238,7 +238,7 @@ def run_composed(
             job_subdir_key=None,
             configure_logging=configures_logging,
         )
-        callbacks.on_run_end(config=config, config_name=CONFIG_NAME, job_return=done)
+        callbacks.on_run_end(config=config, config_name=primary_config(), job_return=done)
     return int(done.return_value)
 
 
@@ -256,7 +256,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
     composed = []
     with _hydra():
         for number, overrides in enumerate(cells, start=first):
-            config = hydra_compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+            config = hydra_compose(primary_config(), list(overrides), return_hydra_config=True)
             composed.append(
                 Composed(
                     overrides=tuple(overrides),

@@ -30,7 +30,12 @@ from mens_exp.config.override_values import (
 )
 from mens_exp.config.root import RunConfig
 from mens_exp.config.suggestions import meant_by
-from mens_exp.config.user_config import group_options, user_config_problems
+from mens_exp.config.user_config import (
+    Sources,
+    group_options,
+    sources_of,
+    user_config_problems,
+)
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
@@ -141,6 +146,8 @@ def check(
     texts, moved = with_moved_keys(texts, multirun=multirun)
     texts, late = without_joblib(texts, multirun=multirun)
     late = [*moved, *late]
+    if multirun:
+        texts = [*_swept_by_config(texts), *texts]
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]
@@ -174,6 +181,43 @@ def check(
         general=general,
         faulty=faulty,
     )
+
+
+def sources_in(
+    texts: Sequence[str], *, name: str | None = None, directory: str | None = None
+) -> Sources:
+    """Return the config sources that a command adds.
+
+    Args:
+        texts: its overrides; the last ``hydra.searchpath`` counts.
+        name: of ``--config-name``.
+        directory: of ``--config-dir``.
+
+    Raises:
+        ConfigError: a source is not there.
+        Problems: several of these.
+    """
+    paths = [text for text in texts if text.lstrip("+").startswith("hydra.searchpath=")]
+    override = parsed_override(paths[-1], []) if paths else None
+    value = None if override is None else override.value()
+    listed = [str(one) for one in value] if isinstance(value, list) else []
+    return sources_of(name, directory, listed)
+
+
+def _swept_by_config(texts: Sequence[str]) -> list[str]:
+    """Return the overrides of ``hydra.sweeper.params``; those of the command line win.
+
+    As in Hydra, an option that is swept itself says nothing.
+    """
+    parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
+    plain = [_line(override) for override in parsed if not override.is_sweep_override()]
+    try:
+        sweeper = compose([plain])[0].sweeper
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return []  # reported with the rest
+    params = sweeper.get("params") if sweeper["name"] == "basic" else None
+    given = {_key(text) for text in texts}
+    return [f"{key}={shown(value)}" for key, value in (params or {}).items() if key not in given]
 
 
 def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:

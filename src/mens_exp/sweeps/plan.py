@@ -172,11 +172,7 @@ def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[
 def _sweeper_problems(cell: Cell) -> list[ConfigError]:
     """Refuse other sweepers, and Hydra settings that would change the cells."""
     node = cell.composed.sweeper
-    if (
-        node.get("name") == "basic"
-        and not node.get("params")
-        and node.get("max_batch_size") is None
-    ):
+    if node.get("name") == "basic" and node.get("max_batch_size") is None:
         return []
     return [
         ConfigError(
