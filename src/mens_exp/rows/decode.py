@@ -1,4 +1,4 @@
-"""Decode a file of rows (JSON Lines, JSON, Parquet or Arrow) to objects, each with its location.
+"""Decode a file of rows (JSON Lines, JSON, CSV, Parquet or Arrow) to objects with their locations.
 
 A null in a table column means that the row does not have the field, because a table cannot express
 this otherwise. In a table many rows may share one value, through a dictionary or views of one
@@ -9,6 +9,7 @@ only inside functions.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple
@@ -32,6 +33,12 @@ _SPACE: Final = " \t\r\n"
 _TABLES: Final[dict[str, Literal["parquet", "arrow"]]] = {".parquet": "parquet", ".arrow": "arrow"}
 
 
+class Cell(str):
+    """A cell of a CSV file, which has no types: numbers and lists are read where they are due."""
+
+    __slots__ = ()
+
+
 class Located(NamedTuple):
     """The value at one location in a file.
 
@@ -50,7 +57,7 @@ class Located(NamedTuple):
 
 def has_lines(path: Path) -> bool:
     """Return whether a file, by its name, has one row per line (not a table or an array)."""
-    return inner_suffix(path) not in {*_TABLES, ".json"}
+    return inner_suffix(path) not in {*_TABLES, ".json", ".csv"}
 
 
 def decoded_rows(path: Path, field: str) -> Iterator[Located]:
@@ -58,8 +65,8 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
 
     Args:
         path: UTF-8 (a byte order mark is tolerated); one object per line, or in a ``.json`` file
-            an array of objects; either may be compressed (``.gz``, ``.zst``). Or a table:
-            ``.parquet``, ``.arrow``.
+            an array of objects; or ``.csv`` with a line of names. Each may be compressed (``.gz``,
+            ``.zst``). Or a table: ``.parquet``, ``.arrow``.
         field: the setting that names the file, for messages.
 
     Yields:
@@ -76,6 +83,9 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
             yield Located(f"{path}:{number}", row)
         return
     pieces: Iterator[bytes] = chunks(path, field)
+    if suffix == ".csv":
+        yield from _csv_rows(pieces, path)
+        return
     if suffix == ".json":
         data = b"".join(pieces)  # an array cannot be read line by line
         if data.lstrip().startswith(b"["):
@@ -84,6 +94,68 @@ def decoded_rows(path: Path, field: str) -> Iterator[Located]:
         pieces = iter([data])
     for number, line in enumerate(lines(pieces), start=1):
         yield decoded_line(line, f"{path}:{number}")
+
+
+def _csv_rows(pieces: Iterator[bytes], path: Path) -> Iterator[Located]:
+    """Decode a CSV file (RFC 4180) row by row; an empty cell means that the row lacks the field.
+
+    Raises:
+        DataError: the first line does not name the columns.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    numbered = enumerate(lines(pieces), start=1)
+    reader = csv.reader((f"{_utf8(one, f'{path}:{n}')}\n" for n, one in numbered), strict=True)
+    names: list[str] | None = None
+    while True:
+        where = f"{path}:{reader.line_num + 1}"
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            problem = DataError("is not valid CSV", where=where, found=str(error))
+            yield Located(where, problem, ends=True)
+            return
+        except DataError as problem:  # behind it, quotes may be open
+            yield Located(where, problem, ends=True)
+            return
+        if cells is None:
+            return
+        if names is None:
+            names = _csv_names(cells, where)
+        elif cells:  # a blank line is no row
+            yield Located(where, _csv_row(names, cells, where))
+
+
+def _csv_names(cells: list[str], where: str) -> list[str]:
+    """Return the names of the columns, which the first line has."""
+    names = [cell.strip() for cell in cells]
+    if len(names) == 1 and (other := next((c for c in ";\t|" if c in names[0]), None)):
+        raise DataError(
+            "the columns are not separated by commas",
+            where=where,
+            found=repr(other),
+            expected="a comma",
+            remedy="save the file with commas, or as JSON Lines",
+        )
+    if len(set(names)) < len(names) or "" in names:
+        raise DataError(
+            "the first line does not name the columns",
+            where=where,
+            found=", ".join(map(repr, names)),
+            expected="a name for each column, each once",
+        )
+    return names
+
+
+def _csv_row(names: list[str], cells: list[str], where: str) -> object:
+    if len(cells) != len(names):
+        return DataError(
+            "the row has another number of cells than there are columns",
+            where=where,
+            found=str(len(cells)),
+            expected=str(len(names)),
+            remedy="put cells that hold commas or line ends into double quotes",
+        )
+    return {name: Cell(cell) for name, cell in zip(names, cells, strict=True) if cell}
 
 
 def decoded_line(line: Line, where: str) -> Located:
@@ -95,13 +167,21 @@ def decoded_line(line: Line, where: str) -> Located:
 
 
 def _text(line: Line, where: str) -> str:
-    """Decode one line; each kind of failure has a separate message."""
+    """Decode one line of JSON; each kind of failure has a separate message."""
+    text = _utf8(line, where)
+    if not text.strip():
+        raise DataError("the line is blank", where=where, expected="one JSON object a line")
+    return text
+
+
+def _utf8(line: Line, where: str) -> str:
+    """Decode one line without its end."""
     if line.size > MAX_LINE_BYTES:
         raise DataError(
             "the line is too long",
             where=where,
             found=f"{line.size:,} bytes",
-            expected=f"at most {MAX_LINE_BYTES:,} bytes, one JSON object a line",
+            expected=f"at most {MAX_LINE_BYTES:,} bytes, one row a line",
         )
     raw = line.raw.removesuffix(b"\r")
     if b"\0" in raw:
@@ -112,7 +192,7 @@ def _text(line: Line, where: str) -> str:
             expected="UTF-8 text; a file cut off by a crash or saved as UTF-16 has NUL bytes",
         )
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             "the line is not UTF-8",
@@ -120,9 +200,6 @@ def _text(line: Line, where: str) -> str:
             found=f"byte 0x{raw[error.start]:02x} at byte {error.start + 1}",
             remedy="save the file as UTF-8",
         ) from error
-    if not text.strip():
-        raise DataError("the line is blank", where=where, expected="one JSON object a line")
-    return text
 
 
 def _json(text: str, where: str) -> object:
