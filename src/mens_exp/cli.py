@@ -133,7 +133,8 @@ def _refuse_under_torchrun(argument: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
-    from mens_exp.config.overrides import sources_in, spelled_out
+    from mens_exp.config.override_values import spelled_out
+    from mens_exp.config.overrides import sources_in
     from mens_exp.config.user_config import reading
 
     if "--version" in arguments:

@@ -20,7 +20,7 @@ from mens_exp.config.compose import study_in
 from mens_exp.config.promotion import Stopping, StudyBudget, StudyConfig
 from mens_exp.errors import ConfigError, RequestError
 from mens_exp.report.comparison_view import hypothesis_lines
-from mens_exp.sweeps import studying
+from mens_exp.sweeps import study_request, studying
 from mens_exp.tasks.promotion_evidence import _are_registered
 
 HYPOTHESIS = "A model of rank 8 has a lower loss after two steps than one of rank 2."
@@ -217,8 +217,8 @@ def test_an_edit_of_the_record_does_not_help(lab, rows_file, refused):
     write(lab, settings(rows_file, margin=0.0))
     record = record_of(lab)
     record.study["settings"]["margin"] = 0.0
-    record.study["sha256"] = studying.digest(
-        studying.settings_of(study_in(lab / "conf/study/ranks.yaml"), only_changed=True)
+    record.study["sha256"] = study_request.digest(
+        study_request.settings_of(study_in(lab / "conf/study/ranks.yaml"), only_changed=True)
     )
     record.write(SweepDir(lab / "outputs" / "study" / "ranks").record)
     assert "the study was edited" in refused("study=ranks")
@@ -257,10 +257,10 @@ def test_a_study_over_its_budget_is_not_started(here, rows_file, refused, make_s
     study = StudyConfig(hypothesis="h", grid={"lora.r": [2, 8]}, seeds=[1])
     jobs = make_sweep(*({"estimate": {"time_s": 1900.0}} for _ in range(2))).jobs
     study.budget = StudyBudget(hours=1.1)
-    studying._refuse_over_budget(study, jobs)
+    study_request.refuse_over_budget(study, jobs)
     study.budget = StudyBudget(hours=1.0)
     with pytest.raises(RequestError, match=r"study.budget.hours.*about 1.06 hours for 2 runs"):
-        studying._refuse_over_budget(study, jobs)
+        study_request.refuse_over_budget(study, jobs)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, Lo
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
+MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
 _NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
 _WORDS = {
@@ -44,6 +45,30 @@ _ELEMENTS = {
     float: "numbers, such as [0.9,0.99]",
     str: "texts, such as [a,b]",
 }
+
+
+def spelled_out(texts: Sequence[str]) -> list[str]:
+    """Expand short forms of overrides.
+
+    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
+    ``experiment=null`` the ``~experiment`` that Hydra knows.
+    """
+    return [_unset(_listed(_of_adapter(text))) for text in texts]
+
+
+def _unset(text: str) -> str:
+    group, _, value = text.partition("=")
+    return f"~{group}" if group in MAY_BE_UNSET and value == "null" else text
+
+
+def _of_adapter(text: str) -> str:
+    short = "adapter="
+    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
+    return f"adapter.file={text.removeprefix(short)}" if is_file else text
+
+
+def _listed(text: str) -> str:
+    return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
 
 
 def override_of(key: str, text: str) -> str:

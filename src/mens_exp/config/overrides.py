@@ -21,8 +21,10 @@ from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.config.compose import Composed, compose, typed
 from mens_exp.config.fields import shown
 from mens_exp.config.override_values import (
+    MAY_BE_UNSET,
     exists,
     launcher_of,
+    spelled_out,
     sweep_override_problems,
     value_problems,
     with_moved_keys,
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-_MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _OFF = {"logger": "none", "suite": "none", "sandbox": "none"}  # options that switch something off
 
 
@@ -90,30 +91,6 @@ class Checked:
     problems: tuple[MensError, ...]
     general: tuple[MensError, ...] = ()
     faulty: dict[int, Faulty] = field(default_factory=dict)
-
-
-def spelled_out(texts: Sequence[str]) -> list[str]:
-    """Expand short forms of overrides.
-
-    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
-    ``experiment=null`` the ``~experiment`` that Hydra knows.
-    """
-    return [_unset(_listed(_of_adapter(text))) for text in texts]
-
-
-def _unset(text: str) -> str:
-    group, _, value = text.partition("=")
-    return f"~{group}" if group in _MAY_BE_UNSET and value == "null" else text
-
-
-def _of_adapter(text: str) -> str:
-    short = "adapter="
-    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
-    return f"adapter.file={text.removeprefix(short)}" if is_file else text
-
-
-def _listed(text: str) -> str:
-    return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
 
 
 def check(
@@ -317,7 +294,7 @@ def _has_place(override: Override, references: Sequence[DictConfig]) -> bool:
 def _group_problems(override: Override) -> list[ConfigError]:
     group, line = override.key_or_group, _line(override)
     if override.is_delete():
-        if group in _MAY_BE_UNSET:
+        if group in MAY_BE_UNSET:
             return []
         off = _OFF.get(group)
         remedy = f"write {group}={off}" if off else f"choose an option, {group}=…"
@@ -478,7 +455,7 @@ def _switches_off(override: Override) -> bool:
     """Return whether an override asks for nothing, which is no mistake where there is nothing."""
     key = override.key_or_group
     if override.is_delete():
-        return key in _MAY_BE_UNSET
+        return key in MAY_BE_UNSET
     return not override.is_sweep_override() and override.value() == _OFF.get(key, override)
 
 
