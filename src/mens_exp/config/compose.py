@@ -30,12 +30,11 @@ from mens_exp.config.optim import lr_beside
 from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.trainer import steps_beside
-from mens_exp.config.untrusted_config import refuse_untrusted
+from mens_exp.config.untrusted_config import our_targets, refuse_untrusted
 from mens_exp.config.user_config import (
     CLASS_GROUPS,
     config_directory,
     group_options,
-    our_targets,
     primary_config,
     read_user_config,
     user_schema,

@@ -7,21 +7,59 @@ directory, which is how the user declares it trusted. The same holds for a model
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.user_config import (
     CLASS_GROUPS,
-    our_targets,
-    targets_in,
-    user_targets,
-    user_trusted_models,
+    config_directory,
+    read_option,
+    user_directories,
 )
 from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+def targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of every ``_target_``, at any depth."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            if key == "_target_":
+                yield f"{prefix}{key}", value
+            else:
+                yield from targets_in(value, f"{prefix}{key}.")
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from targets_in(value, f"{prefix}{number}.")
+
+
+@functools.cache
+def our_targets() -> frozenset[str]:
+    """Return every class that our own options name."""
+    return _targets_under(config_directory())
+
+
+def user_targets() -> frozenset[str]:
+    """Return every class that the user's options name."""
+    return frozenset().union(*map(_targets_under, user_directories())) - our_targets()
+
+
+def user_trusted_models() -> frozenset[str]:
+    """Return the ids of models whose code ``./conf`` of the working directory trusts."""
+    files = [file for root in user_directories() for file in sorted(root.glob("model/*.yaml"))]
+    options = [values for file in files if isinstance(values := read_option(file), dict)]
+    return frozenset(str(o.get("id")) for o in options if o.get("trust_remote_code") is True)
+
+
+def _targets_under(root: Path) -> frozenset[str]:
+    return frozenset(
+        str(target) for file in root.rglob("*.yaml") for _, target in targets_in(read_option(file))
+    )
+
 
 _TRUSTED = ("mens_exp.", "lightning.", "torch.")
 _GROUPS = "|".join(sorted(CLASS_GROUPS.keys() - {"callbacks"}))

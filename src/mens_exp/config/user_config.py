@@ -194,7 +194,7 @@ def _source(where: str, text: str, problems: list[ConfigError]) -> Path | None:
 
 def _searchpath_in(file: Path) -> list[str]:
     """Return the search path that a primary config asks for."""
-    values = _read(file)
+    values = read_option(file)
     hydra = values.get("hydra") if isinstance(values, dict) else None
     listed = hydra.get("searchpath") if isinstance(hydra, dict) else None
     resolved = OmegaConf.to_container(OmegaConf.create({"of": listed or []}), resolve=True)
@@ -312,7 +312,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             yield ConfigError(
                 "is in no config group", where=where, found=group, expected=f"such as {close}"
             )
-    elif isinstance(values := _read(root / file), str):
+    elif isinstance(values := read_option(root / file), str):
         yield ConfigError("is no YAML mapping", where=where, found=values)
     elif group in {"experiment", "preset"}:
         yield from (
@@ -324,7 +324,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
         yield from key_problems(values, where)
 
 
-def _read(file: Path) -> dict[str, Any] | str:
+def read_option(file: Path) -> dict[str, Any] | str:
     """Read a file's mapping, or return the reason why there is none."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), file.name)
@@ -335,43 +335,6 @@ def _read(file: Path) -> dict[str, Any] | str:
     if values is None:
         return {}
     return values if isinstance(values, dict) else type(values).__name__
-
-
-def targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of every ``_target_``, at any depth."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            if key == "_target_":
-                yield f"{prefix}{key}", value
-            else:
-                yield from targets_in(value, f"{prefix}{key}.")
-    elif isinstance(values, list):
-        for number, value in enumerate(values):
-            yield from targets_in(value, f"{prefix}{number}.")
-
-
-@functools.cache
-def our_targets() -> frozenset[str]:
-    """Return every class that our own options name."""
-    return _targets_under(config_directory())
-
-
-def user_targets() -> frozenset[str]:
-    """Return every class that the user's options name."""
-    return frozenset().union(*map(_targets_under, user_directories())) - our_targets()
-
-
-def user_trusted_models() -> frozenset[str]:
-    """Return the ids of models whose code ``./conf`` of the working directory trusts."""
-    files = [file for root in user_directories() for file in sorted(root.glob("model/*.yaml"))]
-    options = [values for file in files if isinstance(values := _read(file), dict)]
-    return frozenset(str(o.get("id")) for o in options if o.get("trust_remote_code") is True)
-
-
-def _targets_under(root: Path) -> frozenset[str]:
-    return frozenset(
-        str(target) for file in root.rglob("*.yaml") for _, target in targets_in(_read(file))
-    )
 
 
 _SCHEME = "mens-own"
