@@ -108,10 +108,11 @@ def test_version_is_ours(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--frobnicate"], "unknown flag found --frobnicate"),
-        (["--config-name", "mine"], "--config-name: has no effect here found mine"),
-        (["--config-dir", "mine"], "--config-dir: has no effect here"),
-        (["--config-path", "mine"], "--config-path: has no effect here"),
+        (["--frobnicate"], "there is no such flag found --frobnicate"),
+        (["--config-name", "mine"], "--config-name: there is no such primary config found mine"),
+        (["--config-dir", "mine"], "--config-dir: is no directory of options found file://mine"),
+        (["--config-path", "mine"], "--config-path: would take our own groups away"),
+        (["--experimental-rerun", "x"], "--experimental-rerun: is not offered: it loads a pickle"),
         (["--resolve", "model=tiny_llama"], "the flags do not go together"),
         (["--run", "--multirun", "model=tiny_llama"], "the flags do not go together"),
     ],

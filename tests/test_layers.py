@@ -36,6 +36,7 @@ LAYERS = (
     ("training",),
     ("tasks",),
     ("sweeps",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )
@@ -103,6 +104,8 @@ def violations(root):
     wrong = []
     for file, tree in modules(root).items():
         here = package_of(file)
+        if file == "__init__.py":  # names the functions of api, and loads them when they are used
+            continue
         wrong += [
             f"{file} imports {there}"
             for there in sorted(own_packages(tree))

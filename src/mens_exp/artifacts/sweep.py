@@ -232,6 +232,36 @@ class LeftOut(TypedDict):
     same_as: int | None
 
 
+class StudyRecord(TypedDict):
+    """The study that a sweep conducts.
+
+    Attributes:
+        name: its name, and that of its cycle in the ledger.
+        sha256: digest of its settings, which the ledger registers.
+        settings: its settings.
+        factors: settings and groups in which its arms differ.
+        ledger: path of the ledger.
+        entry: number of the ledger entry that registers it; null until it is registered.
+        entry_sha256: digest of that entry.
+        registered_utc: time of that entry.
+        later: jobs that have not been started yet, in order.
+        stopped: the reason why they will not be; null if they will.
+        comparison: directory of the latest comparison, relative to the sweep's; null if none.
+    """
+
+    name: str
+    sha256: str
+    settings: dict[str, Any]
+    factors: list[str]
+    ledger: str
+    entry: int | None
+    entry_sha256: str | None
+    registered_utc: str | None
+    later: list[SweepJob]
+    stopped: str | None
+    comparison: str | None
+
+
 def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
     """Migrate a record of version 1 to version 2; launchers had different names."""
     try:
@@ -279,6 +309,7 @@ class SweepRecord(StoredRecord):
         left_out: the cells that do not run.
         notes: further remarks for the reader.
         search: the search that sampled the cells; None if the command lists them.
+        study: the study that the cells belong to; None for any other sweep.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _sweep_of_1}
@@ -302,6 +333,7 @@ class SweepRecord(StoredRecord):
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     search: SearchRecord | None = None
+    study: StudyRecord | None = None
 
     def problems(self, where: str) -> list[DataError]:
         """Return directories that lead outside the sweep, since the record may be untrusted."""
@@ -312,7 +344,7 @@ class SweepRecord(StoredRecord):
                 found=job["directory"],
                 expected="a path below the sweep's own directory",
             )
-            for place, job in enumerate(self.jobs)
+            for place, job in enumerate([*self.jobs, *(self.study["later"] if self.study else ())])
             if not _is_below(job["directory"])
         ]
 

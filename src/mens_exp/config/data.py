@@ -350,8 +350,9 @@ class JsonlData(RowsData):
     source: str = "jsonl"
     path: Any = setting(
         MISSING,
-        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
-        "and .json, also with .gz or .zst, .parquet and .arrow. A line holds at most 64 MiB.",
+        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: "
+        ".jsonl, .json and .csv, also with .gz or .zst, .parquet and .arrow. A line holds at most "
+        "64 MiB.",
         contract=("data.train_file",),
     )
     val_path: Any = setting(

@@ -105,6 +105,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "unsafe": evaluation.UnsafeSandbox,
         "none": evaluation.NoSandbox,
     },
+    "study": {"study": promotion.StudyConfig},
     "policy": {
         "burn_production": promotion.BurnProductionPolicy,
         "qlora_plateau": promotion.QloraPlateauPolicy,

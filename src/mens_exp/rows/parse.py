@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mens_exp.artifacts.digest import canonical_json
 from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, nearest
+from mens_exp.rows.decode import Cell
 from mens_exp.rows.schema import (
     ALIASES,
     KEYS,
@@ -428,7 +429,8 @@ class _RowReader:
             name, keys = _TURNS[self._form]
             tools = read_tools(values.get("tools"), self._problems)
             if self._is_there(values, name):
-                return read_turns(values[name], keys, self._problems, tools) or nothing
+                turns = _decoded(values[name]) if isinstance(values[name], Cell) else values[name]
+                return read_turns(turns, keys, self._problems, tools) or nothing
             return nothing
         prompt = self._required(values, "prompt")
         given = self._optional(values, "input")
@@ -499,6 +501,8 @@ class _RowReader:
         value = values.get(name)
         if value is None:
             return None
+        if isinstance(value, Cell) and value.strip().isdecimal():
+            value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and value in accepts:
             return value
         self._problems.add(

@@ -236,6 +236,18 @@ KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
         ("prompt", "response"),
         "split the text into 'prompt' and 'response': plain text says not what to supervise",
     ),
+    "chosen": (
+        ("response",),
+        "preference rows: train on the preferred with data.columns={prompt:prompt,response:chosen}",
+    ),
+    "rejected": (
+        ("response",),
+        "these are preference rows: leave out what no objective reads",
+    ),
+    "function_call": (
+        ("messages",),
+        "this is an older form of tool calls: write 'messages' whose turns have 'tool_calls'",
+    ),
     "completion": (("response",), "rename it to 'response', or say data.columns.response=…"),
     "question": (("prompt",), "rename it to 'prompt', or say data.columns.prompt=…"),
     "answer": (("response",), "rename it to 'response', or say data.columns.response=…"),
