@@ -20,7 +20,14 @@ from processes import timed
 
 QUESTION = "How close is a plan's predicted peak memory to the measured one?"
 COMMON = (
-    *("trainer=cpu", "logger=none", "suite=none", "data=jsonl", "data.val_frac=0.1"),
+    *(
+        "trainer=cpu",
+        "logger=none",
+        "suite=none",
+        "suite.items=0",
+        "data=jsonl",
+        "data.val_frac=0.1",
+    ),
     *("trainer.max_steps=2", "trainer.accumulate_grad_batches=1", "schedule=constant"),
     *("schedule.warmup_steps=0", "data.heldout_frac=0.1", "data.val_max_tokens=512"),
 )

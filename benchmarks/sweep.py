@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 QUESTION = "What does the launcher of sweeps cost, and what survives when its processes are killed?"
 ROWS = 60
 SMALL = (
-    *("model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "data=jsonl"),
+    *(
+        "model=tiny_llama",
+        "trainer=cpu",
+        "logger=none",
+        "suite=none",
+        "suite.items=0",
+        "data=jsonl",
+    ),
     *("schedule=constant", "schedule.warmup_steps=0", "data.seq_len=192", "optim.lr=1e-3"),
     *("data.val_frac=0.1", "data.heldout_frac=0.1", "checkpoint.every_n_steps=2"),
 )

@@ -293,6 +293,7 @@ def tiny_run(rows_file):
         "trainer=cpu",
         "logger=none",
         "suite=none",
+        "suite.items=0",
         "schedule=constant",
         "schedule.warmup_steps=0",
         "data=jsonl",
@@ -315,6 +316,8 @@ def train_in(tiny_run):
     def trained(directory, *overrides, code=0, without=None):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         by_key.pop(without, None)
+        if by_key.get("suite") != "suite=none" and by_key.get("suite.items") == "suite.items=0":
+            del by_key["suite.items"]  # of suite=none
         assert cli.main([*by_key.values(), f"hydra.run.dir={directory}"]) == code
         return RunDir(Path(directory))
 

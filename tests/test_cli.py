@@ -51,11 +51,11 @@ def subprocess_of(*arguments):
     )
 
 
-def test_help_shows_tasks_groups_and_examples_and_loads_nothing_heavy():
+def test_help_shows_tasks_groups_and_documentation_and_loads_nothing_heavy():
     """It is what a new user reads first, and must answer at once."""
     done = subprocess_of("--help")
     assert done.returncode == 0
-    for word in ("train", "plan", "evaluate", "smollm2_135m", "lora", "Examples", "--cfg job"):
+    for word in ("train", "plan", "evaluate", "smollm2_135m", "lora", "Documentation", "--cfg job"):
         assert word in done.stdout
     assert done.stdout.rstrip().endswith("[]")
 

@@ -9,7 +9,7 @@ import pytest
 
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.errors import MensError
-from mens_exp.report.comparison_view import findings, verdicts_grid
+from mens_exp.report.comparison_view import findings, verdict_table
 
 SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "compare.json"
 
@@ -21,7 +21,7 @@ def test_a_record_of_version_1_is_read_with_what_it_knew(tmp_path):
     kpi = record.contrasts[0]["kpis"][record.primary]
     assert (kpi["level"], kpi["mde_low"], record.sequential) == (0.95, None, "none")
     assert any("each arm alone" in note for note in record.notes)
-    assert verdicts_grid(record)[1][0][5].startswith("about ")
+    assert verdict_table(record).rows[0][5].startswith("about ")
     assert list(findings(record))
     record.write(tmp_path / "compare.json")
     assert Comparison.read(tmp_path / "compare.json") == record

@@ -19,7 +19,9 @@ def problems_of(*overrides):
     problems = list(checked.problems)
     if not problems:
         problems += preflight(checked.cells[0].config)
-    assert bool(terminal.problems(problems)) == bool(problems)  # what the command line prints
+    assert bool(list(terminal.problem_lines(problems, 80))) == bool(
+        problems
+    )  # what the command line prints
     return [(problem.where, str(problem)) for problem in problems]
 
 

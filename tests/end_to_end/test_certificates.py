@@ -56,6 +56,7 @@ def run(
         "data.val_max_tokens=4096",
         "optim.lr=2e-3",
         "suite=none",
+        "suite.items=0",
         "logger=none",
     ]
     assert cli.main([*command, f"hydra.run.dir={directory}"]) == 0

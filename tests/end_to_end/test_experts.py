@@ -119,7 +119,7 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     from mens_exp.planning.memory import Documents, memory
 
     def components(*overrides):
-        usual = ["trainer=cpu", "suite=none", "model.gradient_checkpointing=false"]
+        usual = ["trainer=cpu", "suite=none", "suite.items=0", "model.gradient_checkpointing=false"]
         config = typed(compose([[*usual, *overrides]])[0].values)
         config.model = HfModel(
             id=str(base), gradient_checkpointing=config.model.gradient_checkpointing

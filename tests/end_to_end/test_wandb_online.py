@@ -23,7 +23,13 @@ def train(tmp_path, cache, rows_file, wandb_service):
     """`python -m mens_exp experiment=smoke logger=wandb logger.mode=online`, which must succeed."""
 
     def command(*overrides):
-        asked = ["experiment=smoke", "logger=wandb", "logger.mode=online", "suite=none"]
+        asked = [
+            "experiment=smoke",
+            "logger=wandb",
+            "logger.mode=online",
+            "suite=none",
+            "suite.items=0",
+        ]
         rows = ["data=jsonl", f"data.path={rows_file}", "data.val_frac=0.1"]
         _run(tmp_path, cache, *asked, *rows, *overrides)
         (manifest,) = tmp_path.glob("outputs/train/smoke/*/manifest.json")

@@ -9,7 +9,7 @@ from mens_exp.config.validate import problems_of
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.memory import BUCKETS, WHOLE
 from mens_exp.planning.throughput_model import Throughput
-from mens_exp.report import terminal
+from mens_exp.report import plan_view, terminal
 
 # Llama 3 70B's published dimensions.
 MODEL_70B = (
@@ -140,13 +140,10 @@ def test_too_small_without_scoring_too_it_is_the_run_that_is_too_large(
 
 def test_the_table_says_what_fits(planned):
     """In the words of a person."""
-    from rich.console import Console
-
-    console = Console(width=100, record=True, file=None)
-    with console.capture() as captured:
-        console.print(terminal.plan_table(planned(*MODEL_70B, *EIGHT)))
-    assert "8, ddp" in captured.get()
-    assert "ddp fits in" in captured.get()
+    parts = plan_view.document(planned(*MODEL_70B, *EIGHT)).parts
+    shown = "\n".join(line.plain for line in terminal.lines(parts, 100, is_plain=False))
+    assert "8, ddp" in shown
+    assert "ddp fits in" in shown
 
 
 def test_processes_of_a_cpu_share_its_memory(planned):

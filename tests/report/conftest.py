@@ -7,6 +7,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition, Scorecard, write_item_events
 from mens_exp.artifacts.telemetry import Telemetry
+from mens_exp.report import terminal
 
 SHA = "ab" * 32
 
@@ -190,6 +191,17 @@ def write_run(tmp_path):
         return run
 
     return write
+
+
+@pytest.fixture(scope="session")
+def screen():
+    """Return the text that a terminal of a width shows of parts of a document."""
+
+    def drawn(parts, width=80, *, is_plain=False):
+        lines = [line.plain for line in terminal.lines(parts, width, is_plain=is_plain)]
+        return "\n".join(lines)
+
+    return drawn
 
 
 @pytest.fixture

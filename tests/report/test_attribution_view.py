@@ -6,18 +6,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mens_exp.artifacts.attribution import Attribution
-from mens_exp.report import write
-from mens_exp.report.attribution_view import (
-    Grid,
-    headline,
-    heat_map,
-    page,
-    suggested_command,
-    worst_table,
-)
+from mens_exp.report import run_page, terminal, write
+from mens_exp.report.attribution_view import Grid, headline, heat_map, sections
+from mens_exp.report.document import Plot
 from mens_exp.report.summary import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attribution_v1.json"
@@ -42,23 +35,21 @@ def cells(svg):
 @pytest.mark.parametrize("width", [80, 120])
 def test_terminal_table_fits(record, width):
     """The module that costs most is first, nothing is cut off."""
-    console = Console(width=width, force_terminal=False, color_system=None)
-    with console.capture() as capture:
-        console.print(worst_table(record))
-    text = capture.get()
+    lines = [line.plain for line in terminal.lines(sections(record)[:1], width, is_plain=False)]
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
     assert text.index("l0.v") < text.index("l3.up")
     assert "…" not in text
     assert "leaves out 75.0% of the summed KL" in " ".join(text.split())
 
 
-def test_suggestion_is_a_command_for_a_shell(record):
-    """Split by a shell it is the overrides again, on one line however narrow the terminal."""
-    console = Console(width=40, force_terminal=False, color_system=None)
-    with console.capture() as capture:
-        console.print(suggested_command(record), soft_wrap=True)
-    words = shlex.split(capture.get())
+def test_suggestion_is_a_command_for_a_shell(record, write_run):
+    """Split by a shell it is the overrides again."""
+    run = write_run(task="attribute")
+    shutil.copy(GOLDEN, run.attribution)
+    (step,) = run_page.steps(load(run))
+    words = shlex.split(step.command)
     assert words == ["python", "-m", "mens_exp", *record.suggestion["overrides"]]
-    assert capture.get().count("\n") == 1
 
 
 def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record):
@@ -79,7 +70,7 @@ def test_page_shows_maps_tables_and_parity(record, write_run):
         "Activation-weighted error",
         "Loss change, each module alone",
         "v, layer 0: 0.003",
-        "model.layers.3.mlp.up_proj",
+        "l3.up",
         "4 bits against f32",
         "95.5%",
         "16 and on",
@@ -99,7 +90,8 @@ def test_a_run_without_attribution_has_no_such_part(write_run):
 
 def test_map_has_a_cell_for_each_known_value(record):
     """Two modules; the SQNR of both is known in the configured variant."""
-    maps = {plot.name: cells(plot.svg) for plot in page(record).maps}
+    plots = [part for part in sections(record)[1].parts if isinstance(part, Plot)]
+    maps = {plot.name: cells(plot.svg) for plot in plots}
     assert [len(found) for found in maps.values()] == [2, 2, 2, 2]
     assert [said for said, _ in maps["sqnr"]] == ["v, layer 0: 20.5 dB", "up, layer 3: 20.5 dB"]
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from mens_exp.report import rendering
+from mens_exp.report import write
 from mens_exp.report.summary import load
 
 
@@ -18,7 +18,7 @@ def _front_matter(text):
 
 def test_front_matter_is_what_hubs_read(write_run):
     """The bundled base is SmolLM2, which is under Apache 2.0."""
-    assert _front_matter(rendering.render_card(load(write_run()))) == {
+    assert _front_matter(write.render_card(load(write_run()))) == {
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "library_name": "peft",
         "pipeline_tag": "text-generation",
@@ -30,7 +30,7 @@ def test_front_matter_is_what_hubs_read(write_run):
 def test_front_matter_survives_hostile_names(write_run):
     """A model's name cannot add a key or close the block."""
     name = 'x: "y"\n---\nevil: 1 # \x00'
-    head = _front_matter(rendering.render_card(load(write_run(inputs={"base_model": name}))))
+    head = _front_matter(write.render_card(load(write_run(inputs={"base_model": name}))))
     assert head["base_model"] == 'x: "y" --- evil: 1 # \\x00'
     assert "license" not in head
     assert "evil" not in head
@@ -38,7 +38,7 @@ def test_front_matter_survives_hostile_names(write_run):
 
 def test_random_base_is_not_named_to_hubs(write_run):
     """No hub has it, and the card says what it is good for."""
-    text = rendering.render_card(
+    text = write.render_card(
         load(write_run(inputs={"base_model": "tiny_llama", "base_source": "random"}))
     )
     assert "base_model" not in _front_matter(text)
@@ -47,9 +47,9 @@ def test_random_base_is_not_named_to_hubs(write_run):
 
 def test_bundled_base_is_called_four_bit(write_run):
     """The GGUF file is itself quantized; a hub's base is not said to be."""
-    assert "4-bit (Q4_1)" in rendering.render_card(load(write_run()))
+    assert "4-bit (Q4_1)" in write.render_card(load(write_run()))
     hub = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "base_source": "hub"}
-    assert "Q4_1" not in rendering.render_card(load(write_run(inputs=hub)))
+    assert "Q4_1" not in write.render_card(load(write_run(inputs=hub)))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_bundled_base_is_called_four_bit(write_run):
 )
 def test_loading_code_quantizes_as_the_run_did(write_run, quant, present, missing):
     """The code parses, and names the run's own quantization."""
-    text = rendering.render_card(load(write_run(facts={"quant": quant, "double_quant": True})))
+    text = write.render_card(load(write_run(facts={"quant": quant, "double_quant": True})))
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ast.parse(code)
     assert present in code
@@ -71,15 +71,16 @@ def test_loading_code_quantizes_as_the_run_did(write_run, quant, present, missin
 
 def test_card_has_results_and_how_to_repeat_them(write_run):
     """One row a KPI, the command, and the digests."""
-    text = rendering.render_card(load(write_run()))
-    assert "| Validation loss (nats per token) | 2.0000 | 1.5000 | \N{MINUS SIGN}25.0% |" in text
+    text = write.render_card(load(write_run()))
+    row = "| Validation loss (nats per token) | 2.0000 | 1.5000 | \N{MINUS SIGN}25.0% better "
+    assert row in text
     assert "python -m mens_exp optim.lr=2e-4 'data.path=my rows.jsonl'" in text
     assert f"| config digest | `{'ab' * 32}` |" in text
 
 
 def test_card_of_a_failed_run_offers_nothing_to_load(failed_run):
     """It says that it is no result, and why."""
-    text = rendering.render_card(load(failed_run))
+    text = write.render_card(load(failed_run))
     assert "This run is not a result." in text
     assert "rows.jsonl:3: not JSON" in text
     assert "```python" not in text
@@ -88,7 +89,7 @@ def test_card_of_a_failed_run_offers_nothing_to_load(failed_run):
 def test_hostile_text_adds_no_markup(write_run):
     """Neither a heading, a table cell nor a tag."""
     hostile = "a | b\n# c <script> [x](y)"
-    text = rendering.render_card(load(write_run(experiment=hostile, facts={"attention": hostile})))
+    text = write.render_card(load(write_run(experiment=hostile, facts={"attention": hostile})))
     assert "<script>" not in text.replace("\\<script\\>", "")
     assert "\n# c" not in text
     assert "| attention | a \\| b \\# c " in text
@@ -97,7 +98,7 @@ def test_hostile_text_adds_no_markup(write_run):
 def test_rendering_twice_gives_the_same_bytes(write_run):
     """The card is a pure function of the records."""
     run = write_run()
-    assert rendering.render_card(load(run)) == rendering.render_card(load(run))
+    assert write.render_card(load(run)) == write.render_card(load(run))
 
 
 FROM_SCRATCH = {"artifact": "weights", "quant": "none", "train_base": True, "lane": "research"}
@@ -121,6 +122,6 @@ FROM_SCRATCH = {"artifact": "weights", "quant": "none", "train_base": True, "lan
 )
 def test_card_says_what_the_run_left(write_run, facts, says, silent):
     """How to load it is how it was written; a research lane is named."""
-    text = rendering.render_card(load(write_run(facts=facts)))
+    text = write.render_card(load(write_run(facts=facts)))
     assert says in text
     assert silent not in text

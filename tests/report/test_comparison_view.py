@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.report.comparison_view import findings, verdict_table, verdicts_grid
+from mens_exp.report import comparison_view, terminal
+from mens_exp.report.comparison_view import findings, verdict_table
+from mens_exp.report.document import as_cell
 from mens_exp.report.study_plots import comparison_drawings
 
 pytestmark = pytest.mark.draws
@@ -16,16 +16,21 @@ pytestmark = pytest.mark.draws
 SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "compare.json"
 
 
+def in_80_columns(record):
+    lines = terminal.lines(comparison_view.brief(record), 80, is_plain=False)
+    texts = [line.plain for line in lines]
+    assert max(map(len, texts)) <= 80
+    return "\n".join(texts)
+
+
 def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns():
     """The page has two columns more; here they would leave a verdict to be read downwards."""
     record = Comparison.read(SHIPPED)
-    console = Console(width=80, file=io.StringIO())
-    console.print(verdict_table(record))
-    shown = console.file.getvalue()
-    heads, rows = verdicts_grid(record)
-    assert len(heads) == len(rows[0]) == 9
-    for row in rows:
-        assert all(word in shown for word in row[-1].split())
+    shown = in_80_columns(record)
+    table = verdict_table(record)
+    assert len(table.heads) == len(table.rows[0]) == 9
+    for row in table.rows:
+        assert all(word in shown for word in row[-1].text.split())
         assert row[1] in shown
     assert "seed noise" not in shown
 
@@ -38,18 +43,17 @@ def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
     kpi.update(mde_low=0.2512, mde_high=0.5934)
     others = [{"path": "a", "seeds": [1, 2]}, {"path": "b", "seeds": [1, 2, 3]}]
     record.looks = {contrast["arm"]: {"others": others, "false": 0.119}}
-    heads, (row,) = verdicts_grid(record)
+    table = verdict_table(record)
+    heads, row = table.heads, [as_cell(value).text for value in table.rows[0]]
     assert row[heads.index("look")] == "3"
     assert row[heads.index("found at 80%")] == "0.25 to 0.59"
-    console = Console(width=80, file=io.StringIO())
-    console.print(verdict_table(record))
-    shown = console.file.getvalue()
+    shown = in_80_columns(record)
     assert all(word in shown for word in (*row[-1].split(), "difference", "interval"))
     said = " ".join(shown.split())
     assert "look 3 at these runs, as far as there are records here" in said
     assert "is wrong in 12% of studies without a difference" in said
     record.cycle = "one"
-    (said,) = [text for text, _ in findings(record) if "look 3" in text]
+    (said,) = [note.text for note in findings(record) if "look 3" in note.text]
     assert said.endswith("cycle one registered these seeds before any run.")
 
 
@@ -62,7 +66,7 @@ def test_forests_say_their_level_and_which_way_is_better():
     forest = comparison_drawings(record)[0]
     assert "99.9% interval" in forest.caption
     assert forest.caption.endswith("Lower is better.")
-    assert verdicts_grid(record)[0][2] == "99.9% interval"
+    assert verdict_table(record).heads[2] == "99.9% interval"
 
 
 def of_noise(record, estimate, seeds=(1, 2, 3)):

@@ -5,7 +5,7 @@ from html import unescape
 from html.parser import HTMLParser
 
 from mens_exp.artifacts.corpus_record import CorpusReport, Histogram, NGrams, Tokens
-from mens_exp.report.corpus_view import render
+from mens_exp.report import corpus_view, html
 
 LENGTHS = Histogram(
     count=1200,
@@ -83,6 +83,10 @@ def record(**fields):
         "unknown": {"parse.": "these rows name no language"},
     }
     return CorpusReport(**usual | fields)
+
+
+def render(report):
+    return html.page(corpus_view.document(report))
 
 
 def text(page):

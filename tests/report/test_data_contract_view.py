@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import copy
 
-from mens_exp.artifacts.manifest import Manifest
-from mens_exp.report import sections, write
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.report import plan_view, sections, terminal, write
 from mens_exp.report.summary import Records
 
 NODE = {
@@ -87,7 +87,7 @@ def records(node):
 
 
 def told(node):
-    cells = sections.contract_cells(records(node))
+    cells = sections.contract_cells(node)
     return {cell.label: cell.text or f"unknown: {cell.absent}" for cell in cells}
 
 
@@ -100,7 +100,7 @@ def test_figures_are_told_in_words():
     assert found["trained share"] == "25.0% of 2,000 tokens"
     assert found["end marker trained"] == "yes, 9 of 9 within the limit, 90.0% of the documents"
     assert found["lost to truncation"] == "125 tokens (20.0%)"
-    assert found["answers given again"] == "1 of 4 talks"
+    assert found["repeated answers"] == "1 of 4 conversations"
     assert found["overlap with the held-out rows"] == (
         "0 of 163 items are half or more in one row; 14 share a 13-gram of words with 16 rows"
     )
@@ -123,16 +123,24 @@ def test_what_is_unknown_has_its_reason():
 
 def test_the_report_has_the_certificate_and_what_it_refused():
     """A run without one has no such section."""
-    refused = {**NODE, "violations": ["data.seq_len: <b>"]}
-    page = write.render_page(records(refused))
+    refused = records({**NODE, "violations": ["data.seq_len: <b>"]})
+    refused.manifest.status = Status.FAILED
+    page = write.render_page(refused)
     assert "Data contract" in page
     assert "data.seq_len: &lt;b&gt;" in page
+    assert '<h2 class="bad">Can I trust it?' in page
+    assert "The <a" not in page.partition("Can I trust it?")[2].partition("What did it cost")[0]
     assert "Data contract" not in write.render_page(records(None))
 
 
 def test_a_plan_tells_the_token_part_alone():
     """As the report does."""
-    lines = sections.contract_plan_lines(NODE["tokens"], {})
-    cells = sections.contract_cells(records(NODE))
-    assert lines == [f"{cell.label}: {cell.text}" for cell in cells[: len(lines)]]
-    assert lines[-1] == "longest: 512 tokens, 2 documents cut"
+    plan = {"data": {"source": "jsonl", "exact": True}}
+    plan["data"]["contract"] = {"tokens": NODE["tokens"], "unknown": {}}
+    shown = "\n".join(
+        line.plain for line in terminal.lines(plan_view.document(plan).parts, 120, is_plain=False)
+    )
+    for cell in sections.token_cells(NODE["tokens"], {}):
+        assert f"{cell.label}: {cell.text}" in shown
+    assert "longest: 512 tokens, 2 documents cut" in shown
+    assert "labels shifted" not in shown

@@ -6,11 +6,9 @@ from html.parser import HTMLParser
 import pytest
 
 from mens_exp.artifacts.manifest import Status
-from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.artifacts.scorecard import Samples, Scorecard
 from mens_exp.report import write
 from mens_exp.report.summary import load
-
-pytestmark = pytest.mark.draws
 
 _VOID = {"meta", "link", "img", "br", "input", "hr"}
 _HOSTILE = "<script>alert(1)</script> & </pre> \x1b[2J {{ 7 * 7 }}"
@@ -51,6 +49,7 @@ def test_rendering_twice_gives_the_same_bytes(write_run):
     assert write.render_page(load(run)) == write.render_page(load(run))
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("kind", ["finished", "failed"])
 def test_page_nests_and_asks_for_nothing(write_run, failed_run, kind):
     """No script, no style sheet, no picture, no link but into the page."""
@@ -90,7 +89,7 @@ def test_failed_run_opens_with_its_error(failed_run):
         "rows.jsonl:3: not JSON",
         "fix the line",
         "not reached: the run failed",
-        "There is no plan beside this run.",
+        "There is no plan next to this run.",
         "no training step was recorded",
         "The run ended before any held-out item was completed.",
         "config.yaml is not in the run directory",
@@ -101,7 +100,7 @@ def test_failed_run_opens_with_its_error(failed_run):
 def test_a_run_without_a_suite_judges_no_answers(finished):
     """The page of a command with `suite=none` has the losses, and no card of what parses."""
     page = (finished.path / "report.html").read_text("utf-8")
-    assert "<h2>Validation loss" in page
+    assert "<h3>Validation loss" in page
     assert "that parse" not in page
     assert "This run evaluated no held-out items." in page
     assert "parse" not in (finished.path / "MODEL_CARD.md").read_text("utf-8")
@@ -121,7 +120,7 @@ def test_a_run_that_failed_before_its_suite_says_what_it_did_not_reach(write_run
 def test_each_setting_that_differs_has_one_line(finished):
     """The file of rows by its path alone; what else its option has is the option."""
     page = (finished.path / "report.html").read_text("utf-8")
-    lines = re.findall("<dt>differs from default: (.*?)</dt><dd>(.*?)</dd>", page)
+    lines = re.findall(r"<dt>differs from default: (.*?)</dt><dd>(.*?)\s*</dd>", page)
     paths = [path for path, _ in lines]
     assert len(paths) == len(set(paths))
     (rows,) = [path for path in paths if path.startswith("data.path")]
@@ -134,7 +133,7 @@ def test_each_setting_that_differs_has_one_line(finished):
 def test_an_item_of_one_condition_is_shown_alone(write_run, item):
     """The other side says that it was not run."""
     page = write.render_page(load(write_run([item("base", "x")])))
-    assert "not completed under this condition" in page
+    assert "not asked under this condition" in page
 
 
 def test_an_answer_says_in_which_style_it_was_read(write_run, item):
@@ -184,4 +183,48 @@ def test_a_suite_that_brings_its_own_models_shows_their_answers(write_run, item)
     text = write.render_page(load(write_run(events)))
     assert "answer of first" in text
     assert "answer of second" in text
-    assert "not completed under this condition" not in text
+    assert "not asked under this condition" not in text
+
+
+def test_the_page_opens_with_four_answers(write_run):
+    """Did it learn, can I trust it, what did it cost, what next: before anything else."""
+    run = write_run()
+    page = write.render_page(load(run))
+    asked = ("Did it learn?", "Can I trust it?", "What did it cost?", "What next?", "<h2>Result")
+    places = [page.index(text) for text in asked]
+    assert places == sorted(places)
+    assert f"task=chat path={run.path}" in page
+    assert "-m seed=1,2,3 optim.lr=2e-4" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"status": Status.FAILED, "error": None}, "Unknown: the run failed."),
+        ({"results": {"base_val_loss": 2.0, "tuned_val_loss": 2.0}}, "In part"),
+        ({"results": {}, "task": "evaluate"}, "Is it better?"),
+    ],
+)
+def test_what_a_run_learned_is_said_as_far_as_it_is_known(write_run, changes, expected):
+    """A loss that stayed and answers that got better are a part."""
+    run = write_run(**changes)
+    run.telemetry.unlink()
+    assert expected in write.render_page(load(run))
+
+
+def test_answers_that_nobody_scored_are_shown(write_run):
+    """Of a run without a suite: base beside tuned, open, with the row's own answer."""
+    run = write_run()
+    run.scorecard.unlink()
+    run.events.unlink()
+    answers = {
+        "base": {"text": "I am a model.", "tokens": 64, "finished": False},
+        "tuned": {"text": "def f(): pass", "tokens": 5, "finished": True},
+    }
+    one = {"item_id": "x", "prompt": "Write f.", "reference": "def f(): ...", "answers": answers}
+    Samples(max_new_tokens=64, items=[one]).write(run.samples)
+    page = write.render_page(load(run))
+    assert "<h2>What the models say now</h2>" in page
+    for text in ("I am a model.", "cut off, 64 tokens", "def f(): pass", "def f(): ..."):
+        assert text in page
+    assert "badge" not in page.partition("What the models say now")[2].partition("Planned")[0]

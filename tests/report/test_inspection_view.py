@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
-from rich.console import Console
-
 from mens_exp.artifacts.certificate import (
     Ancestor,
     ArtifactKind,
@@ -19,14 +15,14 @@ from mens_exp.artifacts.certificate import (
     Role,
     Verification,
 )
-from mens_exp.report.evidence_views import inspection_view
+from mens_exp.report import terminal
+from mens_exp.report.evidence_views import inspection_document
 
 
 def shown(found):
-    console = Console(file=StringIO(), width=240)
-    console.print(inspection_view(found))
-    file = console.file
-    return str(file.getvalue())
+    document = inspection_document(found)
+    lines = terminal.lines(document.parts, 240, is_plain=False)
+    return "\n".join([document.title, *(line.plain for line in lines)])
 
 
 def inspection(**fields):
@@ -79,7 +75,7 @@ def test_base_layers_and_figures_are_shown():
     text = shown(inspection())
     for part in (
         *("tiny @ abc, nf4, double quantized", "rslora, rank 4, 1 layers, 1,234 parameters"),
-        *("model.layers.0.self_attn.q_proj.weight", "48x64", "0.25", "3.125"),
+        *("model.layers.0.self_attn.q_proj.weight", "48 × 64", "0.25", "3.125"),
     ):
         assert part in text
     assert "row lengths" not in text

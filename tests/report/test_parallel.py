@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.report.sweep_page import Line, parallel
+from mens_exp.report.study_plots import Line, parallel
 
 
 def line(cell, **values):
@@ -14,7 +14,8 @@ def line(cell, **values):
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf", "1e999"])
 def test_a_factor_without_an_end_lies_apart(odd):
     """It has no place on a scale; the other value would have none beside it."""
-    drawn = parallel(["clip", "loss"], [line(0, clip="1.0", loss=2.0), line(1, clip=odd, loss=3.0)])
+    lines = [line(0, clip="1.0", loss=2.0), line(1, clip=odd, loss=3.0)]
+    drawn = parallel(["clip", "loss"], lines, {})
     paths = [text.partition('"')[0] for text in drawn.split(' d="')[1:]]
     assert len(paths) == 2
     assert not any("nan" in text or "inf" in text for text in paths)
@@ -25,6 +26,8 @@ def test_a_factor_without_an_end_lies_apart(odd):
 def test_numbers_lie_to_scale():
     """Half-way between 0 and 10 is 5."""
     lines = [line(number, r=text, loss=1.0) for number, text in enumerate(("0", "5", "10"))]
-    paths = [text.partition('"')[0] for text in parallel(["r", "loss"], lines).split(' d="')[1:]]
+    paths = [
+        text.partition('"')[0] for text in parallel(["r", "loss"], lines, {}).split(' d="')[1:]
+    ]
     low, middle, high = (float(path.split()[1].removesuffix("L")) for path in paths)
     assert middle == pytest.approx((low + high) / 2)

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from mens_exp.artifacts.sweep import JobState, SweepRecord
-from mens_exp.report.evidence_views import best_table, drawn_from, search_page, space_table
-from mens_exp.report.study_plots import search_drawings
+from mens_exp.report import html, search_view
+from mens_exp.report.search_view import best_parts, drawn_from, search_drawings, space_parts
 
 pytestmark = pytest.mark.draws
 
@@ -81,10 +78,8 @@ def searched(**more):
     )
 
 
-def said(table):
-    console = Console(file=io.StringIO(), width=120)
-    console.print(table)
-    return console.file.getvalue()
+def search_page(record):
+    return html.page(search_view.document(record))
 
 
 def test_the_page_shows_trials_best_and_drawings():
@@ -119,16 +114,16 @@ def test_a_search_without_results_says_so():
     assert record.search is not None
     reasons = {plot.absent for plot in search_drawings(record.search)}
     assert reasons == {"no trial is complete", "too few", "no trial validated in training"}
-    assert "no trial is complete" in search_page(record)
+    assert "No trial is complete." in search_page(record)
 
 
-def test_the_terminal_says_what_is_drawn_and_what_is_best():
+def test_the_terminal_says_what_is_drawn_and_what_is_best(screen):
     """Before the first trial, and after the last."""
-    before = said(space_table(searched()))
+    before = screen(space_parts(searched()), 120)
     assert "1 to 8, whole numbers, even in the logarithm" in before
     assert "minimize val_loss, minimize peak_bytes; sampler tpe, seed 3, pruner median" in before
     assert "note: cannot run: lora.r=0" in before
-    assert "lora.r=1" in said(best_table(searched()))
+    assert "lora.r=1" in screen(best_parts(searched()))
 
 
 @pytest.mark.parametrize(
@@ -158,17 +153,14 @@ def test_a_front_claims_no_more_than_its_trials(monkeypatch, directions, between
     """Between two trials the line has the value of the one whose x is allowed there."""
     from matplotlib.figure import Figure
 
-    from mens_exp.report import study_plots
-
     lines = {}
 
-    def svg_of(name, _title, _inches, paint):
+    def drawn(name, _title, _caption, _inches, paint):
         axes = Figure().add_subplot()
         paint(axes)
         lines[name] = axes.lines
-        return "<svg></svg>"
 
-    monkeypatch.setattr(study_plots, "svg_of", svg_of)
+    monkeypatch.setattr(search_view, "drawn", drawn)
     trials = [trial(0, values=[1.0, 0.5]), trial(1, values=[2.0, 0.9])]
     search = searched(directions=directions, trials=trials).search
     assert search is not None

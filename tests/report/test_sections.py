@@ -4,28 +4,33 @@ from mens_exp.report import sections
 from mens_exp.report.summary import load
 
 
+def compared(records):
+    """Return the rows by their names: planned, measured, ratio and basis as cells."""
+    return {row[0]: row[1:] for row in sections.compared(records)}
+
+
 def test_compared_puts_measured_beside_planned(write_run):
     """6,000 of 6,144 tokens are 0.98; 274.4 of 262 seconds are 1.05."""
-    rows = {row.label: row for row in sections.compared(load(write_run()))}
-    assert rows["steps"].ratio == "as planned"
-    assert (rows["tokens"].planned.text, rows["tokens"].ratio) == ("≈ 6,144", "0.98")
-    assert (rows["training time"].measured.text, rows["training time"].ratio) == (
-        "4 min 34 s",
-        "1.05",
-    )
-    assert rows["peak resident memory"].planned.text == "≈ 2.00 GiB"
+    rows = compared(load(write_run()))
+    assert rows["steps"][2].text == "as planned"
+    planned, _, ratio, _ = rows["tokens"]
+    assert (planned.text, ratio.text, ratio.tone) == ("≈ 6,144", "0.98", "good")
+    _, measured, ratio, _ = rows["training time"]
+    assert (measured.text, ratio.text) == ("4 min 34 s", "1.05")
+    assert rows["peak resident memory"][0].text == "≈ 2.00 GiB"
 
 
 def test_compared_takes_the_gpu_where_there_is_one(write_run):
     """A plan for a GPU is a plan for its memory."""
-    rows = sections.compared(load(write_run(results={"peak_cuda_bytes": 1024**3}, unknown={})))
-    assert rows[-1].label == "peak GPU memory"
-    assert rows[-1].measured.text == "1.00 GiB"
+    rows = compared(load(write_run(results={"peak_cuda_bytes": 1024**3}, unknown={})))
+    assert rows["peak GPU memory"][1].text == "1.00 GiB"
+    assert "peak resident memory" not in rows
 
 
-def test_compared_is_empty_without_a_plan(failed_run):
+def test_a_run_without_a_plan_says_so(failed_run):
     """Nothing was predicted."""
-    assert sections.compared(load(failed_run)) == []
+    (note,) = sections.planned(load(failed_run)).parts
+    assert note.text == "There is no plan next to this run."
 
 
 def test_a_null_fact_shows_its_reason(write_run):

@@ -1,29 +1,27 @@
 from __future__ import annotations
 
 import shlex
-from io import StringIO
 
 import pytest
-from rich.console import Console
 
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.report import rendering, summary, terminal, write
+from mens_exp.report import run_page, summary, write
 from mens_exp.report.summary import load
 
 
 @pytest.mark.parametrize(
-    ("tuned", "change", "verdict"),
+    ("tuned", "change", "tone"),
     [
-        (1.5, "\N{MINUS SIGN}25.0%", "better"),
-        (2.2, "+10.0%", "worse"),
-        (2.0, "+0.0%", "same"),
+        (1.5, "\N{MINUS SIGN}25.0%", "good"),
+        (2.2, "+10.0%", "bad"),
+        (2.0, "+0.0%", "quiet"),
     ],
 )
-def test_val_loss_is_better_when_lower(write_run, tuned, change, verdict):
+def test_val_loss_is_better_when_lower(write_run, tuned, change, tone):
     """The base model's loss is 2."""
     results = {"base_val_loss": 2.0, "tuned_val_loss": tuned}
     pair = summary.val_loss(load(write_run(results=results)))
-    assert (pair.base.text, pair.change, pair.verdict) == ("2.0000", change, verdict)
+    assert (pair.base.text, pair.change, pair.tone) == ("2.0000", change, tone)
 
 
 def test_val_loss_falls_back_on_telemetry(write_run):
@@ -47,7 +45,7 @@ def test_parse_rate_carries_its_counts(write_run):
     """10 and 14 of 16; one of 16 items is 6.25 points."""
     pair = summary.parse_rate(load(write_run()))
     assert (pair.base.text, pair.base.detail) == ("62.5%", "10 of 16")
-    assert (pair.change, pair.verdict) == ("+25.0 points", "better")
+    assert (pair.change, pair.tone) == ("+25.0 points", "good")
     assert pair.note == "16 items: each is worth 6.25 points"
 
 
@@ -57,7 +55,7 @@ def test_a_failed_run_has_reasons_for_every_reading(failed_run):
     pairs = (summary.val_loss(records), summary.parse_rate(records))
     cells = [*summary.cost(records), *(side for p in pairs for side in (p.base, p.tuned))]
     assert {(cell.text, cell.absent) for cell in cells} == {("", "not reached: the run failed")}
-    assert all(pair.change == "" and pair.verdict == "unknown" for pair in pairs)
+    assert all(pair.change == "" and pair.tone == "quiet" for pair in pairs)
 
 
 def test_headline_says_what_changed(write_run):
@@ -79,12 +77,12 @@ def test_command_survives_a_shell(write_run):
     assert words == ["python", "-m", "mens_exp", "optim.lr=2e-4", "data.path=my rows.jsonl"]
 
 
-def test_by_item_puts_conditions_together(item):
+def test_answers_to_one_prompt_stand_together(write_run, item):
     """Two items, one of them completed by the base model only."""
     events = [item("base", "a", item_id="x"), item("base", "b"), item("tuned", "c", item_id="x")]
-    first, second = summary.by_item(events)
-    assert set(first.completions) == {"base", "tuned"}
-    assert set(second.completions) == {"base"}
+    first, second = summary.items(load(write_run(events)))
+    assert [(one.who, one.text) for one in first.answers] == [("base", "a"), ("tuned", "c")]
+    assert [(one.who, one.text) for one in second.answers] == [("base", "b"), ("tuned", None)]
 
 
 def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
@@ -95,7 +93,7 @@ def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
     losses = {"base_val_loss": 2.0, "tuned_val_loss": 1.0}
     pairs = summary.pairs(load(write_run(results=losses | known)))
     (pair,) = [one for one in pairs if "bits per byte" in one.label]
-    assert (pair.base.text, pair.tuned.text, pair.verdict) == ("1.0000", "0.5000", "better")
+    assert (pair.base.text, pair.tuned.text, pair.tone) == ("1.0000", "0.5000", "good")
     assert pair.change == "\N{MINUS SIGN}50.0%"
     unknown = dict.fromkeys(known)
     labels = [one.label for one in summary.pairs(load(write_run(results=losses | unknown)))]
@@ -127,13 +125,13 @@ def test_tasks_done_stand_before_what_parses(write_run):
         "12.5%",
         "50.0%",
     )
-    assert (tasks.change, tasks.verdict) == ("+37.5 points", "better")
+    assert (tasks.change, tasks.tone) == ("+37.5 points", "good")
     assert tasks.note == "8 items: each is worth 12.5 points"
     assert parses.label == "Answers to mini_python that parse"
     assert summary.unsafe(load(run)) == ""
 
 
-def test_programs_without_isolation_are_told_everywhere(write_run):
+def test_programs_without_isolation_are_told_everywhere(write_run, screen):
     """In the report, the card and the terminal."""
     run = write_run()
     scored(run, sandbox="unsafe")
@@ -141,23 +139,21 @@ def test_programs_without_isolation_are_told_everywhere(write_run):
     said = "no evidence for a promotion"
     assert said in summary.unsafe(records)
     assert said in write.render_page(records)
-    assert said in rendering.render_card(records)
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(terminal.result_table(records))
-    assert said in console.export_text()
+    assert said in write.render_card(records)
+    assert said in screen(run_page.outcome(records, most=3), 200)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words", "good"),
+    ("changes", "words", "tone"),
     [
-        ({"task_success": True, "parses": True}, "passes", True),
-        ({"task_success": False, "outcome": "failed_test"}, "failed test", False),
-        ({"task_success": False, "outcome": None}, "does not pass", False),
-        ({"parses": False}, "does not parse", False),
-        ({"parses": None}, "answered", None),
+        ({"task_success": True, "parses": True}, "passes", "good"),
+        ({"task_success": False, "outcome": "failed_test"}, "failed test", "bad"),
+        ({"task_success": False, "outcome": None}, "does not pass", "bad"),
+        ({"parses": False}, "does not parse", "bad"),
+        ({"parses": None}, "answered", "quiet"),
     ],
 )
-def test_an_outcome_says_the_most_that_is_known(item, changes, words, *, good):
+def test_an_outcome_says_the_most_that_is_known(item, changes, words, tone):
     """A task that is done tells more than an answer that parses."""
     outcome = summary.outcome_of(item("base", "x", **changes))
-    assert (outcome.words, outcome.good) == (words, good)
+    assert (outcome.words, outcome.tone) == (words, tone)

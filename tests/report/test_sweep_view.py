@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
-
 from mens_exp.artifacts.sweep import JobState, LeftOut, SweepJob, SweepRecord
-from mens_exp.report.terminal_views import job_line, planned_table, result_table
+from mens_exp.report.sweep_view import job_line, planned_parts, result_parts
 
 
 def record(**more):
@@ -52,15 +48,9 @@ def record(**more):
     return SweepRecord(**{**made, **more})
 
 
-def shown(what):
-    console = Console(file=io.StringIO(), width=120)
-    console.print(what, soft_wrap=True)
-    return console.file.getvalue()
-
-
-def test_the_table_before_shows_what_each_cell_takes_and_the_sum():
+def test_the_table_before_shows_what_each_cell_takes_and_the_sum(screen):
     """Two CPU jobs at a time are no faster than one by one; their memory adds up."""
-    text = shown(planned_table(record()))
+    text = screen(planned_parts(record()), 160)
     assert "≈ 30 min 00 s" in text
     assert "01234567" in text
     assert "2 cells, 2 at a time, 1 thread each: ≈ 1 h 00 min, 2.00 GiB of memory" in text
@@ -68,40 +58,40 @@ def test_the_table_before_shows_what_each_cell_takes_and_the_sum():
     assert "left out: cell 2 (seed=0): the same as cell 0" in text
 
 
-def test_jobs_on_gpus_of_their_own_share_the_time():
+def test_jobs_on_gpus_of_their_own_share_the_time(screen):
     """Two GPUs and two jobs at a time take half."""
     made = record(gpus=["0", "1"])
     for job in made.jobs:
         job["estimate"]["device"] = "cuda"
-    assert "GPU 0, 1 in turn: ≈ 30 min 00 s" in shown(planned_table(made))
+    assert "GPU 0, 1 in turn: ≈ 30 min 00 s" in screen(planned_parts(made), 160)
 
 
-def test_jobs_of_several_gpus_take_as_many_at_a_time():
+def test_jobs_of_several_gpus_take_as_many_at_a_time(screen):
     """Four GPUs are two places for jobs of two."""
     made = record(gpus=["0", "1", "2", "3"], gpus_per_job=2, n_jobs=4)
     made.jobs += [dict(job) for job in made.jobs]
     for job in made.jobs:
         job["estimate"]["device"] = "cuda"
-    text = shown(planned_table(made))
+    text = screen(planned_parts(made), 160)
     assert "2 each of GPU 0, 1, 2, 3 in turn: ≈ 1 h 00 min" in text
 
 
-def test_jobs_in_a_queue_share_nothing():
+def test_jobs_in_a_queue_share_nothing(screen):
     """Each has cores of its own, as many at a time as there are cells at most."""
-    text = shown(planned_table(record(launcher="slurm", n_jobs=256)))
+    text = screen(planned_parts(record(launcher="slurm", n_jobs=256)), 160)
     assert "2 cells, 2 at a time, 1 thread each: ≈ 30 min 00 s" in text
 
 
-def test_an_unknown_time_is_no_sum():
+def test_an_unknown_time_is_no_sum(screen):
     """Where one cell's is unknown, so is the whole."""
     made = record()
     made.jobs[0]["estimate"]["time_s"] = None
-    assert "1 thread each: –, " in shown(planned_table(made))
+    assert "1 thread each: –, " in screen(planned_parts(made), 160)
 
 
-def test_the_table_after_shows_states_losses_and_reasons():
+def test_the_table_after_shows_states_losses_and_reasons(screen):
     """And counts them; control characters are shown, not obeyed."""
-    text = shown(result_table(record()))
+    text = screen(result_parts(record()), 160)
     assert "1.2346" in text
     assert "1 min 01 s" in text
     assert "512 MiB" in text
@@ -112,5 +102,5 @@ def test_the_table_after_shows_states_losses_and_reasons():
 def test_a_line_tells_progress_and_reason():
     """How many are done, which cell, what and why."""
     made = record()
-    text = job_line(made, made.jobs[1], "failed", "no rows").plain
+    text = job_line(made, made.jobs[1], "failed", "no rows")
     assert text == "[1/2] cell 1 (seed=1, lora=qv) failed: no rows"

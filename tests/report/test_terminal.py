@@ -1,24 +1,32 @@
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from mens_exp.errors import ConfigError, DataError, Problems
-from mens_exp.report import terminal
+from mens_exp.report import plan_view, run_page, terminal
+from mens_exp.report.document import Answer, Cell, Facts, Item, Note, Step, Table, Tone
 from mens_exp.report.summary import load
 
 
-def _shown(what, width=80, *, soft_wrap=False):
-    console = Console(width=width, force_terminal=False, color_system=None)
-    with console.capture() as capture:
-        console.print(what, soft_wrap=soft_wrap)
-    return capture.get()
+@pytest.fixture
+def shown_plan(screen):
+    return lambda plan, width=80: screen(plan_view.document(plan).parts, width)
+
+
+@pytest.fixture
+def outcome(screen):
+    return lambda run, width=80: screen(run_page.outcome(load(run), most=3), width)
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_plan_table_keeps_every_number_whole(plan, width):
+def test_plan_table_keeps_every_number_whole(plan, width, shown_plan):
     """Estimates carry "≈" and what they rest on."""
-    text = _shown(terminal.plan_table(plan), width)
+    text = shown_plan(plan, width)
     shown = (
         "r 16 · alpha 16",
         "4,884,480 trainable parameters",
@@ -34,26 +42,26 @@ def test_plan_table_keeps_every_number_whole(plan, width):
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_plan_table_marks_only_estimates(plan):
+def test_plan_table_marks_only_estimates(plan, shown_plan):
     """Counts from a warm cache are exact."""
     plan["data"]["exact"] = True
-    text = _shown(terminal.plan_table(plan))
+    text = shown_plan(plan)
     assert "≈ 402,000" not in text
     assert "402,000" in text
     assert "estimated from file sizes" not in text
 
 
-def test_plan_table_says_unknown_where_there_is_no_estimate(plan):
+def test_plan_table_says_unknown_where_there_is_no_estimate(plan, shown_plan):
     """Null is shown with its basis, not as a number."""
     plan["time_s"] = {"estimate": None, "basis": "this machine was never measured"}
     plan["trainable_parameters"] = None
-    text = _shown(terminal.plan_table(plan))
+    text = shown_plan(plan)
     assert "unknown" in text
     assert "this machine was never measured" in text
     assert "trainable" not in text
 
 
-def test_plan_table_shows_what_the_planner_says(plan):
+def test_plan_table_shows_what_the_planner_says(plan, shown_plan):
     """Graph, layers, coverage, batch, intervals, disk, contract, notes and problems."""
     plan |= {
         "graph_id": "proxy_stack_v1_residual",
@@ -76,7 +84,7 @@ def test_plan_table_shows_what_the_planner_says(plan):
     }
     plan["memory_bytes"] |= {"low": 2**30, "high": 3 * 2**30, "free": 2**33}
     plan["time_s"] |= {"low": 1.0, "high": 2.0, "quantization": 9.0}
-    text = _shown(terminal.plan_table(plan), 120)
+    text = shown_plan(plan, 120)
     shown = (
         "graph proxy_stack_v1_residual, 30 layers",
         "30 of 30 middle projections",
@@ -96,7 +104,7 @@ def test_plan_table_shows_what_the_planner_says(plan):
     assert [part for part in shown if part not in text] == []
 
 
-def test_plan_table_shows_settings_beside_our_defaults(plan):
+def test_plan_table_shows_settings_beside_our_defaults(plan, shown_plan):
     """As typed; names, the model and what our defaults lack are said elsewhere."""
     plan["differs_from_default"] = {
         "lora.targets": {"default": ["all_linear"], "found": ["qv"]},
@@ -105,92 +113,201 @@ def test_plan_table_shows_settings_beside_our_defaults(plan):
         "model.hidden_size": {"default": 576, "found": 64},
         "seed": {"default": 42, "found": 1337},
     }
-    text = " ".join(_shown(terminal.plan_table(plan), 120).split())
+    text = " ".join(shown_plan(plan, 120).split())
     assert 'not as usual lora.targets=["qv"] (["all_linear"]), seed=1337 (42)' in text
     assert all(name not in text for name in ("backend.name", "max_layers", "hidden_size"))
     plan["differs_from_default"] = {}
-    assert "not as usual" not in _shown(terminal.plan_table(plan))
+    assert "not as usual" not in shown_plan(plan)
 
 
-def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan):
+def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan, shown_plan):
     """Where the headers are not here, what is expected is all that is known."""
     plan["proxy"] = {"eligible": True, "complete": None, "matched": None, "expected": 30}
-    text = _shown(terminal.plan_table(plan))
-    assert "\n                30 middle projections" in text
+    text = shown_plan(plan)
+    assert "\n              30 middle projections" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_result_table_keeps_every_number_whole(write_run, width):
+def test_outcome_keeps_every_number_whole(write_run, outcome, width):
     """Base beside tuned, and what it cost."""
-    text = _shown(terminal.result_table(load(write_run())), width)
+    text = outcome(write_run(), width)
     shown = ("2.0000", "1.5000", "\N{MINUS SIGN}25.0%", "62.5%", "87.5%", "+25.0 points")
-    costs = ("10 of 16", "332", "2.11 GiB", "6 min 40 s", "this run used no GPU")
+    costs = ("10 of 16", "332 (441 counting every token)", "2.11 GiB", "6 min 40 s")
     assert [part for part in shown + costs if part not in text] == []
     assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
 
 
-def test_costs_are_neither_base_nor_tuned(write_run):
-    """They have a table of their own, and their second figures stand in brackets."""
-    text = _shown(terminal.result_table(load(write_run())))
-    results, _, costs = text.partition("Cost of the run")
-    assert "Supervised tokens per second" not in results
-    line = next(line for line in costs.splitlines() if line.startswith("Supervised"))
-    assert line.rstrip().endswith("  332 (441 counting every token)")
+def test_outcome_answers_what_a_reader_asks(write_run, outcome):
+    """In words, with a mark for readers who see no colour."""
+    text = outcome(write_run())
+    assert "✓ Did it learn?\nYes: validation loss \N{MINUS SIGN}25.0%" in text
+    assert "! The code had uncommitted changes" in text
+    assert "The plan said 4 min 22 s of training and 2.00 GiB." in text
+    worse = write_run(results={"base_val_loss": 2.0, "tuned_val_loss": 2.5})
+    worse.scorecard.unlink()
+    assert "✗ Did it learn?\nNo, it got worse: validation loss +25.0%." in outcome(worse)
 
 
-def test_result_table_of_a_failed_run_has_reasons(failed_run):
-    """It opens with the failure and leaves no cell empty."""
-    text = _shown(terminal.result_table(load(failed_run)), 120)
-    assert text.startswith("The run failed")
-    assert "not reached: the run failed" in text
-
-
-def test_completions_stand_side_by_side(item):
+def test_completions_stand_side_by_side(item, write_run, outcome):
     """Both on one line of the terminal, each with its outcome."""
     events = [item("base", "left", parses=False, finished=False), item("tuned", "right")]
-    lines = _shown(terminal.completions(events)).splitlines()
-    assert any("left" in line and "right" in line for line in lines)
-    assert any("base · does not parse · cut off" in line for line in lines)
-    assert any("tuned · parses" in line for line in lines)
-    styled = _shown(terminal.completions([item("tuned", "x", style="last block")]))
-    assert "tuned · parses · last block" in styled
+    text = outcome(write_run(events))
+    assert re.search(r"^left +│ right$", text, re.MULTILINE)
+    assert re.search(r"^base · ✗ does not parse · cut off.*┬ tuned · ✓ parses", text, re.MULTILINE)
+    styled = outcome(write_run([item("tuned", "x", style="last block")]), 160)
+    assert "tuned · ✓ parses · 12 tokens, read as: last block" in styled
 
 
-def test_completions_shows_the_first_n(item):
-    """The report has the others."""
+def test_completions_are_below_each_other_in_a_pipe(item, screen):
+    """Where nobody looks, nothing is wrapped or side by side."""
+    words = "word " * 60
+    asked = Item(name="a", prompt="p", answers=[Answer(who="base", text=words)] * 2)
+    assert screen([asked], 10_000, is_plain=True).splitlines()[2:] == [
+        "base",
+        words,
+        "",
+        "base",
+        words,
+    ]
+
+
+def test_the_first_answers_are_shown_and_long_ones_are_cut(item, write_run, outcome):
+    """The report has the others: three items, and 15 of 100 lines."""
     events = [item("base", f"text {n}", item_id=str(n)) for n in range(4)]
-    text = _shown(terminal.completions(events, n=2))
-    assert "text 1" in text
-    assert "text 2" not in text
-
-
-def test_completions_clips_what_is_long(item):
-    """15 of 100 lines, and how many are left."""
+    text = outcome(write_run(events))
+    assert "text 2" in text
+    assert "text 3" not in text
     long = "\n".join(str(n) for n in range(100))
-    text = _shown(terminal.completions([item("base", long)]))
+    text = outcome(write_run([item("base", long)]))
     assert "… 85 more lines" in text
     assert "15 " not in text
 
 
-def test_completions_neither_obeys_escapes_nor_markup(item):
+def test_answers_neither_obey_escapes_nor_markup(item, write_run, outcome):
     """A model's text cannot clear the screen, nor end in an error of markup."""
-    text = _shown(terminal.completions([item("base", "\x1b[2J [/red] [bold]x[/bold]")]))
+    text = outcome(write_run([item("base", "\x1b[2J [/red] [bold]x[/bold]")]))
     assert "\x1b" not in text
     assert "\\x1b[2J [/red] [bold]x[/bold]" in text
 
 
-def test_conditions_of_a_suite_s_own_are_shown_by_name(item):
+def test_conditions_of_a_suite_s_own_are_shown_by_name(item, write_run, outcome):
     """They are neither base nor tuned, which nobody asked."""
     told = {"first": "one", "second": "two"}
     events = [{**item("base", said), "condition": name} for name, said in told.items()]
-    text = _shown(terminal.completions(events))
-    assert "not completed" not in text
+    text = outcome(write_run(events))
+    assert "not asked" not in text
     assert all(word in text for word in ("first", "one", "second", "two"))
 
 
-def test_no_completions_is_said(item):
-    """An empty list is not an empty screen."""
-    assert "No held-out item" in _shown(terminal.completions([]))
+def test_answers_of_random_weights_are_not_shown(item, write_run, outcome):
+    """They are noise, and no first result for a newcomer."""
+    inputs = {"base_model": "tiny_llama", "base_source": "random"}
+    text = outcome(write_run([item("base", "gibberish", parses=False)], inputs=inputs))
+    assert "gibberish" not in text
+    assert "random weights" in text
+
+
+HEADS = ("arm", "difference", "verdict")
+ROW = ("lora.r=16", "\N{MINUS SIGN}0.1468", "no difference found in these seeds")
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (
+            80,
+            [
+                "arm        difference  verdict",
+                "─" * 57,
+                "lora.r=16     \N{MINUS SIGN}0.1468  no difference found in these seeds",
+            ],
+        ),
+        (
+            40,
+            [
+                "arm        difference  verdict",
+                "─" * 40,
+                "lora.r=16     \N{MINUS SIGN}0.1468  no difference",
+                " " * 23 + "found in these",
+                " " * 23 + "seeds",
+            ],
+        ),
+        (
+            30,
+            [
+                "lora.r=16",
+                "  difference  \N{MINUS SIGN}0.1468",
+                "  verdict     no difference",
+                "              found in these",
+                "              seeds",
+            ],
+        ),
+    ],
+)
+def test_a_table_breaks_no_word(screen, width, lines):
+    """Words share the room that figures leave; where some word has none, rows are lists."""
+    assert screen([Table(HEADS, [ROW])], width).splitlines() == lines
+
+
+@pytest.mark.parametrize("width", range(20, 100, 7))
+def test_no_line_is_wider_than_the_screen_and_no_word_is_broken(screen, width):
+    """Whatever the width, as far as its longest word allows; wide characters count twice."""
+    words = "équilibre 平衡 lora.targets=[q_proj] a"
+    rows = [[Cell("name", detail=words), words, "12.5%"]] * 2
+    text = screen([Table(("a", "b", "c"), rows), Note(words, Tone.WARN)], width)
+    assert all(word in text for word in words.split())
+    longest = max(map(cell_len, words.split()))
+    most = max(map(cell_len, text.splitlines()))
+    assert most <= max(width, longest + len("  b  "))
+
+
+def test_nothing_is_ruled_or_wrapped_in_a_pipe(monkeypatch):
+    """One row, one line, for grep and cut; no colour."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    on = terminal.console()
+    on.file = io.StringIO()
+    terminal.show(Table(("a", "b"), [("x", "word " * 50)]), on=on)
+    lines = on.file.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "─" not in lines[0]
+    assert "\x1b" not in on.file.getvalue()
+
+
+@pytest.mark.parametrize(("variable", "colours"), [(None, True), ("NO_COLOR", False)])
+def test_colours_can_be_switched_off(monkeypatch, variable, colours):
+    """NO_COLOR takes the colours and leaves the marks (no-color.org)."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    on = terminal.console()
+    on.file = io.StringIO()
+    terminal.show(Note("fine", Tone.GOOD), Note("broken", Tone.BAD), on=on)
+    text = on.file.getvalue()
+    assert re.search(r"\x1b\[[0-9;]*3[0-7]", text) is not None if colours else "3" not in text
+    assert "✓" in text
+    assert "✗" in text
+
+
+def test_the_next_command_stands_on_a_line_of_its_own():
+    """It can be copied; only the likeliest is shown."""
+    on = Console(file=io.StringIO(), width=20)
+    terminal.say_next(
+        [Step("python -m mens_exp task=chat path=x", "ask it"), Step("b", "c")], on=on
+    )
+    assert on.file.getvalue() == "\nNext, to ask it:\n  python -m mens_exp task=chat path=x\n"
+
+
+def test_facts_hang_behind_their_names(screen):
+    """Wrapped at words, with the reason where there is no value."""
+    facts = Facts([Cell("one two three", label="a"), Cell(label="long", absent="why")])
+    assert screen([facts], 14).splitlines() == ["a     one two", "      three", "long  why"]
+
+
+def problems(errors, width=80):
+    return "\n".join(line.plain for line in terminal.problem_lines(errors, width))
 
 
 def test_problems_are_each_spelled_out():
@@ -199,24 +316,32 @@ def test_problems_are_each_spelled_out():
         ConfigError("must be at least 1", where="lora.r", found=0, expected="1 or more"),
         Problems([DataError("not JSON", where="rows.jsonl:3", found="[red]", remedy="fix it")]),
     ]
-    assert _shown(terminal.problems(errors)) == (
+    assert problems(errors) == (
         "lora.r: must be at least 1\n"
         "  found     0\n"
         "  expected  1 or more\n"
         "rows.jsonl:3: not JSON\n"
         "  found     [red]\n"
-        "  next      fix it\n"
+        "  next      fix it"
     )
+
+
+def test_a_problem_is_wrapped_between_words():
+    """Its second line stands below the first."""
+    error = DataError("bad", remedy="put it back, or go on all the same")
+    assert problems([error], 30).splitlines()[1:] == [
+        "  next      put it back, or go",
+        "            on all the same",
+    ]
 
 
 def test_a_long_path_in_a_problem_stays_one_word():
     """It can be copied from a terminal of any width."""
     path = "/data/" + "x" * 200
-    text = _shown(terminal.problems([DataError("no such file", where=path)]), soft_wrap=True)
-    assert f"{path}: no such file\n" == text
+    assert f"{path}:\nno such file" == problems([DataError("no such file", where=path)])
 
 
-def test_plan_table_says_how_rows_were_chosen(plan):
+def test_plan_table_says_how_rows_were_chosen(plan, shown_plan):
     """What was put aside, what filters refused, and what of each source was drawn."""
     plan["data"] |= {
         "quarantined": {"rows": 1000, "bad": 3, "reasons": {"the line is blank": 3}},
@@ -227,7 +352,7 @@ def test_plan_table_says_how_rows_were_chosen(plan):
             }
         },
     }
-    text = " ".join(_shown(terminal.plan_table(plan)).split())
-    assert "3 of 1,000 rows put aside: the line is blank (3)" in text
+    text = " ".join(shown_plan(plan).split())
+    assert "3 of 1,000 rows quarantined: the line is blank (3)" in text
     assert "900 of 997 rows pass: min_rating refused 97, language refused 0" in text
     assert "a.jsonl: 1,500 rows drawn of 750, 75.00% (70.00% asked)" in text

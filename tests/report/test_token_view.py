@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mens_exp.report.terminal_views import ShownDocument, dropped_row, shown_document, token_legend
+from mens_exp.report.plan_view import ShownDocument, dropped_row, shown_document, token_legend
 
 TOKENS = {
     0: b"<|end|>",
@@ -54,10 +54,10 @@ def test_trained_tokens_stand_in_brackets():
 
 
 def test_colour_says_the_same():
-    """Trained tokens are green and underlined, control tokens bold."""
+    """Trained tokens are coloured and underlined, control tokens bold."""
     text = drawn([1, 0], [0, 1])
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
-    assert styles["<|end|>"] == "green underline bold magenta"
+    assert styles["<|end|>"] == "cyan underline bold magenta"
     assert "Say" not in styles
     assert not text.style
 

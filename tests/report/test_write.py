@@ -39,5 +39,5 @@ def test_write_report_of_no_run_writes_nothing(tmp_path):
 def test_templates_are_part_of_the_package():
     """They are found through the package, from a checkout and from a wheel."""
     names = {entry.name for entry in files("mens_exp.report").joinpath("templates").iterdir()}
-    pages = {f"{name}.html.j2" for name in ("comparison", "corpus", "report", "search", "sweep")}
-    assert names == {*pages, "model_card.md.j2", "report.css", "sweep.css", "sweep.js"}
+    pages = {f"{name}.html.j2" for name in ("fragment", "page", "parts")}
+    assert names == {*pages, "model_card.md.j2", "report.css", "report.js", "terms.yaml"}

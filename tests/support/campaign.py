@@ -51,7 +51,14 @@ BEFORE_EACH = (
     "from mens_exp.report import plots\n"
     "plots._drawn = lambda *_: '<svg viewBox=\"0 0 1 1\"></svg>'\n" + disk_faults.source()
 )
-SHAPE = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "schedule=constant"]
+SHAPE = [
+    "model=tiny_llama",
+    "trainer=cpu",
+    "logger=none",
+    "suite=none",
+    "suite.items=0",
+    "schedule=constant",
+]
 SHAPE += ["schedule.warmup_steps=0", "data=jsonl", "data.path=rows.jsonl", "data.seq_len=192"]
 SHAPE += ["data.val_frac=0.1", "data.heldout_frac=0.1", "optim.lr=1e-3"]
 TRAIN = [*SHAPE, "trainer.max_steps=4", "checkpoint.every_n_steps=2", "hydra.run.dir=run"]

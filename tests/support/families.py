@@ -195,6 +195,7 @@ def _train(model, run, overrides):
                 "trainer=cpu",
                 "logger=none",
                 "suite=none",
+                "suite.items=0",
                 "trainer.max_steps=1",
                 "data=jsonl",
                 f"data.path={_rows(run.parent)}",

@@ -34,7 +34,7 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended):
     """Its place is told, beside the way to go on."""
     assert finish(ended) == 1
     said = ended.console.file.getvalue()
-    assert f"To look at: {ended.directory.page}" in said
+    assert f"Report: {ended.directory.page}" in said
     assert "sweep.resume=" in said
     assert "1 waiting" in ended.directory.page.read_text(encoding="utf-8")
 
@@ -74,9 +74,9 @@ def test_what_is_said_of_a_place_can_be_typed_again(tmp_path, make_sweep):
     finish(made_up)
     lines = file.getvalue().splitlines()
     assert f"The record: {directory.record}" in lines
-    assert f"To look at: {directory.page}" in lines
-    (again,) = [line for line in lines if line.startswith("Go on with: ")]
-    python, *words = shlex.split(again.removeprefix("Go on with: "))
+    assert f"Report: {directory.page}" in lines
+    again = lines[lines.index("Next, to go on, once the cause is mended:") + 1]
+    python, *words = shlex.split(again)
     assert (python, words[:2]) == ("python", ["-m", "mens_exp"])
     (cell,) = check(words[2:], multirun=True).cells
     assert cell.config.sweep.resume == str(directory.path)

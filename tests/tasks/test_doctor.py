@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.report.terminal_views import State
+from mens_exp.report.plan_view import State
 from mens_exp.tasks import doctor
 
 

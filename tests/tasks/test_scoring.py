@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.artifacts.scorecard import Samples, Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.evaluation import NoSandbox
 from mens_exp.config.suite import (
@@ -12,9 +14,10 @@ from mens_exp.config.suite import (
     MiniPythonSuite,
     NoSuite,
 )
+from mens_exp.errors import DataError
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tasks.run import open_run
-from mens_exp.tasks.scoring import score
+from mens_exp.tasks.scoring import sample, score
 from mens_exp.tokenizer.implementations import HfTokenizer
 
 ROW = TrainingPair(prompt="Write f.", response="def f(): pass")
@@ -135,6 +138,48 @@ def test_no_scorecard_has_a_reason(
     assert run.manifest.unknown["scorecard"] == reason
     assert not run.dir.scorecard.exists()
     assert not run.dir.events.exists()
+
+
+def test_without_a_suite_both_models_answer_some_held_out_rows(run, tokenizer, config_with):
+    """The first by their ids, with the prompt, the row's own answer, and how each ended."""
+    backend = Answers(tokenizer, base="I do not know", tuned="def f(): pass<|im_end|>")
+    rows = [TrainingPair(prompt=f"Write f{n}.", response=f"def f{n}(): pass") for n in range(5)]
+    config = config_with(NoSuite(items=2))
+    sample(config, run, backend, rows, tokenizer)
+    found = Samples.read(run.dir.samples)
+    first = sorted(rows, key=lambda pair: pair.id)[:2]
+    assert [(one["item_id"], one["prompt"], one["reference"]) for one in found.items] == [
+        (pair.id, pair.prompt, pair.response) for pair in first
+    ]
+    base, tuned = (found.items[0]["answers"][name] for name in ("base", "tuned"))
+    assert (base["text"], base["finished"]) == ("I do not know", False)
+    assert (tuned["text"], tuned["finished"]) == ("def f(): pass", True)
+    assert not run.dir.scorecard.exists()
+
+
+@pytest.mark.parametrize(
+    ("suite", "heldout"),
+    [(NoSuite(items=0), [ROW]), (NoSuite(), []), (HeldoutSyntaxSuite(), [ROW])],
+    ids=["none asked for", "no rows", "a suite asks"],
+)
+def test_nothing_is_sampled_where_nobody_asks(run, tokenizer, config_with, suite, heldout):
+    """And no empty record is left behind."""
+    backend = Answers(tokenizer, base="", tuned="")
+    sample(config_with(suite), run, backend, heldout, tokenizer)
+    assert not run.dir.samples.exists()
+
+
+def test_samples_name_each_item_once(tmp_path):
+    """A record that does not is refused."""
+    one = {"item_id": "a", "prompt": "p", "reference": "r", "answers": {}}
+    path = tmp_path / "samples.json"
+    Samples(max_new_tokens=1, items=[one]).write(path)
+    text = path.read_text("utf-8")
+    assert Samples.read(path).items == [one]
+    record = json.loads(text)
+    path.write_text(json.dumps({**record, "items": [one, one]}), "utf-8")
+    with pytest.raises(DataError, match="twice"):
+        Samples.read(path)
 
 
 def test_without_a_sandbox_tasks_are_null_and_syntax_is_measured(run, tokenizer, config_with):

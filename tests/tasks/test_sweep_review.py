@@ -11,10 +11,14 @@ import pytest
 
 from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.errors import DataError
-from mens_exp.report.sweep_page import page
+from mens_exp.report import html, sweep_view
 from mens_exp.tasks.study_runs import read_sweep, write_sweep_page
 
 SEEDS = 3
+
+
+def page(review):
+    return html.page(sweep_view.document(review))
 
 
 @pytest.fixture

@@ -144,6 +144,11 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """Answers to held-out rows that nobody scored."""
+        return self.path / "samples.json"
+
+    @property
     def validation(self) -> Path:
         """The validation loss of each document, one per line."""
         return self.path / "validation.jsonl"

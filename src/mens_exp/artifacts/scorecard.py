@@ -1,4 +1,4 @@
-"""scorecard.json and events.jsonl: the measurements of a suite, and its items."""
+"""scorecard.json, events.jsonl and samples.json: a suite's measurements, its items, and others."""
 
 from __future__ import annotations
 
@@ -240,3 +240,43 @@ def _event_of_1(value: dict[str, Any]) -> dict[str, Any]:
         | ({} if parses is True else {"repair_depth": "no attempt is valid"}),
         **value,
     }
+
+
+class SampleAnswer(TypedDict):
+    """One answer, and whether it ended with the model's end marker."""
+
+    text: str
+    tokens: int
+    finished: bool
+
+
+class Sample(TypedDict):
+    """One held-out row and the answers to it, by condition."""
+
+    item_id: str
+    prompt: str
+    reference: str
+    answers: dict[str, SampleAnswer]
+
+
+@dataclass(kw_only=True, slots=True)
+class Samples(StoredRecord):
+    """Answers that are to be read and were not scored.
+
+    Attributes:
+        format: always ``mens_exp_samples``.
+        version: version of this layout.
+        max_new_tokens: the longest answer.
+        items: in the order of their ids.
+    """
+
+    format: str = "mens_exp_samples"
+    version: int = 1
+    max_new_tokens: int
+    items: list[Sample]
+
+    def problems(self, where: str) -> list[DataError]:
+        """Return an item that is there twice."""
+        names = [one["item_id"] for one in self.items]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [DataError("an item twice", where=f"{where}: items", found=one) for one in twice]

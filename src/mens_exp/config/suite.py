@@ -46,9 +46,13 @@ class SuiteConfig:
 
 @dataclass(kw_only=True, slots=True)
 class NoSuite(SuiteConfig):
-    """No suite and no scorecard."""
+    """No suite and no scorecard; the models only answer some prompts, to be read."""
 
     name: str = "none"
+    items: int = setting(
+        3, "Held-out rows that both models answer at the end, for the report; 0 asks none.", ge=0
+    )
+    max_new_tokens: int = setting(64, "Longest of these answers, in tokens.", ge=1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -48,6 +48,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         run.telemetry,
         run.scorecard,
         run.events,
+        run.samples,
         run.validation,
         run.report,
         run.model_card,

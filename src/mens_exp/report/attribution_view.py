@@ -1,28 +1,20 @@
-"""Costs of quantizing a base: a table for the terminal, tables and heat maps for the page.
-
-A heat map is an inline SVG in the colours of the page, layer by kind of module.
-"""
+"""The cost of quantizing a base model, module by module: tables, and heat maps as inline SVG."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import escape
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from mens_exp.report import wording
+from mens_exp.report.document import Code, Note, Plot, Section, Table, Tone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mens_exp.artifacts.attribution import Attribution
-    from mens_exp.report.plots import Plot
 
 _CELL, _HEIGHT, _LEFT, _TOP, _GAP = 26, 22, 62, 6, 2  # pixels
 _FOOT, _LEGEND, _LEAST_WIDTH = 54, 120, 330
@@ -68,8 +60,6 @@ def heat_map(
         scale: what the shade is linear in, such as a logarithm.
         high_is_dark: whether high values are the bad ones.
     """
-    from mens_exp.report.plots import Plot
-
     known = [value for value in grid.values.values() if value is not None]
     if not known:
         return Plot(name=name, title=title, caption=caption, absent="no value is known")
@@ -136,48 +126,40 @@ _WORST = 10
 _LEAST_KL = 1e-9  # nats; below, a logarithm would stretch rounding
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttributionPage:
-    """The parts of the page, as text.
-
-    Attributes:
-        maps: heat maps.
-        worst: head and rows of the modules that cost most.
-        whole: head and rows of all modules at once, by variant, and the sum of the parts.
-        positions: head and rows of the comparison by position.
-        parity: one sentence about the comparison over all tokens.
-        overrides: the suggestion as typed.
-        rule: how it was chosen.
-        cost: what it costs and covers.
-    """
-
-    maps: list[Plot]
-    worst: tuple[list[str], list[list[str]]]
-    whole: tuple[list[str], list[list[str]]]
-    positions: tuple[list[str], list[list[str]]]
-    parity: str
-    overrides: list[str]
-    rule: str
-    cost: str
+def sections(record: Attribution) -> list[Section]:
+    """Return what is shown of a measurement; the first section is what a terminal has room for."""
+    one = record.suggestion
+    return [
+        Section(
+            "Attribution",
+            [worst(record), *map(Note, (headline(record), _parity(record), _cost(record)))],
+            name="worst",
+            lead="The unquantized model in f32, of which weights alone are quantized.",
+        ),
+        Section("Maps", [*_maps(record), _whole(record)], name="maps"),
+        Section(
+            "Suggested overrides",
+            [Code("\n".join(one["overrides"])), Note(f"Rule: {one['rule']}.", Tone.QUIET)],
+        ),
+        Section("4 bits against f32", [_positions(record)], lead="A report, not a tolerance."),
+    ]
 
 
-def worst_table(record: Attribution) -> RenderableType:
-    """Show the worst ten modules, and what all of them cost at once."""
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    table.title = f"What {record.configured} costs, each module alone"
-    heads, rows = _worst(record, "logical")
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    lines = [headline(record), _parity(record), _cost(record)]
-    return Group(table, Text(), *(Text(line) for line in lines), Text())
-
-
-def suggested_command(record: Attribution) -> Text:
-    """Return the suggestion as a command, quoted for a shell; print it with ``soft_wrap=True``."""
-    words = ["python", "-m", "mens_exp", *record.suggestion["overrides"]]
-    return Text(wording.visible(shlex.join(words)), style="bold")
+def worst(record: Attribution) -> Table:
+    """Return the modules that cost most."""
+    heads = ("module", "KL", "share", "loss change", "lost output", "SQNR")
+    rows = [
+        (
+            one["logical"],
+            _nats(one["kl"]),
+            wording.percent(one["share"]),
+            f"{_signed(one['loss_change'])} ± {_nats(one['loss_change_se'])}",
+            _known(one["variants"][record.configured]["activation_error"], ".2%"),
+            _known(one["variants"][record.configured]["sqnr_db"], ".1f", " dB"),
+        )
+        for one in sorted(record.modules, key=lambda one: one["rank"])[:_WORST]
+    ]
+    return Table(heads, rows, title=f"Cost of {record.configured}, each module alone")
 
 
 def headline(record: Attribution) -> str:
@@ -187,20 +169,6 @@ def headline(record: Attribution) -> str:
         f"All {len(record.modules)} modules in {record.configured}: KL {_nats(whole['kl'])}, loss "
         f"{_signed(whole['loss_change'])} ± {_nats(whole['loss_change_se'])} nats per token; each "
         f"alone, summed: KL {_nats(parts['kl'])}, loss {_signed(parts['loss_change'])}."
-    )
-
-
-def page(record: Attribution) -> AttributionPage:
-    """Return the content of the page."""
-    return AttributionPage(
-        maps=_maps(record),
-        worst=_worst(record, "path"),
-        whole=_whole(record),
-        positions=_positions(record),
-        parity=_parity(record),
-        overrides=record.suggestion["overrides"],
-        rule=record.suggestion["rule"],
-        cost=_cost(record),
     )
 
 
@@ -249,33 +217,8 @@ def _maps(record: Attribution) -> list[Plot]:
     ]
 
 
-def _worst(
-    record: Attribution, name: Literal["logical", "path"]
-) -> tuple[list[str], list[list[str]]]:
-    heads = ["module", "KL", "share", "loss change", "lost output", "SQNR"]
-    rows = [
-        [
-            one[name],
-            _nats(one["kl"]),
-            wording.percent(one["share"]),
-            f"{_signed(one['loss_change'])} ± {_nats(one['loss_change_se'])}",
-            _known(one["variants"][record.configured]["activation_error"], ".2%"),
-            _known(one["variants"][record.configured]["sqnr_db"], ".1f", " dB"),
-        ]
-        for one in sorted(record.modules, key=lambda one: one["rank"])[:_WORST]
-    ]
-    return heads, rows
-
-
-def _whole(record: Attribution) -> tuple[list[str], list[list[str]]]:
-    heads = [
-        "all modules at once",
-        "bits",
-        "KL",
-        "loss change",
-        "mean SQNR",
-        "mean activation error",
-    ]
+def _whole(record: Attribution) -> Table:
+    heads = ("all modules at once", "bits", "KL", "loss change", "mean SQNR", "mean lost output")
     rows = []
     for name in record.variants:
         one = record.whole[name]
@@ -293,7 +236,7 @@ def _whole(record: Attribution) -> tuple[list[str], list[list[str]]]:
     rows.append(
         ["sum of the modules alone", "", _nats(parts["kl"]), _signed(parts["loss_change"]), "", ""]
     )
-    return heads, rows
+    return Table(heads, rows)
 
 
 def _mean(record: Attribution, variant: str, key: str) -> float | None:
@@ -302,9 +245,9 @@ def _mean(record: Attribution, variant: str, key: str) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _positions(record: Attribution) -> tuple[list[str], list[list[str]]]:
-    heads = ["positions", "tokens", "mean KL", "same top token", "loss change"]
-    return heads, [
+def _positions(record: Attribution) -> Table:
+    heads = ("positions", "tokens", "mean KL", "same top token", "loss change")
+    rows = [
         [
             f"{one['first']} and on" if one["last"] is None else f"{one['first']} to {one['last']}",
             wording.count(one["tokens"]),
@@ -314,6 +257,7 @@ def _positions(record: Attribution) -> tuple[list[str], list[list[str]]]:
         ]
         for one in record.parity["by_position"]
     ]
+    return Table(heads, rows)
 
 
 def _parity(record: Attribution) -> str:

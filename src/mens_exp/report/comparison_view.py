@@ -1,36 +1,108 @@
-"""A comparison as tables for the terminal, as Markdown, and as one self-contained HTML page.
-
-All functions are pure functions of the record; the page has no scripts and no external resources.
-"""
+"""A comparison as a document, for the terminal, Markdown and a self-contained page."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
-
-from markupsafe import Markup
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.report import wording
-from mens_exp.report.rendering import rendered
-from mens_exp.report.study_plots import comparison_drawings
+from mens_exp.report.document import Cell, Document, Note, Section, Step, Table, Tone, next_steps
+from mens_exp.report.sections import unknown_fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
+    from mens_exp.report.document import Part
 
-Grid = tuple[list[str], list[list[str]]]
-"""The head and the rows of a table, as text."""
-
-_COLORS = {Verdict.BETTER: "green", Verdict.WORSE: "red"}
+_TONES = {Verdict.BETTER: Tone.GOOD, Verdict.WORSE: Tone.BAD}
 _BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_parameters")
 _UNKNOWN = "unknown"
-_TWO = 2
-_WIDE = ("× seed noise", "paired ÷ unpaired", "look")  # columns of the verdicts
+_LEDGER = "decisions.jsonl"
+WIDE = ("× seed noise", "paired ÷ unpaired", "look")
+"""Columns of the verdicts that a terminal has no room for."""
+
+
+def document(record: Comparison, place: str = "", ledger: str | None = None) -> Document:
+    """Return everything that is shown of a comparison, without its drawings.
+
+    Args:
+        record: the comparison.
+        place: its directory, for the commands that follow from it; empty if unknown.
+        ledger: the ledger of decisions, if one was given.
+    """
+    steps = _steps(record, place, ledger or _LEDGER)
+    test = record.test
+    if record.sequential != "none":
+        test += f", {record.sequential.replace('_', '-')}"
+    factors = ", ".join(record.factors) or "none"
+    parts: list[Part] = [
+        verdicts(record),
+        next_steps(steps),
+        Section("Arms, and what each spent", [arms_table(record)]),
+        *(Section(one["arm"], [kpis_table(one)]) for one in record.contrasts),
+        Section("Noise", [noise_table(record)]),
+        Section(
+            "Record",
+            [
+                Section("Runs", [_runs(record)], count=len(record.runs), folded=True),
+                *unknown_fold(record.unknown),
+            ],
+            name="folds",
+        ),
+    ]
+    return Document(
+        title=f"{record.primary} by {', '.join(record.factors) or 'arm'}",
+        kind=f"comparison of {len(record.arms)} arms over {len(record.runs)} runs",
+        headline=headline(record),
+        meta=[
+            Cell(record.primary, label="Primary KPI", code=True),
+            Cell(record.reference, label="Reference"),
+            Cell(factors, label="Factors", detail="" if record.declared else "found in the runs"),
+            Cell(f"{test}, α {record.alpha}, Holm over {len(record.contrasts)}", label="Test"),
+            Cell(record.condition, label="Condition"),
+            *([Cell(record.cycle, label="Cycle")] if record.cycle else []),
+        ],
+        parts=parts,
+        source="compare.json",
+        steps=steps,
+    )
+
+
+def drawn(made: Document, record: Comparison) -> Document:
+    """Add its drawings to the document of a comparison, for a page."""
+    from mens_exp.report.study_plots import comparison_drawings  # matplotlib takes a second
+
+    first, *rest = made.parts
+    plots = Section("Drawn", comparison_drawings(record))
+    return replace(made, parts=[first, plots, *rest])
+
+
+def brief(record: Comparison) -> list[Part]:
+    """Return what a terminal has room for: the verdicts without some columns, and objections."""
+    found = verdicts(record)
+    table, *remarks = found.parts
+    assert isinstance(table, Table), "the verdicts come first"
+    return [replace(found, parts=[table.without(*WIDE), *remarks])]
+
+
+def _steps(record: Comparison, place: str, ledger: str) -> list[Step]:
+    """Return what to type next: the gate only where an arm is better."""
+    if not place:
+        return []
+    found = {one["kpis"][record.primary]["verdict"] for one in record.contrasts}
+    gate = Step(
+        wording.command(
+            "task=promote", "policy=burn_rnd", ("path", place), ("ledger", ledger)
+        ),
+        "let a policy decide on it, on the record",
+    )
+    verify = Step(
+        wording.command("task=inspect", ("path", place), "inspect.verify=true"),
+        "check it against the records of its runs",
+    )
+    return [gate, verify] if Verdict.BETTER in found else [verify]
 
 
 def headline(record: Comparison) -> str:
@@ -41,11 +113,11 @@ def headline(record: Comparison) -> str:
         confounded = " (confounded)" if one["confounded_by"] else ""
         said.append(f"{one['arm']}: {kpi['verdict']}{confounded}, {_interval(kpi)}.")
     start = f"{record.primary} on {about(record)}, against {record.reference}"
-    return wording.visible(f"{start}. {' '.join(said)}")
+    return f"{start}. {' '.join(said)}"
 
 
-def hypothesis_lines(record: Comparison, study: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a comparison says about the hypothesis of its study, one line an arm.
+def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
+    """Yield what a comparison says about the hypothesis of its study, one note an arm.
 
     Args:
         record: the comparison.
@@ -56,15 +128,14 @@ def hypothesis_lines(record: Comparison, study: Mapping[str, Any]) -> Iterator[s
         sign = 1 if study["direction"] == "higher" else -1
         bounds = [sign * bound for bound in (kpi["low"], kpi["high"]) if bound is not None]
         answer = "stays open"
-        if len(bounds) == _TWO and not one["confounded_by"]:
+        if None not in (kpi["low"], kpi["high"]) and not one["confounded_by"]:
             if min(bounds) > study["margin"]:
                 answer = "holds"
             elif max(bounds) < study["margin"]:
                 answer = "is refuted"
         claim = f"{record.primary} is {study['direction']} by more than {study['margin']:g}"
         more = " (confounded)" if one["confounded_by"] else ""
-        text = f"The hypothesis {answer} for {one['arm']}{more}: {claim}? {_interval(kpi)}."
-        yield wording.visible(text)
+        yield Note(f"The hypothesis {answer} for {one['arm']}{more}: {claim}? {_interval(kpi)}.")
 
 
 def about(record: Comparison) -> str:
@@ -72,153 +143,133 @@ def about(record: Comparison) -> str:
     return record.target.replace("_", " ")
 
 
-def verdict_table(record: Comparison) -> RenderableType:
-    """Show the verdicts on the primary KPI, and objections to their use as evidence."""
-    heads, rows = _narrower(verdicts_grid(record))
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    table.title = f"{record.primary} on {about(record)}: each arm minus {record.reference}"
-    for number, head in enumerate(heads):
-        justify: Literal["left", "right"] = "right" if 0 < number < len(heads) - 1 else "left"
-        table.add_column(head, justify=justify, overflow="fold")
-    for row, contrast in zip(rows, record.contrasts, strict=True):
-        color = _COLORS.get(Verdict(contrast["kpis"][record.primary]["verdict"]), "")
-        *plain, last = row
-        table.add_row(*plain, Text(last, style=color))
-    return Group(table, Text(), *(Text(line, style=style) for line, style in findings(record)))
+def verdicts(record: Comparison) -> Section:
+    """Return the verdicts on the primary KPI, and objections to their use as evidence."""
+    title = f"{record.primary} on {about(record)}: each arm minus {record.reference}"
+    return Section(title, [verdict_table(record), *findings(record)], name="verdicts")
 
 
-def verdicts_grid(record: Comparison) -> Grid:
+def verdict_table(record: Comparison) -> Table:
     """Return the verdicts: one row an arm."""
     percent = wording.level(1 - record.alpha)
     heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds"]
     heads += [f"found at {wording.level(record.power)}"]
     heads += ["× seed noise", "paired ÷ unpaired", *(["look"] if record.looks else []), "verdict"]
-    rows = []
+    rows: list[list[Cell | str]] = []
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
         mark = " · confounded" if one["confounded_by"] else ""
         rows.append(
             [
-                wording.visible(one["arm"]),
-                _signed(kpi["estimate"]),
+                one["arm"],
+                wording.figure(kpi["estimate"], signed=True),
                 _bounds(kpi["low"], kpi["high"]),
-                _figure(kpi["p_holm"]),
+                wording.figure(kpi["p_holm"]),
                 str(len(kpi["seeds"])),
                 _found(kpi),
-                _figure(kpi["in_seed_noise"]),
-                _figure(kpi["width_ratio"]),
+                wording.figure(kpi["in_seed_noise"]),
+                wording.figure(kpi["width_ratio"]),
                 *([_look(record, one["arm"])] if record.looks else []),
-                f"{kpi['verdict']}{mark}",
+                Cell(
+                    f"{kpi['verdict']}{mark}", tone=_TONES.get(Verdict(kpi["verdict"]), Tone.PLAIN)
+                ),
             ]
         )
-    return heads, rows
+    return Table(heads, rows)
 
 
-def _narrower(grid: Grid) -> Grid:
-    """Leave out what is for the page alone: a terminal of 80 columns has room for seven."""
-    heads, rows = grid
-    kept = [place for place, head in enumerate(heads) if head not in _WIDE]
-    return [heads[place] for place in kept], [[row[place] for place in kept] for row in rows]
-
-
-def kpis_grid(contrast: ContrastRecord) -> Grid:
+def kpis_table(contrast: ContrastRecord) -> Table:
     """Return every KPI of one contrast; an interval that holds for all arms says so."""
     alone = min((k["level"] for k in contrast["kpis"].values() if k["level"]), default=1)
     heads = ["KPI", "group", "unit", "arm", "reference", "difference"]
     heads += ["interval (each alone)", "× seed noise"]
     rows = [
         [
-            wording.visible(name),
+            name,
             kpi["group"],
             "share" if kpi["unit"] == "1" else kpi["unit"],
-            _figure(kpi["arm_mean"]),
-            _figure(kpi["reference_mean"]),
-            _signed(kpi["estimate"]),
+            wording.figure(kpi["arm_mean"]),
+            wording.figure(kpi["reference_mean"]),
+            wording.figure(kpi["estimate"], signed=True),
             f"{_bounds(kpi['low'], kpi['high'])}{_at_level(kpi, alone)}",
-            _figure(kpi["in_seed_noise"]),
+            wording.figure(kpi["in_seed_noise"]),
         ]
         for name, kpi in contrast["kpis"].items()
     ]
-    return heads, rows
+    return Table(heads, rows)
 
 
-def arms_grid(record: Comparison) -> Grid:
+def arms_table(record: Comparison) -> Table:
     """Return the arms side by side: seeds, the primary KPI, and their budgets."""
     columns = [record.primary, *(name for name in _BUDGET if name != record.primary)]
     heads = ["arm", "seeds", "runs", *(name.replace("_", " ") for name in columns)]
     rows = [
         [
-            wording.visible(arm["name"]),
+            arm["name"],
             ", ".join(map(str, arm["seeds"])),
             str(arm["runs"]),
-            *(_figure(arm["kpis"].get(name)) for name in columns),
+            *(wording.figure(arm["kpis"].get(name)) for name in columns),
         ]
         for arm in record.arms
     ]
-    return heads, rows
+    return Table(heads, rows)
 
 
-def noise_grid(record: Comparison) -> Grid:
+def noise_table(record: Comparison) -> Table:
     """Return the spread of each KPI between seeds, and between runs of one seed."""
     rows = [
-        [wording.visible(name), _figure(noise["seed"]), _figure(noise["rerun"])]
+        [name, wording.figure(noise["seed"]), wording.figure(noise["rerun"])]
         for name, noise in record.noise.items()
     ]
-    return ["KPI", "sd between seeds", "sd between reruns"], rows
+    return Table(["KPI", "sd between seeds", "sd between reruns"], rows)
 
 
-def findings(record: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield remarks that a reader needs to interpret the verdicts, each with a colour."""
+def _runs(record: Comparison) -> Table:
+    rows: list[list[Cell | str]] = [
+        [
+            run["run_id"],
+            run["arm"],
+            str(run["seed"]),
+            Cell(run["contract"][:12], code=True),
+            Cell((run["scorecard_sha256"] or "none")[:12], code=True),
+        ]
+        for run in record.runs
+    ]
+    heads = ["run", "arm", "seed", "contract", "scorecard"]
+    return Table(heads, rows)
+
+
+def findings(record: Comparison) -> Iterator[Note]:
+    """Yield remarks that a reader needs to interpret the verdicts."""
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
-        yield wording.visible(f"{one['arm']}: {kpi['verdict']}, {kpi['why']}{_more(kpi)}"), ""
+        yield Note(f"{one['arm']}: {kpi['verdict']}, {kpi['why']}{_more(kpi)}", item=True)
         if one["confounded_by"]:
             causes = "; ".join(one["confounded_by"])
             text = f"{one['arm']}: confounded by {causes}. This is no evidence for a promotion."
-            yield wording.visible(text), "bold yellow"
+            yield Note(text, Tone.WARN, item=True)
         if one["moved_inputs"]:
             text = f"{one['arm']}: the factor itself moves {', '.join(one['moved_inputs'])}."
-            yield wording.visible(text), ""
+            yield Note(text, item=True)
         if one["environment"]:
             text = f"{one['arm']}: other conditions: {'; '.join(one['environment'])}."
-            yield wording.visible(text), "yellow"
+            yield Note(text, Tone.WARN, item=True)
         if one["arm"] in record.looks:
-            yield wording.visible(_looked(record, one["arm"])), "yellow"
+            yield Note(_looked(record, one["arm"]), Tone.WARN, item=True)
     if len(record.contrasts) > 1:
-        yield wording.visible(_simultaneous(record)), ""
+        yield Note(_simultaneous(record), item=True)
     if record.exploratory is not None:
-        yield wording.visible(f"Exploratory: {record.exploratory}."), "yellow"
+        yield Note(f"Exploratory: {record.exploratory}.", Tone.WARN, item=True)
     for path, why in record.left_out.items():
-        yield wording.visible(f"Left out: {path}: {why}."), "yellow"
+        yield Note(f"Left out: {path}: {why}.", Tone.WARN, item=True)
     for note in record.notes:
-        yield wording.visible(note), ""
-
-
-def markdown(record: Comparison) -> str:
-    """Return the study as Markdown: verdicts, arms, every KPI."""
-    parts = [f"# {wording.visible(record.primary)}, against {wording.visible(record.reference)}"]
-    parts += ["", headline(record), "", *_table(verdicts_grid(record)), ""]
-    parts += [f"- {text}" for text, _ in findings(record)]
-    parts += ["", "## Arms", "", *_table(arms_grid(record))]
-    for contrast in record.contrasts:
-        parts += ["", f"## {wording.visible(contrast['arm'])}", "", *_table(kpis_grid(contrast))]
-    parts += ["", "## Noise", "", *_table(noise_grid(record)), ""]
-    return "\n".join(parts)
-
-
-def _table(grid: Grid) -> Iterator[str]:
-    heads, rows = grid
-    yield f"| {' | '.join(heads)} |"
-    yield f"|{'|'.join('---' if i == 0 else '---:' for i in range(len(heads)))}|"
-    for row in rows:
-        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
-        yield f"| {' | '.join(cells)} |"
+        yield Note(note, item=True)
 
 
 def _interval(kpi: KpiRecord) -> str:
     if kpi["estimate"] is None:
         return kpi["why"]
-    count, said = len(kpi["seeds"]), _signed(kpi["estimate"])
+    count, said = len(kpi["seeds"]), wording.figure(kpi["estimate"], signed=True)
     if count == 1:
         return f"{said} in 1 seed, which tells no interval"
     if kpi["low"] is None:
@@ -287,36 +338,16 @@ def _at_level(kpi: KpiRecord, alone: float) -> str:
 def _bounds(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return _UNKNOWN
-    return "no spread" if low == high else f"[{_signed(low)}, {_signed(high)}]"
+    return (
+        "no spread"
+        if low == high
+        else f"[{wording.figure(low, signed=True)}, {wording.figure(high, signed=True)}]"
+    )
 
 
 def _found(kpi: KpiRecord) -> str:
     """Return the range of differences that are found; an older record has its middle alone."""
     low, high = kpi["mde_low"], kpi["mde_high"]
     if low is None or high is None:
-        return _UNKNOWN if kpi["mde"] is None else f"about {_figure(kpi['mde'])}"
+        return _UNKNOWN if kpi["mde"] is None else f"about {wording.figure(kpi['mde'])}"
     return f"{low:.2g} to {high:.2g}"
-
-
-def _signed(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:+.4g}".replace("-", wording.MINUS)
-
-
-def _figure(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.4g}".replace("-", wording.MINUS)
-
-
-def comparison_page(record: Comparison) -> str:
-    """Render a comparison; the same record gives the same text."""
-    return rendered(
-        "comparison.html.j2",
-        record=record,
-        title=wording.visible(f"{record.primary} by {', '.join(record.factors) or 'arm'}"),
-        headline=headline(record),
-        verdicts=verdicts_grid(record),
-        findings=[text for text, _ in findings(record)],
-        arms=arms_grid(record),
-        noise=noise_grid(record),
-        kpis=[(wording.visible(one["arm"]), kpis_grid(one)) for one in record.contrasts],
-        plots=[(plot, Markup(plot.svg)) for plot in comparison_drawings(record)],  # noqa: S704 - drawn here
-    )

@@ -1,70 +1,80 @@
-"""A corpus as one self-contained HTML page with histograms: a pure function of its record."""
+"""A corpus as a document with histograms: a pure function of its record."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from markupsafe import Markup, escape
+from markupsafe import escape
 
 from mens_exp.report import wording
-from mens_exp.report.rendering import rendered
+from mens_exp.report.document import (
+    Cell,
+    Document,
+    Facts,
+    Note,
+    Plot,
+    Section,
+    Table,
+    Tone,
+    cells_of,
+    next_steps,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.corpus_record import CorpusReport, Histogram, Share
+    from mens_exp.artifacts.corpus_record import Constructs, CorpusReport, Histogram, Share
+    from mens_exp.report.document import Part, Step
 
 _SIDES = ("train", "val", "heldout")
 _LENGTHS = {"prompt": "Length of a prompt", "answer": "Length of an answer"}
 _LIKE_ALL = 2  # sources that are worth a table
 _MOST_SHARES = 12
 
-_Table = tuple[list[str], list[list[str]]]
 
-
-class _Card(NamedTuple):
-    label: str
-    figure: str
-    note: str = ""
-    absent: str = ""
-
-
-class _Kinds(NamedTuple):
-    """The kinds of nodes of one language; each with the share of the rows that have it."""
-
-    language: str
-    summary: str
-    occurring: list[tuple[str, str]]
-    absent: list[str]
-
-
-def render(report: CorpusReport) -> str:
-    """Render the report of a corpus.
+def document(report: CorpusReport, steps: Sequence[Step] = ()) -> Document:
+    """Return the report of a corpus.
 
     Args:
         report: its record; what is null there is shown as absent, with the reason.
-
-    Returns:
-        A self-contained HTML document; the same record gives the same text.
+        steps: what to do with the rows.
     """
-    return rendered(
-        "corpus.html.j2",
+    plots = _plots(report)
+    drawn: list[Part] = [Note("There are no rows.", Tone.QUIET)]
+    if plots:
+        bins = (
+            "Logarithmic bins; a median or p90 is the middle of a finer bin, off by 2.2 % at most."
+        )
+        drawn = [*plots, Note(bins, Tone.QUIET)]
+    before = _before(report)
+    made = Section("How it was made", [before, *_mixes(report)])
+    tokens = _tokens(report)
+    encoded: Part = Facts(tokens) if tokens else Note("The rows were not encoded.", Tone.QUIET)
+    both = [Section("As encoded for training", [encoded]), Section("Diversity", _distinct(report))]
+    unknown = Facts(cells_of(report.unknown.items()))
+    parts = [
+        Section("", [Facts(list(_cards(report)), cards=True)], name="figures"),
+        next_steps(steps),
+        made,
+        Section("Lengths", drawn),
+        Section("", both, beside=True),
+        Section("Code", [_parsed(report), *_kinds(report)]),
+        *[Section("Sources", one) for one in [_sources(report)] if one],
+        Section(
+            "Safety screen",
+            _screen(report),
+            lead="A short list of patterns, which finds what is obvious.",
+        ),
+        *([Section("Unknown, and why", [unknown])] if report.unknown else []),
+    ]
+    return Document(
+        title="Corpus",
+        kind="report of a corpus",
         headline=_headline(report),
-        cards=_cards(report),
-        plots=_plots(report),
-        before=_before(report),
-        mixes=_mixes(report),
-        parsed=_parsed(report),
-        kinds=_kinds(report),
-        sources=_sources(report),
-        tokens=_tokens(report),
-        distinct=_distinct(report),
-        found=_found(report),
-        findings=_findings(report),
-        unknown=[
-            (wording.visible(name), wording.visible(why)) for name, why in report.unknown.items()
-        ],
+        parts=parts,
+        source="corpus_report.json",
+        steps=steps,
     )
 
 
@@ -84,55 +94,47 @@ def _headline(report: CorpusReport) -> str:
     )
 
 
-def _cards(report: CorpusReport) -> list[_Card]:
+def _cards(report: CorpusReport) -> Iterator[Cell]:
     why = report.unknown
     tokens, rest, diversity = report.tokens, report.duplicates, report.diversity
     checked = [one for one in report.parse.values() if one["parsed"] is not None]
     asked = sum(one["rows"] for one in checked)
     parsed = sum(one["parsed"] or 0 for one in checked)
-    cards = [_Card("Rows", wording.count(report.rows))]
+    yield Cell(wording.count(report.rows), label="Rows")
     if tokens is None:
-        cards.append(_Card("Tokens", "", absent=why["tokens"]))
+        yield Cell(label="Tokens", absent=why["tokens"])
     else:
-        note = (
-            "counted" if tokens["exact"] else f"± {wording.count(2 * tokens['tokens_se'])} (95 %)"
-        )
+        error = f"± {wording.count(2 * tokens['tokens_se'])} (95 %)"
         lost = f"{wording.count(tokens['lost_tokens'])} tokens at {tokens['seq_len']}"
-        cards += [
-            _Card("Tokens", wording.count(tokens["tokens"]), note),
-            _Card("Learned", wording.percent(tokens["supervised_share"]), "of the tokens"),
-            _Card("Lost to truncation", wording.percent(tokens["lost_share"]), lost),
-        ]
-    cards.append(
-        _Card(
-            "Code that parses", wording.percent(parsed / asked), f"of {wording.count(asked)} rows"
-        )
-        if asked
-        else _Card("Code that parses", "", absent="no row names a language that is parsed here")
-    )
-    cards.append(
-        _Card("Duplicates left", "", absent=why["duplicates"])
-        if rest is None
-        else _Card(
-            "Duplicates left",
-            wording.count(rest["exact"] + rest["near"]),
-            f"{wording.count(rest['exact'])} exact, {wording.count(rest['near'])} near",
-        )
-    )
-    cards.append(
-        _Card("Compression", "", absent=why["diversity"])
-        if diversity is None
-        else _Card("Compression", f"{diversity['compression_ratio']:.2f}", "answers, zlib")
-    )
+        learned, cut = (wording.percent(tokens[k]) for k in ("supervised_share", "lost_share"))
+        count = wording.count(tokens["tokens"])
+        yield Cell(count, label="Tokens", detail="counted" if tokens["exact"] else error)
+        yield Cell(learned, label="Learned", detail="of the tokens")
+        yield Cell(cut, label="Lost to truncation", detail=lost)
+    if asked:
+        share, of = wording.percent(parsed / asked), f"of {wording.count(asked)} rows"
+        yield Cell(share, label="Code that parses", detail=of)
+    else:
+        none = "no row names a language that is parsed here"
+        yield Cell(label="Code that parses", absent=none)
+    if rest is None:
+        yield Cell(label="Duplicates left", absent=why["duplicates"])
+    else:
+        left = wording.count(rest["exact"] + rest["near"])
+        of = f"{wording.count(rest['exact'])} exact, {wording.count(rest['near'])} near"
+        yield Cell(left, label="Duplicates left", detail=of)
+    if diversity is None:
+        yield Cell(label="Compression", absent=why["diversity"])
+    else:
+        ratio = f"{diversity['compression_ratio']:.2f}"
+        yield Cell(ratio, label="Compression", detail="answers, zlib")
     secrets = sum(report.safety["secrets"].values())
     phrases = sum(report.safety["injections"].values())
-    cards.append(
-        _Card("Secrets", wording.count(secrets), f"and {wording.count(phrases)} injection phrases")
-    )
-    return cards
+    also = f"and {wording.count(phrases)} injection phrases"
+    yield Cell(wording.count(secrets), label="Secrets", detail=also)
 
 
-def _plots(report: CorpusReport) -> list[Bars]:
+def _plots(report: CorpusReport) -> list[Plot]:
     plots = [
         histogram(title, "characters", report.lengths[name])
         for name, title in _LENGTHS.items()
@@ -145,23 +147,25 @@ def _plots(report: CorpusReport) -> list[Bars]:
     return plots
 
 
-def _before(report: CorpusReport) -> _Table:
+def _before(report: CorpusReport) -> Table:
     rows = []
     for step in report.before:
         dropped = ", ".join(f"{reason} {count}" for reason, count in step["dropped"].items())
         counts = [wording.count(step["rows_in"]), wording.count(step["rows_out"])]
-        rows.append([step["step"], *counts, wording.visible(dropped) or "nothing"])
-    return ["step", "rows in", "rows out", "dropped"], rows
+        rows.append([step["step"], *counts, dropped or "nothing"])
+    heads = ("step", "rows in", "rows out", "dropped")
+    absent = "No step before the report: its rows were given."
+    return Table(heads, rows, absent=absent)
 
 
-def _mixes(report: CorpusReport) -> list[_Table]:
-    heads = ["source", "share asked for", "share", "rows", "passes"]
+def _mixes(report: CorpusReport) -> list[Table]:
+    heads = ("source", "share asked for", "share", "rows", "passes")
     return [
-        (
+        Table(
             heads,
             [
                 [
-                    wording.visible(name),
+                    name,
                     wording.percent(one["share_asked"]),
                     wording.percent(one["share"]),
                     wording.count(one["rows"]),
@@ -169,42 +173,44 @@ def _mixes(report: CorpusReport) -> list[_Table]:
                 ]
                 for name, one in step["sources"].items()
             ],
+            title="The mix",
         )
         for step in report.before
         if step["sources"] is not None
     ]
 
 
-def _parsed(report: CorpusReport) -> _Table:
+def _parsed(report: CorpusReport) -> Table:
     rows = []
     for language, one in report.parse.items():
         parsed = one["parsed"]
         share = wording.percent(parsed / one["rows"]) if parsed is not None else "unknown"
         why = report.unknown.get(f"parse.{language}", "")
-        name = wording.visible(language) or "none named"
-        rows.append([name, wording.count(one["rows"]), share, wording.visible(why)])
-    return ["language", "rows", "parse", ""], rows
+        rows.append([language or "none named", wording.count(one["rows"]), share, why])
+    return Table(("language", "rows", "parse", ""), rows)
 
 
-def _kinds(report: CorpusReport) -> list[_Kinds]:
+def _kinds(report: CorpusReport) -> list[Part]:
+    """Return the kinds of nodes of each language, each with the share of the rows that have it."""
+    return [part for name, one in report.constructs.items() for part in _of_language(name, one)]
+
+
+def _of_language(language: str, one: Constructs) -> Iterator[Part]:
+    occurring = sorted(one["occurring"].items(), key=lambda it: (-it[1], it[0]))
+    every = len(occurring) + len(one["absent"])
+    title = (
+        f"{language}: {len(occurring)} of {every} kinds of nodes occur in "
+        f"{wording.count(one['rows'])} rows"
+    )
+    shares = [(kind, wording.percent(count / one["rows"])) for kind, count in occurring]
+    yield Facts(cells_of(shares), title=title, dense=True)
+    if one["absent"]:
+        yield Note(f"Never: {', '.join(one['absent'])}.", Tone.QUIET)
+
+
+def _sources(report: CorpusReport) -> list[Table]:
     return [
-        _Kinds(
-            language,
-            f"{len(one['occurring'])} of {len(one['occurring']) + len(one['absent'])} kinds of "
-            f"nodes occur in {wording.count(one['rows'])} rows",
-            [
-                (kind, wording.percent(count / one["rows"]))
-                for kind, count in sorted(one["occurring"].items(), key=lambda it: (-it[1], it[0]))
-            ],
-            one["absent"],
-        )
-        for language, one in report.constructs.items()
-    ]
-
-
-def _sources(report: CorpusReport) -> list[_Table]:
-    return [
-        ([by, "rows", "of rows", "of characters"], [_share(one) for one in _shown(shares)])
+        Table((by, "rows", "of rows", "of characters"), [_share(one) for one in _shown(shares)])
         for by, shares in report.sources.items()
         if len(shares) >= _LIKE_ALL
     ]
@@ -229,38 +235,39 @@ def _shown(shares: list[Share]) -> list[Share]:
 
 def _share(one: Share) -> list[str]:
     return [
-        wording.visible(one["name"]) or "none named",
+        one["name"] or "none named",
         wording.count(one["rows"]),
         wording.percent(one["rows_share"]),
         wording.percent(one["characters_share"]),
     ]
 
 
-def _tokens(report: CorpusReport) -> list[tuple[str, str]]:
-    """Return what is behind the counts of tokens, as labels and texts."""
+def _tokens(report: CorpusReport) -> list[Cell]:
+    """Return what is behind the counts of tokens."""
     one = report.tokens
     if one is None:
         return []
     encoded = f"{wording.count(one['encoded_rows'])} of {wording.count(report.rows)} rows"
     how = "all rows" if one["exact"] else f"{encoded}, drawn evenly; totals are estimates"
-    side = wording.visible(one["truncation"])
-    over = f"documents over {one['seq_len']} tokens, on the {side}"
+    over = f"documents over {one['seq_len']} tokens, on the {one['truncation']}"
     cut = f"{wording.count(one['truncated_documents'])} {over}"
     unlearned = f"{wording.percent(one['lost_supervised_share'])} of the learned ones"
-    return [
-        ("Encoded", how),
-        ("Objective", wording.visible(one["objective"])),
-        ("Documents", wording.count(one["documents"])),
-        ("Learned tokens", wording.count(one["supervised_tokens"])),
-        ("Cut", cut),
-        ("Kept nothing to learn", f"{wording.count(one['dropped_documents'])} documents"),
-        ("Lost", f"{wording.count(one['lost_tokens'])} tokens, and {unlearned}"),
-        ("Tokenizer", one["tokenizer_sha256"][:12]),
-        ("Chat template", one["template_sha256"][:12]),
-    ]
+    return cells_of(
+        [
+            ("Encoded", how),
+            ("Objective", one["objective"]),
+            ("Documents", wording.count(one["documents"])),
+            ("Learned tokens", wording.count(one["supervised_tokens"])),
+            ("Cut", cut),
+            ("Kept nothing to learn", f"{wording.count(one['dropped_documents'])} documents"),
+            ("Lost", f"{wording.count(one['lost_tokens'])} tokens, and {unlearned}"),
+            ("Tokenizer", one["tokenizer_sha256"][:12]),
+            ("Chat template", one["template_sha256"][:12]),
+        ]
+    )
 
 
-def _distinct(report: CorpusReport) -> _Table:
+def _distinct(report: CorpusReport) -> list[Part]:
     found = {} if report.diversity is None else report.diversity["distinct"]
     rows = [
         [
@@ -271,47 +278,40 @@ def _distinct(report: CorpusReport) -> _Table:
         ]
         for size, one in found.items()
     ]
-    return ["tokens of the answers", "all", "distinct", "distinct-n"], rows
+    heads = ("tokens of the answers", "all", "distinct", "distinct-n")
+    table = Table(heads, rows, absent="There are no rows.")
+    note = (
+        "Over 65,536 distinct runs are estimated, with a standard error of 0.4 %. Distinct-n falls "
+        "as a corpus grows."
+    )
+    return [table, *([Note(note, Tone.QUIET)] if rows else [])]
 
 
-def _found(report: CorpusReport) -> _Table:
+def _screen(report: CorpusReport) -> list[Part]:
     safety = report.safety
     rows = [[name, "secret", wording.count(one)] for name, one in safety["secrets"].items()]
     rows += [[name, "phrase", wording.count(one)] for name, one in safety["injections"].items()]
-    return ["kind", "", "found"], rows
-
-
-def _findings(report: CorpusReport) -> _Table:
-    rows = [
-        [
-            wording.visible(one["place"]) or "no place",
-            one["kind"],
-            one["field"],
-            wording.visible(one["shown"] or ""),
-        ]
-        for one in report.safety["findings"]
+    if not rows:
+        return [Note("Nothing was found.")]
+    found = [
+        [one["place"] or "no place", one["kind"], one["field"], one["shown"] or ""]
+        for one in safety["findings"]
     ]
-    return ["place", "kind", "in", "begins with"], rows
+    first = Table(("place", "kind", "in", "begins with"), found)
+    fold = Section("The first findings of each kind", [first], count=len(found), folded=True)
+    return [Table(("kind", "", "found"), rows), fold]
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FOOT, _RIGHT = 330, 150, 8, 20, 40, 8  # pixels
 _GAP = 2
 _LABEL = 42  # pixels that a label of the axis takes
 _INK, _MUTED = "var(--plot-ink, #777777)", "var(--plot-muted, #808080)"
-_BAR, _MARK = "var(--plot-tuned, #1f8f7d)", "var(--plot-heat, #b4471b)"
-
-
-class Bars(NamedTuple):
-    """One drawing, with what it shows and how to read it."""
-
-    title: str
-    caption: str
-    svg: Markup
+_BAR, _MARK = "var(--plot-tuned, #1a83a8)", "var(--plot-heat, #b4471b)"
 
 
 def histogram(
     title: str, unit: str, found: Histogram, marks: Mapping[str, float] | None = None
-) -> Bars:
+) -> Plot:
     """Draw a distribution, its lengths on a logarithmic axis.
 
     Args:
@@ -356,7 +356,7 @@ def histogram(
                 'stroke-width="1.5" stroke-dasharray="4 3"></line>'
             )
             parts.append(_text(x, 10, label, "middle", _INK))
-    return Bars(title, caption, Markup("".join([*parts, "</svg>"])))  # noqa: S704 - drawn here
+    return Plot(name="", title=title, caption=caption, svg="".join([*parts, "</svg>"]))
 
 
 def _place(value: float, edges: list[float]) -> float | None:

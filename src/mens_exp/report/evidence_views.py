@@ -1,23 +1,27 @@
-"""Inspections, certificates, decisions and searches: terminal tables, and parts of pages.
-
-Pure functions of their records.
-"""
+"""Inspections, certificates and decisions as documents."""
 
 from __future__ import annotations
 
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from mens_exp.artifacts.certificate import Link, Outcome
-from mens_exp.artifacts.sweep import TrialState
+from mens_exp.artifacts.certificate import ArtifactKind, Link, Outcome
+from mens_exp.artifacts.decision_ledger import Answer
 from mens_exp.report import wording
-from mens_exp.report.rendering import rendered
+from mens_exp.report.document import (
+    MARKS,
+    Cell,
+    Document,
+    Facts,
+    Note,
+    Section,
+    Step,
+    Table,
+    Tone,
+    bullets,
+    markdown,
+    next_steps,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
         Comparison,
         Inspection,
         LayerRecord,
-        Replay,
     )
-    from mens_exp.artifacts.decision_ledger import DecisionEntry
-    from mens_exp.artifacts.sweep import Dimension, SearchRecord, SweepRecord, Trial
+    from mens_exp.artifacts.certificate import Replay as ReplayRecord
+    from mens_exp.artifacts.decision_ledger import DecisionEntry, RuleRecord
+    from mens_exp.report.document import Part
 
 _SHORT = 12  # digits of a hash, enough to tell two apart by eye
 _FIGURES = {
@@ -44,47 +48,50 @@ _FIGURES = {
 }
 _SEVERITY = (Outcome.EQUAL, Outcome.CLOSE, Outcome.NOT_HERE, Outcome.DIFFERS)
 _MARKS = {
-    Outcome.EQUAL: ("=", "green"),
-    Outcome.CLOSE: ("≈", "green"),
-    Outcome.DIFFERS: ("≠", "bold red"),
-    Outcome.NOT_HERE: ("-", "dim"),
+    Outcome.EQUAL: ("=", Tone.GOOD),
+    Outcome.CLOSE: ("≈", Tone.GOOD),
+    Outcome.DIFFERS: ("≠", Tone.BAD),
+    Outcome.NOT_HERE: ("-", Tone.QUIET),
 }
+_WORST = 5  # tensors shown
 
 
-def inspection_view(found: Inspection) -> RenderableType:
-    """Show the findings of an inspection; for a verification, everything that is not equal."""
-    parts: list[RenderableType] = [_title(found.path), _head(found)]
+def inspection_document(found: Inspection) -> Document:
+    """Return the findings of an inspection; of a verification, everything that is not equal."""
+    parts: list[Part] = [Facts(list(_rows(found)))]
     if found.layers:
-        parts += [_title("Layers"), _places(found.layers)]
-        parts += [_title("Deltas, scale · B A"), _sizes(found.layers)]
-    parts += [_title("Lineage"), _lineage(found.lineage)]
+        parts += [
+            Section("Layers", [_places(found.layers)]),
+            Section("Deltas, scale · B A", [_sizes(found.layers)]),
+        ]
+    parts.append(Section("Lineage", [_lineage(found.lineage)]))
     if found.verification is not None:
         checks = found.verification["checks"]
-        parts.append(_title(f"Verified: {verification_verdict(checks)}"))
-        parts.append(_chain(checks))
-        parts.append(_checks([one for one in checks if one["outcome"] != Outcome.EQUAL]))
+        unequal = [one for one in checks if one["outcome"] != Outcome.EQUAL]
+        title = f"Verified: {verification_verdict(checks)}"
+        parts.append(Section(title, [_chain(checks), _checks(unequal)]))
     if found.replay is not None:
         again = found.replay
-        parts += [_title(f"Replayed: {replay_verdict(again)}"), _checks(again["checks"])]
-        parts += [Text(f"other conditions: {one}", style="yellow") for one in again["conditions"]]
-    return Group(*parts)
+        others = [f"other conditions: {one}" for one in again["conditions"]]
+        inside: list[Part] = [_checks(again["checks"]), *bullets(others, Tone.WARN)]
+        parts.append(Section(f"Replayed: {replay_verdict(again)}", inside))
+    return Document(
+        title=found.path,
+        kind="inspection",
+        parts=parts,
+        source="inspection.json",
+        steps=_after_inspection(found),
+    )
 
 
-def _chain(checks: Sequence[Check]) -> RenderableType:
-    """Count what each link of the chain of evidence came to, in the chain's order."""
-    table = _table()
-    table.add_column("", no_wrap=True)
-    table.add_column("link", no_wrap=True)
-    table.add_column("records", justify="right", no_wrap=True)
-    table.add_column("values", overflow="fold")
-    for link in Link:
-        own = [check for check in checks if check["link"] == link]
-        if own:
-            worst = max((Outcome(check["outcome"]) for check in own), key=_SEVERITY.index)
-            mark, style = _MARKS[worst]
-            records = str(len({check["of"] for check in own}))
-            table.add_row(Text(mark, style=style), str(link), records, verification_verdict(own))
-    return table if table.row_count else Text()
+def _after_inspection(found: Inspection) -> list[Step]:
+    path = ("path", found.path)
+    if found.verification is None:
+        command = wording.command("task=inspect", path, "inspect.verify=true")
+        return [Step(command, "check every record against its files")]
+    if found.kind != ArtifactKind.RUN:
+        return []
+    return [Step(wording.command("task=export", path), "pack it for a colleague")]
 
 
 def verification_verdict(checks: Sequence[Check]) -> str:
@@ -95,27 +102,19 @@ def verification_verdict(checks: Sequence[Check]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
 
 
-def replay_verdict(replay: Replay) -> str:
+def replay_verdict(replay: ReplayRecord) -> str:
     """Say in a line how far a replay was the same."""
     if replay["first_difference"] is None:
         return f"identical through step {replay['identical_through']}"
     return f"first difference: {replay['first_difference']}"
 
 
-def _title(text: str) -> Text:
-    return Text(text, style="italic")
+def _rows(found: Inspection) -> Iterator[Cell]:
+    for label, text in _named(found):
+        yield Cell(text, label=label)
 
 
-def _head(found: Inspection) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _rows(found):
-        table.add_row(name, Text(text))
-    return table
-
-
-def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
+def _named(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "what", found.what
     base = found.base
     if base is not None:
@@ -126,12 +125,11 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
         if base["weights_sha256"] is not None:
             yield "base sha256", base["weights_sha256"]
         if base["quantizer"] is not None:
-            told = ", ".join(f"{name} {value}" for name, value in base["quantizer"].items())
-            yield "quantizer", told
+            yield "quantizer", ", ".join(f"{k} {v}" for k, v in base["quantizer"].items())
     if found.layers:
-        ranks = sorted({one["rank"] for one in found.layers.values()})
+        ranks = ", ".join(map(str, sorted({one["rank"] for one in found.layers.values()})))
         size = f"{len(found.layers)} layers, {found.parameters:,} parameters"
-        yield "adapter", f"{found.variant or 'variant unknown'}, rank {_listed(ranks)}, {size}"
+        yield "adapter", f"{found.variant or 'variant unknown'}, rank {ranks}, {size}"
     state = found.checkpoint
     if state is not None:
         optimizer = f"{state['optimizer_tensors']} tensors, {_mib(state['optimizer_bytes'])}"
@@ -154,73 +152,73 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _places(layers: dict[str, LayerRecord]) -> Table:
-    table = _table()
-    table.add_column("layer", no_wrap=True)
-    table.add_column("base key", overflow="fold")
-    for name in ("out x in", "rank", "scale"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, one in layers.items():
-        size = f"{one['shape'][0]}x{one['shape'][1]}"
-        key = Text(one["base_key"] or "-")
-        table.add_row(Text(name), key, size, str(one["rank"]), _figure(one["scale"]))
-    return table
+    rows = [
+        (
+            name,
+            one["base_key"] or "-",
+            f"{one['shape'][0]} × {one['shape'][1]}",
+            str(one["rank"]),
+            _number(one["scale"]),
+        )
+        for name, one in layers.items()
+    ]
+    heads = ("layer", "base key", "out × in", "rank", "scale")
+    return Table(heads, rows)
 
 
 def _sizes(layers: dict[str, LayerRecord]) -> Table:
-    """Show how much each layer changes; the column of rows' lengths is DoRA's."""
-    table = _table()
+    """Return how much each layer changes; the column of rows' lengths is DoRA's."""
     figures = dict(_FIGURES)
     if all(one["magnitude_change"] is None for one in layers.values()):
         del figures["magnitude_change"]
-    table.add_column("layer", no_wrap=True)
-    for heading in figures.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    for layer, one in layers.items():
-        values = dict(one)
-        table.add_row(Text(layer), *(_figure(values[name]) for name in figures))
-    return table
+    rows = [
+        (layer, *(_number(dict(one)[name]) for name in figures)) for layer, one in layers.items()
+    ]
+    return Table(("layer", *figures.values()), rows)
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_edge=False)
-
-
-def _lineage(line: Sequence[Ancestor]) -> Table:
-    table = Table(box=None, show_header=False)
-    for style in ("dim", "", "dim"):
-        table.add_column(style=style, overflow="fold")
+def _lineage(line: Sequence[Ancestor]) -> Facts:
+    cells = []
     for number, one in enumerate(line):
         hashes = ", ".join(f"{name} {text[:_SHORT]}" for name, text in one["hashes"].items())
-        arrow = "→ " if number else ""
         note = "; ".join(part for part in (hashes, one["missing"]) if part)
-        table.add_row(f"{arrow}{one['role']}", Text(one["name"]), Text(note))
-    return table
+        label = f"{'→ ' if number else ''}{one['role']}"
+        cells.append(Cell(one["name"], label=label, detail=note))
+    return Facts(cells)
 
 
-def _checks(checks: Sequence[Check]) -> RenderableType:
-    if not checks:
-        return Text()
-    table = _table()
-    for name in ("", "what", "recorded", "found"):
-        table.add_column(name, overflow="fold")
+def _chain(checks: Sequence[Check]) -> Table:
+    """Count the outcomes of each link of the chain of evidence, in the chain's order."""
+    rows = []
+    for link in Link:
+        own = [check for check in checks if check["link"] == link]
+        if own:
+            worst = max((Outcome(check["outcome"]) for check in own), key=_SEVERITY.index)
+            mark, tone = _MARKS[worst]
+            records = str(len({check["of"] for check in own}))
+            rows.append((Cell(f"{mark} {link}", tone=tone), records, verification_verdict(own)))
+    return Table(("link", "records", "values"), rows)
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    rows = []
     records = {check["of"] for check in checks}
     for check in sorted(checks, key=lambda one: one["outcome"] != Outcome.DIFFERS):
-        mark, style = _MARKS[Outcome(check["outcome"])]
+        outcome = Outcome(check["outcome"])
+        mark, tone = _MARKS[outcome]
         step = "" if check["step"] is None else f"step {check['step']}: "
         step += f"{check['of']}: " if check["of"] and len(records) > 1 else ""
-        is_equal = check["outcome"] == Outcome.EQUAL
-        found = check["note"] if check["outcome"] == Outcome.NOT_HERE else str(check["found"])
-        table.add_row(
-            Text(mark, style=style),
-            Text(f"{step}{check['name']}"),
-            Text(
-                _short(
-                    check["recorded"], whole=check["outcome"] != Outcome.NOT_HERE and not is_equal
-                )
-            ),
-            Text("same" if is_equal else found or ""),
+        found = check["note"] if outcome == Outcome.NOT_HERE else str(check["found"])
+        whole = outcome not in {Outcome.NOT_HERE, Outcome.EQUAL}
+        rows.append(
+            (
+                Cell(f"{mark} {step}{check['name']}", tone=tone),
+                _short(check["recorded"], whole=whole),
+                "same" if outcome == Outcome.EQUAL else found or "",
+            )
         )
-    return table
+    heads = ("value", "recorded", "found")
+    return Table(heads, rows)
 
 
 def _short(value: object, *, whole: bool) -> str:
@@ -228,41 +226,54 @@ def _short(value: object, *, whole: bool) -> str:
     return text if whole or len(text) <= 2 * _SHORT else f"{text[:_SHORT]}…"
 
 
-def _figure(value: Any) -> str:
+def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
 
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-_COLUMNS = ("mean KL", "max KL", "same top-1", "NLL", "worst layer")
-_WORST = 5  # tensors shown
-
-
-def parity_table(certificate: Certificate) -> Table:
-    """Show all comparisons side by side, with the deciding one marked."""
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    table.title = f"Parity: {verdict(certificate)}"
-    table.add_column(f"against {certificate.reference}", overflow="fold")
-    columns = _COLUMNS if certificate.comparisons else ("max error", "share")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for name, one in certificate.comparisons.items():
-        mark = " ←" if name == certificate.judged else ""
-        table.add_row(Text(f"{one['what']}{mark}"), *_figures(one))
-    worst = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])
-    for name, error in worst[: 1 if certificate.comparisons else _WORST]:
-        apart = f"{error['relative']:.2g} of ΔW"
-        cells = [apart] if certificate.comparisons else [f"{error['max_abs']:.2g}", apart]
-        table.add_row(Text(f"worst of {len(worst)} tensors: {name}"), *cells)
-    for name, reason in certificate.unknown.items():
-        table.add_row(Text(f"{name}: not compared, {reason}", style="dim"), *[""] * len(columns))
-    return table
+def certificate_document(certificate: Certificate) -> Document:
+    """Return all comparisons of a certificate side by side, with the deciding one marked."""
+    said = verdict(certificate)
+    parts: list[Part] = []
+    if certificate.probe is not None:
+        parts.append(
+            Note(
+                f"Compared on {certificate.probe['tokens']} tokens "
+                f"({certificate.probe['source']}) with {certificate.reference}; KL and NLL in nats."
+            )
+        )
+    elif certificate.comparisons:
+        parts.append(Note(f"Compared with {certificate.reference}."))
+    rows = [
+        (f"{one['what']}{' ←' if name == certificate.judged else ''}", *_compared(one))
+        for name, one in sorted(
+            certificate.comparisons.items(), key=lambda item: item[0] != certificate.judged
+        )
+    ]
+    heads = ("graph", "mean KL", "max KL", "same top-1", "NLL", "worst layer")
+    parts.append(Table(heads, rows))
+    tensors = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])
+    worst = tensors[: 1 if certificate.comparisons else _WORST]
+    parts.append(
+        Table(
+            ("tensor", "largest error", "of ΔW"),
+            [(key, f"{e['max_abs']:.2g}", f"{e['relative']:.2g}") for key, e in worst],
+            title=f"Worst of {len(tensors)} tensors, against W + ΔW in f64",
+        )
+    )
+    parts += bullets(
+        (f"{name}: not compared, {why}" for name, why in certificate.unknown.items()), Tone.QUIET
+    )
+    tone = Tone.GOOD if certificate.passed else Tone.WARN if certificate.accepted else Tone.BAD
+    return Document(
+        title=f"Parity: {said}",
+        kind="certificate",
+        parts=[Section(f"Parity: {said}", parts, name="parity", tone=tone)],
+        source="parity.json",
+    )
 
 
 def verdict(certificate: Certificate) -> str:
@@ -275,176 +286,59 @@ def verdict(certificate: Certificate) -> str:
 
 def card_section(certificate: Certificate) -> str:
     """Return the certificate as a section of a model card, Markdown."""
-    lines = ["## Parity with the trained model", "", f"Verdict: {verdict(certificate)}.", ""]
-    if certificate.comparisons:
-        assert certificate.probe is not None, "graphs are compared on a text"
-        lines.append(
-            f"Compared on {certificate.probe['tokens']} tokens ({certificate.probe['source']}) "
-            f"with {certificate.reference}; KL and NLL in nats."
-        )
-        lines += [
-            "",
-            f"| graph | {' | '.join(_COLUMNS)} |",
-            f"|---|{'---:|' * len(_COLUMNS)}",
-        ]
-        lines += [
-            f"| {one['what']} | {' | '.join(_figures(one))} |"
-            for one in certificate.comparisons.values()
-        ]
-    if certificate.tensors:
-        worst = max(one["relative"] for one in certificate.tensors.values())
-        many = len(certificate.tensors)
-        lines += ["", f"{many} tensors against W + ΔW in f64: at most {worst:.2g} of ΔW apart."]
-    return "\n".join([*lines, "", "parity.json beside this card has every figure and hash.", ""])
+    (found,) = certificate_document(certificate).parts
+    assert isinstance(found, Section), "a certificate is one section"
+    said = Note(f"Verdict: {verdict(certificate)}.")
+    last = Note("parity.json next to this card has every figure and hash.")
+    return markdown([Section("Parity with the trained model", [said, *found.parts, last])])
 
 
-def _figures(one: Comparison) -> tuple[str, ...]:
+def _compared(one: Comparison) -> tuple[str, ...]:
     worst = one["worst_layer"]
     return (
         f"{one['mean_kl']:.2g}",
         f"{one['max_kl']:.2g}",
         f"{one['top1_agreement']:.2%}",
-        f"{one['nll_difference']:+.2g}",
+        f"{one['nll_difference']:+.2g}".replace("-", wording.MINUS),
         f"{worst['layer']} {worst['relative_error']:.2g}",
     )
 
 
-_COLORS = {"passed": "green", "failed": "bold red", "unknown": "yellow"}
+_TONES = {"passed": Tone.GOOD, "failed": Tone.BAD, "unknown": Tone.WARN}
+_ANSWERED = {Answer.PROMOTE: Tone.GOOD, Answer.REJECT: Tone.BAD}
 
 
-def decision_view(policy: str, made: DecisionEntry) -> RenderableType:
-    """Show the answer, and the rules that led to it."""
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    table.title = f"{policy}: {made['decision']}"
-    for head in ("rule", "evidence", "KPI", "observed", "threshold", "outcome", "note"):
-        table.add_column(head, overflow="fold")
-    for rule in made["rules"]:
-        where = "" if rule["evidence"] is None else PurePath(rule["evidence"]).parent.name
-        cells = (rule["rule"], where, rule["kpi"] or "", _text(rule["observed"]))
-        outcome = Text(str(rule["outcome"]), style=_COLORS[str(rule["outcome"])])
-        shown = (wording.visible(cell) for cell in (*cells, _text(rule["threshold"])))
-        table.add_row(*shown, outcome, wording.visible(rule["note"]))
+def decision_document(policy: str, made: DecisionEntry, steps: Sequence[Step] = ()) -> Document:
+    """Return the answer of a policy, and the rules that led to it."""
+    is_alone = len({rule["evidence"] for rule in made["rules"]} - {None}) <= 1
+    rows = [_ruled(rule, is_alone=is_alone) for rule in made["rules"]]
     said = made["recommendation"]
-    lines = [] if said is None else [Text(f"Recommended: {said}")]
-    lines += [Text(wording.visible(text), style="yellow") for text in made.get("unverifiable", [])]
-    return Group(table, *lines, Text())
-
-
-def _text(value: float | str | None) -> str:
-    if value is None:
-        return "unknown"
-    return value if isinstance(value, str) else f"{value:.4g}"
-
-
-def space_table(record: SweepRecord) -> RenderableType:
-    """Show the space of a search, and its sampling."""
-    search = _search_of(record)
-    table = Table(box=box.SIMPLE_HEAD, title="Search", title_justify="left", show_edge=False)
-    table.add_column("key", no_wrap=True)
-    table.add_column("drawn from", overflow="fold")
-    for one in search["space"]:
-        table.add_row(Text(wording.visible(one["key"])), Text(drawn_from(one)))
-    many = min(record.n_jobs, search["n_trials"])
-    at_a_time = f"{search['n_trials']} trials, {many} at a time: {settings(search)}"
-    notes = [Text(f"note: {wording.visible(note)}", style="yellow") for note in record.notes]
-    return Group(table, Text(at_a_time), *notes)
-
-
-def best_table(record: SweepRecord) -> RenderableType:
-    """Show the best (non-dominated) trials, and the number of trials by outcome."""
-    search = _search_of(record)
-    table = Table(box=box.SIMPLE_HEAD, title="Best", title_justify="left", show_edge=False)
-    table.add_column("trial", justify="right")
-    table.add_column("drawn", overflow="fold")
-    for name in search["objectives"]:
-        table.add_column(name, justify="right")
-    for number in search["best"]:
-        row = search["trials"][number]
-        values = [wording.as_text(value, name) for name, value in _named(search, row["values"])]
-        drawn = " ".join(row["params"].values())
-        table.add_row(str(number), Text(wording.visible(drawn)), *values)
-    return Group(table, Text(counted(search)))
-
-
-def drawn_from(dimension: Dimension) -> str:
-    """Write what a key's values are drawn from."""
-    if dimension["values"]:
-        return wording.visible(", ".join(dimension["values"]))
-    ends = f"{dimension['low']:g} to {dimension['high']:g}"
-    if dimension["step"] not in {None, 1.0}:
-        ends += f" in steps of {dimension['step']:g}"
-    kind = ", whole numbers" if dimension["kind"] == "int" else ""
-    return ends + kind + (", even in the logarithm" if dimension["log"] else "")
-
-
-def settings(search: SearchRecord) -> str:
-    """Write how a search draws, and what it is after."""
-    goals = [
-        f"{direction} {name}"
-        for name, direction in zip(search["objectives"], search["directions"], strict=True)
-    ]
-    pruner = "" if search["pruner"] == "none" else f", pruner {search['pruner']}"
-    return f"{', '.join(goals)}; sampler {search['sampler']}, seed {search['seed']}{pruner}"
-
-
-def counted(search: SearchRecord) -> str:
-    """Count the trials by how they ended; repeats of an earlier one are counted as well."""
-    states = [row["state"] for row in search["trials"]]
-    told = [f"{states.count(one)} {one.value}" for one in TrialState if states.count(one)]
-    repeats = sum(row["job"] not in {None, row["number"]} for row in search["trials"])
-    again = f"; {repeats} came to the same run as an earlier one" if repeats else ""
-    return f"{len(states)} of {search['n_trials']} trials: {', '.join(told) or 'none'}{again}"
-
-
-def _named(search: SearchRecord, values: list[float] | None) -> list[tuple[str, float]]:
-    return list(zip(search["objectives"], values or [], strict=False))
-
-
-def _search_of(record: SweepRecord) -> SearchRecord:
-    assert record.search is not None, "a sweep that searches"
-    return record.search
-
-
-def search_page(record: SweepRecord) -> str:
-    """Render a search; the same record gives the same text."""
-    from mens_exp.report.study_plots import search_drawings
-
-    assert record.search is not None, "a sweep that searches"
-    search = record.search
-    return rendered(
-        "search.html.j2",
-        record=record,
-        search=search,
-        counted=counted(search),
-        settings=settings(search),
-        best=[_cells(search, search["trials"][number]) for number in search["best"]],
-        trials=[_trial(record, row) for row in search["trials"]],
-        space=[(one["key"], drawn_from(one)) for one in search["space"]],
-        plots=[(plot, Markup(plot.svg)) for plot in search_drawings(search)],  # noqa: S704 - drawn here
+    table = Table(("rule", "observed", "threshold", "outcome"), rows)
+    parts: list[Part] = [table, *([] if said is None else [Note(f"Recommended: {said}")])]
+    parts += bullets(made.get("unverifiable", []), Tone.WARN)
+    title = f"{policy}: {made['decision']}"
+    tone = _ANSWERED.get(Answer(made["decision"]), Tone.WARN)
+    return Document(
+        title=title,
+        kind="decision",
+        parts=[Section(title, parts, name="decision", tone=tone), next_steps(steps)],
+        source="the ledger",
+        steps=steps,
     )
 
 
-def _cells(search: SearchRecord, row: Trial) -> list[str]:
-    """Return a trial's number, draws and values."""
-    names, values = search["objectives"], row["values"]
-    if values is None:
-        shown = ["–"] * len(names)
-    else:
-        pairs = zip(names, values, strict=True)
-        shown = [wording.as_text(value, name) for name, value in pairs]
-    return [str(row["number"]), wording.visible(" ".join(row["params"].values())), *shown]
-
-
-def _trial(record: SweepRecord, row: Trial) -> dict[str, object]:
-    """Return a line of the table of trials, with the way to its run's report."""
-    assert record.search is not None, "a sweep that searches"
-    job = next((job for job in record.jobs if job["number"] == row["job"]), None)
-    why = row["reason"] or ""
-    if row["job"] not in {None, row["number"]}:
-        why = f"the same run as trial {row['job']}. {why}".strip()
-    return {
-        "cells": _cells(record.search, row),
-        "state": str(row["state"]),
-        "why": wording.visible(why),
-        "report": None if job is None else f"{job['directory']}/report.html",
-    }
+def _ruled(rule: RuleRecord, *, is_alone: bool) -> list[Cell | str]:
+    """Return a rule as a row; what is no figure stands under its name."""
+    sides: dict[str, Any] = {name: dict(rule)[name] for name in ("observed", "threshold")}
+    about = [f"{name} {said}" for name, said in sides.items() if isinstance(said, str)]
+    about += [rule["note"]] if rule["note"] else []
+    if rule["evidence"] is not None and not is_alone:
+        about.insert(0, PurePath(rule["evidence"]).parent.name)
+    outcome = str(rule["outcome"])
+    tone = _TONES[outcome]
+    name = f"{MARKS[tone]} {rule['rule']} {rule['kpi'] or ''}".strip()
+    return [
+        Cell(name, tone=tone, detail="; ".join(about)),
+        *("" if isinstance(said, str) else wording.figure(said) for said in sides.values()),
+        outcome,
+    ]

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
+from markupsafe import escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mens_exp.artifacts.metrics import METRICS
 from mens_exp.report import wording
+from mens_exp.report.document import Plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,9 +35,10 @@ _CSS = {
     _MUTED: "var(--plot-muted, #808080)",
     _GRID: "var(--plot-grid, #80808040)",
     _BASE: "var(--plot-base, #8a8a84)",
-    _TUNED: "var(--plot-tuned, #1f8f7d)",
+    _TUNED: "var(--plot-tuned, #1a83a8)",
 }
-_OF_ARMS = ("#3b6fb6", "#c2571a", "#2f8f5b", "#8a4fae", "#b8902a", "#b3405e", "#4a8f9c", "#6f6f67")
+# Okabe and Ito's, so that arms differ for every kind of colour vision; the last two are our own.
+_OF_ARMS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4a10", "#707070")
 ARMS = tuple(f"#0{number}0{number}0{number}" for number in range(6, 6 + len(_OF_ARMS) - 4))
 ARMS += tuple(f"#1{number}1{number}1{number}" for number in range(6, 10))
 """Colours of arms while drawing, in their order; reused where there are more arms."""
@@ -45,29 +47,11 @@ _CSS |= {
     for number, (drawn, css) in enumerate(zip(ARMS, _OF_ARMS, strict=True))
 }
 _FONT_SIZE = 9.5
+_NARROW = 6.0  # inches; a wider drawing takes the whole width of a page
 _MOST_POINTS = 1500  # a plot is about 900 pixels wide; more points only make the page heavy
 _LABEL_GAP = 0.075  # of the axes' height, between two labels in the margin
 
 _Series = tuple[list[int], list[float]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plot:
-    """One drawing, or the reason why there is none.
-
-    Attributes:
-        name: its identifier.
-        title: what it shows.
-        caption: how to read it; also its text alternative.
-        svg: an ``<svg>`` element, empty when there is nothing to draw.
-        absent: why there is nothing to draw, empty when there is.
-    """
-
-    name: str
-    title: str
-    caption: str
-    svg: str = ""
-    absent: str = ""
 
 
 def draw(records: Records) -> list[Plot]:
@@ -148,7 +132,7 @@ def _loss(records: Records) -> Plot:
     title = "Loss"
     steps, values = _series(records, "train/loss")
     if not steps:
-        return Plot(name="loss", title=title, caption="", absent=_no_steps(records))
+        return absent("loss", title, _no_steps(records))
     caption = (
         "Training loss of each optimizer step, thin, and its moving average over about "
         f"{_span(len(values))} steps; validation loss of base and tuned model, dashed."
@@ -171,9 +155,7 @@ def _loss(records: Records) -> Plot:
             title=None,
         )
 
-    return Plot(
-        name="loss", title=title, caption=caption, svg=svg_of("loss", title, (10.4, 3.9), paint)
-    )
+    return drawn("loss", title, caption, (10.4, 3.9), paint)
 
 
 def _paint_validation(axes: Axes, records: Records) -> None:
@@ -217,7 +199,7 @@ def _single(
 ) -> Plot:
     steps, values = _series(records, metric)
     if not steps:
-        return Plot(name=name, title=title, caption="", absent=_no_steps(records))
+        return absent(name, title, _no_steps(records))
 
     def paint(axes: Axes) -> None:
         axes.plot(*thin(steps, values), color=_INK, linewidth=1.4)
@@ -228,7 +210,7 @@ def _single(
 
     high, last = (f"{value:.3g}" for value in (max(values), values[-1]))
     caption = f"Highest {high}, at the end {last}."
-    return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (3.5, 2.2), paint))
+    return drawn(name, title, caption, (3.5, 2.2), paint)
 
 
 def _throughput(records: Records) -> Plot:
@@ -236,7 +218,7 @@ def _throughput(records: Records) -> Plot:
     every = _series(records, "perf/tokens_per_s")
     supervised = _series(records, "perf/supervised_tokens_per_s")
     if not every[0] and not supervised[0]:
-        return Plot(name=name, title=title, caption="", absent=_no_steps(records))
+        return absent(name, title, _no_steps(records))
 
     def paint(axes: Axes) -> None:
         axes.plot(*thin(*every), color=_INK, linewidth=1.1, alpha=0.55, label="all")
@@ -246,7 +228,7 @@ def _throughput(records: Records) -> Plot:
         axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
 
     caption = "Padding is not counted."
-    return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (3.5, 2.2), paint))
+    return drawn(name, title, caption, (3.5, 2.2), paint)
 
 
 def _no_steps(records: Records) -> str:
@@ -262,18 +244,25 @@ def _scientific(value: float, _position: int | None) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def svg_of(
-    name: str, title: str, inches: tuple[float, float], paint: Callable[[Axes], None]
-) -> str:
+def drawn(
+    name: str, title: str, caption: str, inches: tuple[float, float], paint: Callable[[Axes], None]
+) -> Plot:
     """Draw a plot as an inline SVG in the page's colours, the same bytes for the same drawing.
 
     Args:
         name: its identifier.
         title: its text alternative.
+        caption: how to read it.
         inches: width and height.
         paint: draws on axes that are furnished for optimizer steps; it may furnish otherwise.
     """
-    return _inline(_drawn(name, inches, paint), title)
+    svg = _inline(_drawn(name, inches, paint), title)
+    return Plot(name=name, title=title, caption=caption, svg=svg, wide=inches[0] > _NARROW)
+
+
+def absent(name: str, title: str, why: str) -> Plot:
+    """Return a plot that has nothing to draw."""
+    return Plot(name=name, title=title, caption="", absent=why)
 
 
 def _drawn(name: str, inches: tuple[float, float], paint: Callable[[Axes], None]) -> str:
@@ -320,9 +309,11 @@ def _inline(document: str, title: str) -> str:
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
     used = set(re.findall(r"#([\w.-]+)[\")]", svg))
     svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
-    for drawn, css in _CSS.items():
-        svg = svg.replace(drawn, css)
-    head = f'<svg role="img" aria-label="{title}" stroke-linejoin="round" fill="currentColor"'
+    for color, css in _CSS.items():
+        svg = svg.replace(color, css)
+    head = (
+        f'<svg role="img" aria-label="{escape(title)}" stroke-linejoin="round" fill="currentColor"'
+    )
     return svg.replace("<svg", head, 1)
 
 
@@ -348,7 +339,7 @@ def draw_kpis(records: Records) -> list[Plot]:
     title = "KPIs while training"
     if not series:
         why = "; ".join(dict.fromkeys(payloads[-1].get("unknown", {}).values()))
-        return [Plot(name="kpis", title=title, caption="", absent=why or "nothing was measured")]
+        return [absent("kpis", title, why or "nothing was measured")]
 
     def paint(axes: Axes) -> None:
         for color, (name, points) in zip(ARMS, series.items(), strict=False):
@@ -362,14 +353,8 @@ def draw_kpis(records: Records) -> list[Plot]:
         axes.set_ylim(bottom=0, top=1.02 if unit == "1" else None)
         axes.legend(frameon=False, loc="lower right", handlelength=1.4)
 
-    return [
-        Plot(
-            name="kpis",
-            title=title,
-            caption=_caption(records, payloads[-1]["items"], series),
-            svg=svg_of("kpis", title, (3.5, 2.2), paint),
-        )
-    ]
+    caption = _caption(records, payloads[-1]["items"], series)
+    return [drawn("kpis", title, caption, (3.5, 2.2), paint)]
 
 
 def _is_drawn(name: str, chosen_by: str | None) -> bool:

@@ -1,19 +1,20 @@
-"""Tables of a report: facts, inputs, environment, data contract, plan versus measurement."""
+"""Sections of a run's report: planned and measured, what ran, what went in, and the record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.report import wording
-from mens_exp.report.summary import Cell
+from mens_exp.report import summary, wording
+from mens_exp.report.document import Cell, Code, Facts, Note, Part, Section, Table, Tone, bullets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mens_exp.report.summary import Records
 
+_NEAR = 0.1  # a prediction this close to the measurement is called near
+_DIFFERENCES = "differs_from_default"
 _CODE_KEYS = ("commit", "digest", "sha256", "path")
 # JSON is written with sorted keys; a reader wants what belongs together side by side.
 _ORDER = (
@@ -31,147 +32,71 @@ _ORDER = (
     *("compile_at_1", "compile_at_n", "canonical", "strictness"),
 )
 _OTHER_TABLES = ("packages", "environment")
-_FOR_MACHINES = ("lora_init_layers_sha256",)  # hundreds of lines; not for reading by eye
-_DIFFERENCES = "differs_from_default"
-_NEAR = 0.1  # a prediction this close to the measurement is called near
+_FOR_MACHINES = ("lora_init_layers_sha256", _DIFFERENCES)  # hundreds of lines, or shown apart
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """A planned quantity next to its measurement.
-
-    Attributes:
-        label: the quantity.
-        planned: the plan's value, "≈" before it when it is an estimate.
-        measured: the run's value.
-        ratio: measured over planned in words, empty unless both are known.
-        near: whether the plan was within a tenth.
-        basis: what the plan's value rests on.
-    """
-
-    label: str
-    planned: Cell
-    measured: Cell
-    ratio: str = ""
-    near: bool = False
-    basis: str = ""
-
-
-def facts(records: Records) -> list[Cell]:
-    """The facts that were read back from the model and the first batch."""
-    found = records.manifest.facts
-    apart = (*_FOR_MACHINES, _DIFFERENCES)
-    shown = {key: value for key, value in found.items() if key not in apart}
-    return [*_cells(records, "facts", shown), *_differences(records)]
-
-
-def _differences(records: Records) -> list[Cell]:
-    """One line for each setting that is not our default, as it is typed.
-
-    A setting that only the chosen option has is shown where the command names it: the others are
-    what that option is.
-    """
-    named = {text.partition("=")[0].lstrip("+") for text in records.manifest.overrides}
-    return [
-        Cell(
-            label=f"{wording.label(_DIFFERENCES)}: {wording.visible(path)}",
-            text=wording.typed(one["found"])
-            + (f" (default {wording.typed(one['default'])})" if "default" in one else ""),
-        )
-        for path, one in sorted((records.manifest.facts.get(_DIFFERENCES) or {}).items())
-        if "default" in one or path in named
-    ]
-
-
-def inputs(records: Records) -> list[Cell]:
-    """The inputs, by content hash."""
-    return _cells(records, "inputs", records.manifest.inputs)
-
-
-def environment(records: Records) -> list[Cell]:
-    """The machine and the code; packages and variables apart."""
-    provenance = records.manifest.provenance
-    rest = {key: value for key, value in provenance.items() if key not in _OTHER_TABLES}
-    return _cells(records, "provenance", rest)
-
-
-def outputs(records: Records) -> list[Cell]:
-    """The outputs of the run, by content hash."""
-    return [
-        Cell(label=wording.visible(path), text=wording.visible(digest), code=True)
-        for path, digest in sorted(records.manifest.outputs.items())
-    ]
-
-
-def attempts(records: Records) -> list[str]:
-    """One line for each time the run was started; empty when there was only one."""
-    every = records.manifest.attempts
-    if len(every) <= 1:
-        return []
-    return [_attempt(number, attempt) for number, attempt in enumerate(every, start=1)]
-
-
-def scores(records: Records) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The scorecard as a table.
-
-    Returns:
-        The conditions, and a row of values in their order for each KPI.
-    """
-    card = records.scorecard
-    if card is None:
-        return [], []
-    conditions = list(card.conditions)
-    known = {
-        key for values in card.conditions.values() for key in values if values[key] is not None
-    }
-    keys = _ordered(
-        key
-        for values in card.conditions.values()
-        for key in values
-        if key in known or key == "parse_rate"  # why the others are null stands under unknown
-    )
-    return conditions, [
-        (
-            wording.label(key),
-            [wording.as_text(card.conditions[c].get(key), key) or "unknown" for c in conditions],
-        )
-        for key in keys
-    ]
-
-
-def compared(records: Records) -> list[Compared]:
-    """The plan next to the measurements; empty when there is no plan."""
+def planned(records: Records) -> Section:
+    """Return the plan next to the measurements."""
     plan = records.plan
     if plan is None:
-        return []
+        note = Note("There is no plan next to this run.", Tone.QUIET)
+        return Section("Planned and measured", [note])
+    heads = ("quantity", "planned", "measured", "measured ÷ planned", "basis of the plan")
+    table = Table(heads, list(compared(records)))
+    parts = " + ".join(
+        f"{wording.label(name)} {wording.size(part)}"
+        for name, part in components(plan.get("memory_bytes") or {})
+    )
+    said = [Note(f"Planned memory: {parts}.", Tone.QUIET)] if parts else []
+    return Section("Planned and measured", [table, *said])
+
+
+def compared(records: Records) -> Iterator[tuple[Cell | str, ...]]:
+    """Yield each planned quantity next to its measurement."""
+    plan = records.plan or {}
     data, time, memory = (plan.get(key) or {} for key in ("data", "time_s", "memory_bytes"))
     token_basis = "" if data.get("exact") else str(data.get("basis", ""))
-    gpu = records.manifest.results.get("peak_cuda_bytes") is not None
-    rows = [
-        ("steps", plan.get("steps"), "results.steps", "", True),
-        ("epochs", plan.get("epochs"), "facts.epochs", "", False),
-        ("tokens", plan.get("tokens_total"), "results.tokens", token_basis, not token_basis),
-        (
-            "trainable_parameters",
-            plan.get("trainable_parameters"),
-            "facts.trainable_parameters",
-            "",
-            True,
-        ),
-        ("train_s", time.get("estimate"), "results.train_s", time.get("basis", ""), False),
-        (
-            "peak_cuda_bytes" if gpu else "peak_rss_bytes",
-            memory.get("estimate"),
-            f"results.peak_{'cuda' if gpu else 'rss'}_bytes",
-            memory.get("basis", ""),
-            False,
-        ),
-    ]
-    return [_compared(records, *row) for row in rows]
+    trainable = plan.get("trainable_parameters")
+    gpu = "cuda" if records.manifest.results.get("peak_cuda_bytes") is not None else "rss"
+    peak, basis = f"peak_{gpu}_bytes", memory.get("basis", "")
+    for dotted, planned, because, is_exact in (
+        ("results.steps", plan.get("steps"), "", True),
+        ("facts.epochs", plan.get("epochs"), "", False),
+        ("results.tokens", plan.get("tokens_total"), token_basis, not token_basis),
+        ("facts.trainable_parameters", trainable, "", True),
+        ("results.train_s", time.get("estimate"), time.get("basis", ""), False),
+        (f"results.{peak}", memory.get("estimate"), basis, False),
+    ):
+        yield _compared(records, dotted, planned, str(because), is_exact=is_exact)
+
+
+def _compared(
+    records: Records, dotted: str, planned: float | None, basis: str, *, is_exact: bool
+) -> tuple[Cell | str, ...]:
+    part, key = dotted.split(".")
+    measured = getattr(records.manifest, part).get(key)
+    known = bool(planned) and measured is not None
+    ratio = measured / planned if known and planned else 0.0
+    words = "as planned" if known and measured == planned else f"{ratio:.2f}" if known else ""
+    tone = Tone.GOOD if abs(ratio - 1) <= _NEAR else Tone.WARN
+    about = "" if is_exact else "≈ "
+    return (
+        "training time" if key == "train_s" else wording.label(key),
+        _known(planned, key, basis or "the plan has no value", about),
+        _known(measured, key, records.why_absent(dotted)),
+        Cell(words, tone=tone),
+        Cell(basis, tone=Tone.QUIET),
+    )
+
+
+def _known(value: Any, key: str, absent: str, about: str = "") -> Cell:
+    if value is None:
+        return Cell(absent=absent)
+    return Cell(about + wording.as_text(value, key))
 
 
 def components(memory: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The parts of a memory estimate, the largest first.
+    """Return the parts of a memory estimate, the largest first.
 
     Args:
         memory: the plan's ``memory_bytes``.
@@ -180,149 +105,236 @@ def components(memory: Mapping[str, Any]) -> list[tuple[str, int]]:
     return sorted(parts.items(), key=lambda part: (-part[1], part[0]))
 
 
-def _compared(
-    records: Records, key: str, planned: float | None, dotted: str, basis: str, exact: bool
-) -> Compared:
-    part, field = dotted.split(".")
-    measured = getattr(records.manifest, part).get(field)
-    label = "training time" if key == "train_s" else wording.label(key)
-    known = bool(planned) and measured is not None
-    ratio = measured / planned if known and planned else 0.0
-    same = known and measured == planned
-    return Compared(
-        label=label,
-        planned=_cell(label, planned, key, basis or "the plan has no value", "" if exact else "≈ "),
-        measured=_cell(label, measured, key, records.why_absent(dotted)),
-        ratio="as planned" if same else f"{ratio:.2f}" if known else "",
-        near=known and abs(ratio - 1) <= _NEAR,
-        basis=wording.visible(str(basis)),
-    )
+def ran(records: Records) -> Section:
+    """Return the facts of the run."""
+    absent = "No facts were recorded: the run ended before its first batch."
+    lead = "Read back from the model and the first batch."
+    return Section("What ran", [_facts_or(facts(records), absent)], lead=lead)
 
 
-def _cell(label: str, value: Any, key: str, absent: str, prefix: str = "") -> Cell:
-    if value is None:
-        return Cell(label=label, absent=wording.visible(absent))
-    return Cell(label=label, text=prefix + wording.as_text(value, key))
+def went_in(records: Records) -> Section:
+    """Return its inputs."""
+    absent = "No inputs were recorded: the run ended before it read them."
+    lead = "Identified by content, not by name."
+    return Section("What went in", [_facts_or(inputs(records), absent)], lead=lead)
+
+
+def _facts_or(cells: list[Cell], absent: str) -> Part:
+    return Facts(cells) if cells else Note(absent, Tone.QUIET)
+
+
+def facts(records: Records) -> list[Cell]:
+    """Return the facts that were read back from the model and the first batch."""
+    found = records.manifest.facts
+    shown = {key: value for key, value in found.items() if key not in _FOR_MACHINES}
+    return [*_cells(records, "facts", shown), *_differences(records)]
+
+
+def _differences(records: Records) -> Iterator[Cell]:
+    """Yield each setting that is not our default, as it is typed.
+
+    A setting that only the chosen option has is shown where the command names it: the others are
+    what that option is.
+    """
+    named = {text.partition("=")[0].lstrip("+") for text in records.manifest.overrides}
+    for path, one in sorted((records.manifest.facts.get(_DIFFERENCES) or {}).items()):
+        if "default" in one or path in named:
+            usual = f" (default {wording.typed(one['default'])})" if "default" in one else ""
+            label = f"{wording.label(_DIFFERENCES)}: {path}"
+            yield Cell(wording.typed(one["found"]) + usual, label=label)
+
+
+def inputs(records: Records) -> list[Cell]:
+    """Return the inputs, by content hash."""
+    return _cells(records, "inputs", records.manifest.inputs)
+
+
+def environment(records: Records) -> list[Cell]:
+    """Return the machine and the code; packages and variables are listed apart."""
+    provenance = records.manifest.provenance
+    rest = {key: value for key, value in provenance.items() if key not in _OTHER_TABLES}
+    return _cells(records, "provenance", rest)
+
+
+def outputs(records: Records) -> list[Cell]:
+    """Return the outputs of the run, by content hash."""
+    written = sorted(records.manifest.outputs.items())
+    return [Cell(digest, label=path, code=True) for path, digest in written]
 
 
 def _cells(records: Records, part: str, values: Mapping[str, Any]) -> list[Cell]:
-    """One cell a leaf; a nested mapping's leaves follow each other under their own names."""
+    """Return a cell for each leaf; those of a nested mapping follow each other."""
     cells = []
-    for key in _ordered(values):
-        value = values[key]
-        dotted = f"{part}.{key}"
+    for key in ordered(values):
+        value, dotted, label = values[key], f"{part}.{key}", wording.label(key)
         if isinstance(value, Mapping):
-            cells.extend(_nested(records, dotted, key, value))
+            cells += [
+                Cell(one.text, label=f"{label}: {one.label}", absent=one.absent, code=one.code)
+                for one in _cells(records, dotted, value)
+            ]
         elif value is None:
-            why = wording.visible(records.why_absent(dotted))
-            cells.append(Cell(label=wording.label(key), absent=why))
+            cells.append(Cell(label=label, absent=records.why_absent(dotted)))
         else:
             text = wording.as_text(value, key) or "none"
-            code = any(part in key for part in _CODE_KEYS)
-            cells.append(Cell(label=wording.label(key), text=text, code=code))
+            is_code = any(part in key for part in _CODE_KEYS)
+            cells.append(Cell(text, label=label, code=is_code))
     return cells
 
 
-def _ordered(keys: Iterable[str]) -> list[str]:
-    """Known keys as `_ORDER` has them, then the others by name."""
+def ordered(keys: Iterable[str]) -> list[str]:
+    """Return known keys in a reader's order, then the others by name."""
     rank = {key: number for number, key in enumerate(_ORDER)}
     return sorted(set(keys), key=lambda key: (rank.get(key, len(rank)), key))
 
 
-def _nested(records: Records, dotted: str, key: str, value: Mapping[str, Any]) -> list[Cell]:
-    inner = _cells(records, dotted, value)
-    return [
-        Cell(
-            label=f"{wording.label(key)}: {cell.label}",
-            text=cell.text,
-            absent=cell.absent,
-            code=cell.code,
-        )
-        for cell in inner
-    ]
+def notes(records: Records) -> Iterator[Section]:
+    """Yield what was noted while it ran, if anything was."""
+    view = summary.peft_view(records)
+    lines = [*attempts(records), *records.manifest.notes, *([view] if view else [])]
+    if lines:
+        yield Section("Notes", bullets(lines))
+
+
+def attempts(records: Records) -> list[str]:
+    """Return a line for each time the run was started; none when there was only one."""
+    every = records.manifest.attempts
+    if len(every) <= 1:
+        return []
+    return [_attempt(number, attempt) for number, attempt in enumerate(every, start=1)]
 
 
 def _attempt(number: int, attempt: Mapping[str, Any]) -> str:
-    step = attempt.get("resumed_from_step")
+    step, ended = attempt.get("resumed_from_step"), attempt.get("ended_utc")
     start = "from the beginning" if step is None else f"resumed from step {wording.count(step)}"
-    ended = attempt.get("ended_utc")
     end = f"until {wording.moment(ended)}" if ended else "with no recorded end"
-    status = wording.visible(str(attempt.get("status", "")))
     began = wording.moment(str(attempt.get("started_utc", "")))
-    return f"Attempt {number}, {start}: {began} {end}, {status}"
+    return f"Attempt {number}, {start}: {began} {end}, {attempt.get('status', '')}"
 
 
-def contract_cells(records: Records) -> list[Cell]:
-    """Return the certificate of a run; nothing where it has none."""
+def record(records: Records) -> Section:
+    """Return the rest of the record, folded."""
+    folds = [
+        Section("Files written", [Facts(found)], count=len(found), folded=True)
+        for found in [outputs(records)]
+        if found
+    ]
+    m = records.manifest
+    digests = {"commit": m.provenance.get("commit"), "config": m.config_digest}
+    digests |= {"contract": m.contract["digest"]} if m.contract else {}
+    cells = [Cell(str(text), label=name, code=True) for name, text in digests.items() if text]
+    folds += [
+        Section("Digests", [Facts(cells)], folded=True),
+        Section("Environment", _environment(records), folded=True),
+        Section("Configuration", _configuration(records), folded=True),
+    ]
+    card = records.scorecard
+    unknown = {**records.manifest.unknown, **(card.unknown if card else {})}
+    return Section("Record", [*folds, *unknown_fold(unknown)], name="folds")
+
+
+def unknown_fold(unknown: Mapping[str, str]) -> list[Section]:
+    """Return what is unknown and why, folded; nothing where all is known."""
+    cells = [Cell(why, label=name) for name, why in sorted(unknown.items())]
+    fold = Section("Unknown, and why", [Facts(cells)], count=len(cells), folded=True)
+    return [fold] if cells else []
+
+
+def _environment(records: Records) -> list[Part]:
+    found, provenance = environment(records), records.manifest.provenance
+    parts: list[Part] = [_facts_or(found, "not recorded")]
+    for key, title, absent in (
+        ("packages", "Packages", "unknown"),
+        ("environment", "Environment variables", "not set"),
+    ):
+        if provenance.get(key):
+            cells = [
+                Cell(wording.as_text(value) or absent, label=name)
+                for name, value in sorted(provenance[key].items())
+            ]
+            parts.append(Facts(cells, title=title, dense=True))
+    return parts
+
+
+def _configuration(records: Records) -> list[Part]:
+    choices = [
+        Cell(wording.as_text(option) or "none", label=group)
+        for group, option in sorted(records.manifest.choices.items())
+    ]
+    parts: list[Part] = [Facts(choices, dense=True)] if choices else []
+    if records.config is None:
+        return [*parts, Note("config.yaml is not in the run directory", Tone.QUIET)]
+    return [*parts, Code(records.config)]
+
+
+def data_contract(records: Records) -> list[Section]:
+    """Return what the rows became; nothing where the run did not measure it."""
     node = records.manifest.data_contract
     if node is None:
         return []
+    lead = "What the rows became, measured before the first step."
+    parts: list[Part] = [*bullets(node["violations"], Tone.BAD), Facts(contract_cells(node))]
+    return [Section("Data contract", parts, lead=lead)]
+
+
+def contract_cells(node: Mapping[str, Any]) -> list[Cell]:
+    """Return the figures of a data contract."""
     unknown = node["unknown"]
     return [
-        *_tokens(node["tokens"], unknown),
+        *token_cells(node["tokens"], unknown),
         *_rows(node["rows"]),
         *_overlap(node["overlap"], unknown),
         *_probe(node["probe"], unknown),
     ]
 
 
-def contract_violations(records: Records) -> list[str]:
-    """Return what the certificate refused."""
-    node = records.manifest.data_contract
-    return [wording.visible(line) for line in node["violations"]] if node else []
-
-
-def contract_plan_lines(tokens: Mapping[str, Any], unknown: Mapping[str, str]) -> list[str]:
-    """Return the token part in lines; nulls with their reasons."""
-    return [f"{one.label}: {one.text or one.absent}" for one in _tokens(tokens, unknown)]
-
-
-def _tokens(part: Mapping[str, Any], unknown: Mapping[str, str]) -> Iterator[Cell]:
+def token_cells(part: Mapping[str, Any], unknown: Mapping[str, str]) -> Iterator[Cell]:
+    """Yield the figures of the encoded rows; nulls with their reasons."""
     for key, words in (("tokens_by_role", "tokens by role"), ("trained_by_role", "trained")):
-        counts = part[key]
-        text = "" if counts is None else ", ".join(map(_of_role, counts, counts.values()))
-        yield _contract_cell(words, text, unknown.get(f"tokens.{key}"))
-    yield _contract_cell(
-        "trained share", f"{_frac(part['trained_frac'])} of {wording.count(part['tokens'])} tokens"
-    )
-    yield _contract_cell("end marker trained", _end(part), unknown.get("tokens.end_marker_trained"))
+        counts = part[key] or {}
+        text = ", ".join(
+            f"{wording.label(r).lower()} {wording.count(n)}" for r, n in counts.items()
+        )
+        yield _figure(words, text, unknown.get(f"tokens.{key}"))
+    share = wording.percent(part["trained_frac"])
+    yield _figure("trained share", f"{share} of {wording.count(part['tokens'])} tokens")
+    yield _figure("end marker trained", _end(part), unknown.get("tokens.end_marker_trained"))
     lost = f"{wording.count(part['trained_tokens_lost'])} tokens"
-    yield _contract_cell(
-        "lost to truncation", f"{lost} ({_frac(part['trained_tokens_lost_frac'])})"
-    )
+    yield _figure("lost to truncation", f"{lost} ({_share(part, 'trained_tokens_lost')})")
     nothing = f"{wording.count(part['nothing_to_learn'])} documents"
-    yield _contract_cell("nothing to learn", f"{nothing} ({_frac(part['nothing_to_learn_frac'])})")
+    yield _figure("nothing to learn", f"{nothing} ({_share(part, 'nothing_to_learn')})")
     cut = f"{wording.count(part['truncated'])} documents cut"
-    yield _contract_cell("longest", f"{wording.count(part['longest'])} tokens, {cut}")
+    yield _figure("longest", f"{wording.count(part['longest'])} tokens, {cut}")
+
+
+def _share(part: Mapping[str, Any], name: str) -> str:
+    return wording.percent(part[f"{name}_frac"])
 
 
 def _end(part: Mapping[str, Any]) -> str:
-    trained = part["end_marker_trained"]
-    if trained is None:
+    if part["end_marker_trained"] is None:
         return ""
     of = f"{wording.count(part['ends_trained'])} of {wording.count(part['ends'])} within the limit"
-    share = f"{_frac(part['end_marker_trained_frac'])} of the documents"
-    return f"{'yes' if trained else 'no'}, {of}, {share}"
+    share = f"{_share(part, 'end_marker_trained')} of the documents"
+    return f"{'yes' if part['end_marker_trained'] else 'no'}, {of}, {share}"
 
 
 def _rows(part: Mapping[str, Any]) -> Iterator[Cell]:
     both = part["rows_on_two_sides"] + len(part["groups_on_two_sides"])
-    yield _contract_cell("on two sides of the split", wording.count(both) if both else "nothing")
+    yield _figure("on two sides of the split", wording.count(both) if both else "nothing")
     if part["conversations"]:
         again = f"{wording.count(part['repeated_answers'])} of "
-        yield _contract_cell(
-            "answers given again", f"{again}{wording.count(part['conversations'])} talks"
-        )
+        talks = f"{wording.count(part['conversations'])} conversations"
+        yield _figure("repeated answers", again + talks)
     checked, otherwise = part["prompts_checked"], part["prompts_otherwise"]
-    yield _contract_cell("prompts as in evaluation", f"{checked - otherwise} of {checked} compared")
+    yield _figure("prompts as in evaluation", f"{checked - otherwise} of {checked} compared")
 
 
 def _overlap(parts: Sequence[Mapping[str, Any]], unknown: Mapping[str, str]) -> Iterator[Cell]:
     if not parts:
-        yield _contract_cell("overlap", "", unknown.get("overlap"))
+        yield _figure("overlap", "", unknown.get("overlap"))
     for part in parts:
         items = wording.count(part["items"])
-        yield _contract_cell(
+        yield _figure(
             f"overlap with {part['against']}",
             f"{wording.count(part['contained'])} of {items} items are half or more in one row; "
             f"{wording.count(part['sharing'])} share a {part['ngram_words']}-gram of words with "
@@ -332,46 +344,25 @@ def _overlap(parts: Sequence[Mapping[str, Any]], unknown: Mapping[str, str]) -> 
 
 def _probe(part: Mapping[str, Any] | None, unknown: Mapping[str, str]) -> Iterator[Cell]:
     if part is None:
-        yield _contract_cell("probe", "", unknown.get("probe"))
+        yield _figure("probe", "", unknown.get("probe"))
         return
-    yield _contract_cell("probe", f"{part['documents']} documents, {part['seconds']:.1f} s")
+    yield _figure("probe", f"{part['documents']} documents, {part['seconds']:.1f} s")
+    moved = "not tried" if part["peek"] is None else f"moved {part['peek']:.1e} by a last token"
     shifted = "yes" if part["targets_follow"] else "no"
-    yield _contract_cell(
-        "labels shifted by one", f"{shifted}; {_moved(part['peek'])} by a last token"
-    )
-    for key, words in (
-        ("together", "batch against its documents"),
-        ("accumulation", "batch against micro-batches"),
+    yield _figure("labels shifted by one", f"{shifted}; {moved}")
+    for key, last, words in (
+        ("together", "hidden", "batch against its documents"),
+        ("accumulation", "gradient", "batch against micro-batches"),
     ):
-        last = "hidden" if key == "together" else "gradient"
         loss, other = part[f"{key}_loss"], part[f"{key}_{last}"]
         text = "" if loss is None else f"loss {loss:.1e}, {last} {other:.1e} (relative)"
-        yield _contract_cell(words, text, "there was one document")
-    known = part.get("reference")
-    text = (
-        f"loss {known['loss']:.1e}, gradient {known['gradient']:.1e} (relative, f32)"
-        if known
-        else ""
-    )
+        yield _figure(words, text, "there was one document")
+    known, text = part.get("reference"), ""
+    if known:
+        text = f"loss {known['loss']:.1e}, gradient {known['gradient']:.1e} (relative, f32)"
     absent = part.get("reference_unknown") or "recorded by an earlier version"
-    yield _contract_cell("batch against transformers alone", text, absent)
+    yield _figure("batch against transformers alone", text, absent)
 
 
-def _moved(peek: float | None) -> str:
-    return "not tried" if peek is None else f"moved {peek:.1e}"
-
-
-def _of_role(role: str, count: int) -> str:
-    return f"{wording.label(role).lower()} {wording.count(count)}"
-
-
-def _frac(value: float) -> str:
-    return wording.percent(value)
-
-
-def _contract_cell(words: str, text: str, absent: str | None = None) -> Cell:
-    return Cell(
-        label=words,
-        text=wording.visible(text),
-        absent="" if text else wording.visible(absent or ""),
-    )
+def _figure(label: str, text: str, absent: str | None = None) -> Cell:
+    return Cell(text, label=label, absent="" if text else absent or "")

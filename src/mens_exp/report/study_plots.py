@@ -1,6 +1,7 @@
-"""Plots of a study: forests of intervals, learning curves and cost against quality, and a search.
+"""Plots of a study: forests of intervals, learning curves, cost against quality, all cells.
 
-Of a search: its progress, the importance of each setting, and the Pareto front.
+Every line of the parallel coordinates of a sweep carries the number of its cell, so that a page's
+script can dim the lines of cells that are filtered out.
 """
 
 from __future__ import annotations
@@ -8,23 +9,21 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from markupsafe import Markup, escape
+from matplotlib.ticker import MaxNLocator
 
-from mens_exp.artifacts.sweep import TrialState
 from mens_exp.report import wording
-from mens_exp.report.plots import ARMS, Plot, svg_of
+from mens_exp.report.plots import ARMS, absent, drawn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
     from mens_exp.artifacts.comparison import Comparison, Curve, KpiRecord
-    from mens_exp.artifacts.sweep import SearchRecord, Trial
+    from mens_exp.report.document import Plot
 
 _WIDE = 10.4  # inches
 _LINE, _EDGE = 0.34, 1.1  # inches of a forest: a row, and what stands around the rows
@@ -32,11 +31,7 @@ _MOST_ROWS = 40
 _FAR = 10  # times the median row: what is beyond would flatten the others
 _FEW = 3  # rows that a median is taken of
 _METRICS = {"train/loss": "training loss", "val/loss": "validation loss"}
-_COSTS = {
-    "train_s": "training time (s)",
-    "peak_bytes": "peak memory (bytes)",
-    "tokens": "tokens",
-}
+_COSTS = {"train_s": "training time (s)", "peak_bytes": "peak memory (bytes)", "tokens": "tokens"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +76,8 @@ def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
         f"{', which holds for all arms at once' if len(record.contrasts) > 1 else ''}; "
         f"unit {'share' if unit == '1' else unit}.{_which_way(kpis[0][1]['direction'])}"
     )
-    absent = f"no arm shares a seed with {record.reference} and has {record.primary}"
-    return _forest("forest", title, caption, rows, absent, "difference")
+    why = f"no arm shares a seed with {record.reference} and has {record.primary}"
+    return _forest("forest", title, caption, rows, why, "difference")
 
 
 def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
@@ -106,10 +101,10 @@ def _all_in_noise(record: Comparison, colors: dict[str, str]) -> Plot:
     caption = "The same for every KPI, in multiples of its standard deviation between seeds."
     if len(rows) > _MOST_ROWS:
         caption += f" The first {_MOST_ROWS} of {len(rows)}; the tables have all."
-    absent = "no KPI varies between seeds, or no arm has two of them"
+    why = "no KPI varies between seeds, or no arm has two of them"
     title = "All KPIs, in multiples of seed noise"
     unit = "difference, in multiples of seed noise"
-    return _forest("forest_noise", title, caption, rows[:_MOST_ROWS], absent, unit)
+    return _forest("forest_noise", title, caption, rows[:_MOST_ROWS], why, unit)
 
 
 def _alone(kpi: KpiRecord) -> str:
@@ -120,11 +115,9 @@ def _which_way(direction: str) -> str:
     return {"max": " Higher is better.", "min": " Lower is better."}.get(direction, "")
 
 
-def _forest(
-    name: str, title: str, caption: str, rows: Sequence[_Row], absent: str, unit: str
-) -> Plot:
+def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], why: str, unit: str) -> Plot:
     if not rows:
-        return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
+        return absent(name, title, why)
 
     limit = _limit(rows)
     is_cut = any(row.reach > limit for row in rows)
@@ -162,8 +155,7 @@ def _forest(
         axes.set_xlabel(unit)
 
     height = _EDGE + _LINE * len(rows)
-    svg = svg_of(name, title, (_WIDE, height), paint)
-    return Plot(name=name, title=title, caption=caption, svg=svg)
+    return drawn(name, title, caption, (_WIDE, height), paint)
 
 
 def _limit(rows: Sequence[_Row]) -> float:
@@ -201,7 +193,7 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
         arm: curves[metric] for arm, curves in record.curves.items() if metric in curves
     }
     if not found:
-        return Plot(name=name, title=title, caption="", absent="no two steps that all runs share")
+        return absent(name, title, "no two steps that all runs share")
 
     def paint(axes: Axes) -> None:
         for arm, curve in found.items():
@@ -214,9 +206,7 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
         _legend(axes, columns=2)
 
     caption = "Mean of the runs; the band runs from the lowest to the highest of them."
-    return Plot(
-        name=name, title=title, caption=caption, svg=svg_of(name, title, (_WIDE, 3.6), paint)
-    )
+    return drawn(name, title, caption, (_WIDE, 3.6), paint)
 
 
 def _legend(axes: Axes, *, columns: int) -> None:
@@ -241,8 +231,7 @@ def _scatter(record: Comparison, cost: str, colors: dict[str, str]) -> Plot:
         if x is not None and y is not None:
             points.append((run["arm"], x, y))
     if not points:
-        absent = f"no run has both {record.primary} and {_COSTS[cost]}"
-        return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
+        return absent(name, title, f"no run has both {record.primary} and {_COSTS[cost]}")
 
     def paint(axes: Axes) -> None:
         for arm in dict.fromkeys(arm for arm, *_ in points):
@@ -256,142 +245,135 @@ def _scatter(record: Comparison, cost: str, colors: dict[str, str]) -> Plot:
         _legend(axes, columns=1)
 
     caption = "One point a run."
-    return Plot(name=name, title=title, caption=caption, svg=svg_of(name, title, (5.2, 3.4), paint))
+    return drawn(name, title, caption, (5.2, 3.4), paint)
 
 
-_LINE, _EDGE = 0.34, 1.1  # inches of a bar, and of what stands around the bars
-_MOST_CURVES = 60
-_ALL, _BEST, _CUT = ARMS[0], ARMS[1], ARMS[3]
-_MUTED, _RULE = "#020202", "#030303"
+_WIDTH, _HEIGHT = 1040, 320  # of the drawing's own units, about pixels
+_LEFT, _TOP, _BOTTOM = 70.0, 34.0, 24.0
 
 
-def search_drawings(search: SearchRecord) -> list[Plot]:
-    """Draw progress, importance and Pareto front; what has no values says why it is absent."""
-    objectives = list(enumerate(search["objectives"]))
-    pairs = [(a, b) for a, _ in objectives for b, _ in objectives if a < b]
-    drawn = [_progress(search, place) for place, _ in objectives]
-    drawn += [_importance(search, name) for _, name in objectives]
-    drawn += [_front(search, *pair) for pair in pairs]
-    return drawn + ([] if search["pruner"] == "none" else [_trial_curves(search)])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One cell.
+
+    Attributes:
+        cell: its number.
+        arm: its name, for who points at it.
+        color: in CSS.
+        values: by axis; None, or no entry, leaves a gap.
+    """
+
+    cell: int
+    arm: str
+    color: str
+    values: Mapping[str, str | float | None]
 
 
-def _complete(search: SearchRecord) -> list[tuple[Trial, list[float]]]:
-    return [(row, row["values"]) for row in search["trials"] if row["values"] is not None]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Axis:
+    name: str
+    x: float
+    places: dict[str | float, float]  # value -> y
+    ends: list[tuple[float, str]]
 
 
-def _progress(search: SearchRecord, place: int) -> Plot:
-    objective = search["objectives"][place]
-    name, title = f"progress_{place}", f"{objective} by trial"
-    found = [(row["number"], values[place]) for row, values in _complete(search)]
-    if not found:
-        return Plot(name=name, title=title, caption="", absent="no trial is complete")
-    better = max if search["directions"][place] == "maximize" else min
-    numbers, values = [one for one, _ in found], [value for _, value in found]
+def parallel(axes: Sequence[str], lines: Sequence[Line], colors: Mapping[str, str]) -> str:
+    """Draw the lines; an axis on which no cell has a value is left out.
 
-    def paint(axes: Axes) -> None:
-        axes.scatter(numbers, values, color=_ALL, s=22, alpha=0.8, label="trial")
-        best = list(accumulate(values, better))
-        axes.step(numbers, best, where="post", color=_BEST, linewidth=1.7, label="best so far")
-        axes.set_xlabel("trial")
-        axes.set_ylabel(objective)
-        _spell_sizes(axes.yaxis, objective)
-        axes.legend(frameon=False, labelcolor=_MUTED)
+    Args:
+        axes: names, from left to right. Values that are all numbers lie to scale, others apart.
+        lines: the cells.
+        colors: arm -> its colour, for the legend.
 
-    svg = svg_of(name, title, (_WIDE, 3.4), paint)
-    return Plot(name=name, title=title, caption="Complete trials, in the order of draws.", svg=svg)
-
-
-def _importance(search: SearchRecord, objective: str) -> Plot:
-    name, title = f"importance_{objective}", f"What decides {objective}"
-    shares = search["importance"].get(objective)
-    if not shares:
-        absent = search["importance_unknown"] or "no key was drawn"
-        return Plot(name=name, title=title, caption="", absent=wording.visible(absent))
-    rows = sorted(shares.items(), key=lambda one: (-one[1], one[0]))
-
-    def paint(axes: Axes) -> None:
-        axes.barh(range(len(rows)), [share for _, share in rows], color=_ALL, height=0.62)
-        axes.set_yticks(range(len(rows)), [wording.visible(key) for key, _ in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlim(0, 1)
-        axes.grid(visible=False, axis="y")
-        axes.grid(axis="x", color=_RULE, linewidth=0.8)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-        axes.set_xlabel("share")
-
-    caption = (
-        f"PED-ANOVA over {len(_complete(search))} complete trials: how much a key's values in the "
-        "best tenth differ from those of all; shares of their sum. Little is known from few trials."
+    Returns:
+        An ``<svg>`` element, empty where fewer than two axes are left.
+    """
+    used = [name for name in axes if any(line.values.get(name) is not None for line in lines)]
+    if len(used) < 2:  # noqa: PLR2004  # a line needs two ends
+        return ""
+    step = (_WIDTH - 2 * _LEFT) / (len(used) - 1)
+    drawn = [_axis(name, _LEFT + i * step, lines) for i, name in enumerate(used)]
+    parts = [
+        Markup('<svg class="parallel" role="img" viewBox="0 0 {} {}" aria-label="{}">').format(
+            _WIDTH, _HEIGHT, "Parallel coordinates of all cells"
+        )
+    ]
+    parts += [_line(line, drawn) for line in lines]
+    parts += [_scale(axis) for axis in drawn]
+    arms = (
+        Markup('<span><i style="background:{}"></i>{}</span> ').format(color, _visible(name))
+        for name, color in colors.items()
     )
-    svg = svg_of(name, title, (_WIDE, _EDGE + _LINE * len(rows)), paint)
-    return Plot(name=name, title=title, caption=caption, svg=svg)
+    legend = Markup('<span class="arms">{}</span>').format(Markup().join(arms))
+    return str(Markup("\n").join([*parts, Markup("</svg>"), legend]))
 
 
-def _front(search: SearchRecord, x: int, y: int) -> Plot:
-    names = search["objectives"]
-    name, title = f"front_{x}_{y}", f"{names[y]} against {names[x]}"
-    found = _complete(search)
-    if not found:
-        return Plot(name=name, title=title, caption="", absent="no trial is complete")
-    best = sorted((v[x], v[y]) for row, v in found if row["number"] in search["best"])
-
-    def paint(axes: Axes) -> None:
-        others = [(v[x], v[y]) for row, v in found if row["number"] not in search["best"]]
-        _trial_points(axes, others, _ALL, "trial")
-        _trial_points(axes, best, _BEST, "on the front")
-        if len(names) == 2:  # noqa: PLR2004  # of more, a front is no line
-            axes.step(
-                [one for one, _ in best],
-                [one for _, one in best],
-                # Between two trials the other objective is that of the one that x allows.
-                where="post" if search["directions"][x] == "minimize" else "pre",
-                color=_BEST,
-                linewidth=1,
-            )
-        axes.set_xlabel(names[x])
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-        axes.set_ylabel(names[y])
-        _spell_sizes(axes.xaxis, names[x])
-        _spell_sizes(axes.yaxis, names[y])
-        axes.margins(x=0.08, y=0.1)
-        axes.legend(frameon=False, labelcolor=_MUTED)
-
-    caption = "The front: trials that no other is at least as good as in all objectives."
-    svg = svg_of(name, title, (_WIDE, 3.8), paint)
-    return Plot(name=name, title=title, caption=caption, svg=svg)
+def _axis(name: str, x: float, lines: Sequence[Line]) -> _Axis:
+    found = [line.values.get(name) for line in lines]
+    values = list(dict.fromkeys(value for value in found if value is not None))
+    numbers = [number for value in values if (number := _number(value)) is not None]
+    bottom = _HEIGHT - _BOTTOM
+    if len(numbers) == len(values):
+        low, high = min(numbers), max(numbers)
+        span = high - low
+        places = {
+            value: (bottom + _TOP) / 2 if not span else bottom - (n - low) / span * (bottom - _TOP)
+            for value, n in zip(values, numbers, strict=True)
+        }
+        shown = {low, high} if span else {low}
+        ends = [(bottom if n == low and span else _TOP, _figure(n, name)) for n in sorted(shown)]
+        ends = ends if span else [((bottom + _TOP) / 2, _figure(low, name))]
+        return _Axis(name=name, x=x, places=places, ends=ends)
+    texts = sorted(values, key=str)
+    gap = (bottom - _TOP) / max(1, len(texts) - 1)
+    places = {value: bottom - i * gap for i, value in enumerate(texts)}
+    return _Axis(
+        name=name, x=x, places=places, ends=[(places[value], str(value)) for value in texts]
+    )
 
 
-def _spell_sizes(axis: Axis, objective: str) -> None:
-    """Write bytes in binary units."""
-    if objective.endswith("_bytes"):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: wording.size(value)))
+def _line(line: Line, axes: Sequence[_Axis]) -> Markup:
+    path, pen = [], "M"
+    for axis in axes:
+        value = line.values.get(axis.name)
+        if value is None:
+            pen = "M"
+            continue
+        path.append(f"{pen}{axis.x:.1f} {axis.places[value]:.1f}")
+        pen = "L"
+    return Markup(
+        '<path class="cell" data-cell="{}" d="{}" fill="none" stroke="{}" stroke-width="2">'
+        "<title>{}</title></path>"
+    ).format(line.cell, " ".join(path), line.color, f"cell {line.cell}: {_visible(line.arm)}")
 
 
-def _trial_points(
-    axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str
-) -> None:
-    if points:
-        xs, ys = zip(*points, strict=True)
-        axes.scatter(xs, ys, color=color, s=26, alpha=0.85, label=label)
+def _scale(axis: _Axis) -> Markup:
+    rule = Markup(
+        '<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" class="axis"/>'
+        '<text x="{x:.1f}" y="14" class="name">{name}</text>'
+    ).format(x=axis.x, top=_TOP, bottom=_HEIGHT - _BOTTOM, name=_visible(axis.name))
+    ends = [
+        Markup('<text x="{:.1f}" y="{:.1f}" class="end">{}</text>').format(
+            axis.x + 5, y + 4, _visible(text)
+        )
+        for y, text in axis.ends
+    ]
+    return rule + Markup("").join(ends)
 
 
-def _trial_curves(search: SearchRecord) -> Plot:
-    name, title = "curves", "Validation loss while trials ran"
-    rows = [row for row in search["trials"] if row["intermediate"]][-_MOST_CURVES:]
-    if not rows:
-        return Plot(name=name, title=title, caption="", absent="no trial validated in training")
+def _number(value: str | float) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
-    def paint(axes: Axes) -> None:
-        labels = {TrialState.PRUNED.value: "pruned"}
-        for row in rows:
-            is_cut = row["state"] == TrialState.PRUNED
-            steps, losses = zip(*row["intermediate"], strict=True)
-            label = labels.pop(str(row["state"]), None)
-            color = _CUT if is_cut else _ALL
-            axes.plot(steps, losses, color=color, marker="o", markersize=3, alpha=0.7, label=label)
-        axes.set_ylabel("loss (nats per token)")
-        if TrialState.PRUNED in {row["state"] for row in rows}:
-            axes.legend(frameon=False, labelcolor=_MUTED)
 
-    svg = svg_of(name, title, (_WIDE, 3.4), paint)
-    return Plot(name=name, title=title, caption=f"The last {len(rows)} trials.", svg=svg)
+def _figure(value: float, name: str) -> str:
+    if name.endswith("_bytes"):
+        return wording.size(value)
+    return f"{value:.5g}".replace("-", wording.MINUS)
+
+
+def _visible(text: str) -> Markup:
+    return escape(wording.visible(text))

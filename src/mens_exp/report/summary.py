@@ -1,29 +1,29 @@
 """The records of a run, read once, and its headline readings: base next to tuned, and the cost.
 
-Every renderer takes its numbers from here, so that a report, a card and a terminal can never
-disagree.
+Report, model card and terminal take their numbers from here, so that they cannot disagree.
 """
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mens_exp.artifacts.attribution import Attribution
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import parse_json
-from mens_exp.artifacts.scorecard import ItemEvent, Scorecard, read_item_events
+from mens_exp.artifacts.scorecard import ItemEvent, Samples, Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import Event, read_events
 from mens_exp.config.suite import SUITES, title_of
 from mens_exp.errors import DataError
 from mens_exp.report import wording
+from mens_exp.report.document import Answer, Cell, Item, Tone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.artifacts.scorecard import Sample
 
 _NOT_REACHED = {
     "failed": "not reached: the run failed",
@@ -42,18 +42,22 @@ class Records:
         events: the telemetry, one mapping an event, in the order they were written.
         scorecard: the KPIs, None when the run was not evaluated.
         items: one mapping per evaluated item and condition.
+        samples: answers that nobody scored, None when none were asked for.
         plan: the execution plan, None when the run failed before it was made.
         config: the composed configuration as YAML text, None when there is none.
         attribution: what quantizing the base costs, None when it was not measured.
+        place: the directory, as a command names it.
     """
 
     manifest: Manifest
     events: tuple[Event, ...] = ()
     scorecard: Scorecard | None = None
     items: tuple[ItemEvent, ...] = ()
+    samples: Samples | None = None
     plan: dict[str, Any] | None = None
     config: str | None = None
     attribution: Attribution | None = None
+    place: str = ""
 
     @property
     def status(self) -> str:
@@ -93,9 +97,11 @@ def load(run: RunDir) -> Records:
         events=tuple(read_events(run.telemetry)) if run.telemetry.is_file() else (),
         scorecard=Scorecard.read(run.scorecard) if run.scorecard.is_file() else None,
         items=tuple(read_item_events(run.events)) if run.events.is_file() else (),
+        samples=Samples.read(run.samples) if run.samples.is_file() else None,
         plan=_read_plan(run.plan) if run.plan.is_file() else None,
         config=run.config.read_text(encoding="utf-8") if run.config.is_file() else None,
         attribution=Attribution.read(run.attribution) if run.attribution.is_file() else None,
+        place=wording.path(run.path),
     )
 
 
@@ -112,120 +118,75 @@ def _read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-Verdict: TypeAlias = Literal["better", "worse", "same", "unknown"]
 _CONDITIONS = ("base", "tuned")
-_UNKNOWN: Verdict = "unknown"
+_WITHOUT_TRAINING = {"evaluate", "plan", "compare", "promote", "attribute"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """One value as text, or the reason why there is none.
-
-    Attributes:
-        label: what it is, in words.
-        text: the value; empty when there is none.
-        absent: why there is no value; empty when there is one.
-        detail: a second, quieter line.
-        code: the text is a digest, a path or a version, better in monospace.
-    """
-
-    label: str
-    text: str = ""
-    absent: str = ""
-    detail: str = ""
-    code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
-    """A KPI, base next to tuned.
-
-    Attributes:
-        label: the KPI's name.
-        unit: its unit, empty for a share.
-        base: the base model's value.
-        tuned: the tuned model's value.
-        change: the difference in words, empty unless both values are known.
-        verdict: whether the tuned value is better in the metric's direction.
-        note: what the reader has to know to weigh it.
-    """
+    """A KPI of base and tuned model, the difference in words, and whether it is for the better."""
 
     label: str
-    unit: str
     base: Cell
     tuned: Cell
-    change: str = ""
-    verdict: Verdict = "unknown"
-    note: str = ""
+    change: str  # empty unless both values are known
+    tone: Tone
+    note: str  # what the reader has to know to weigh it
+    unit: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """One evaluated prompt with its completions.
-
-    Attributes:
-        item_id: the suite's name for it.
-        prompt: what both models were given.
-        reference: the data's own answer.
-        completions: the item event of each condition that completed it.
-    """
-
-    item_id: str
-    prompt: str
-    reference: str
-    completions: dict[str, ItemEvent]
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        """Base and tuned, or the conditions of a suite that brings models of its own."""
-        own = self.completions.keys() - set(_CONDITIONS)
-        return tuple(self.completions) if own else _CONDITIONS
+_VERDICTS = {Tone.GOOD: " better", Tone.BAD: " worse", Tone.QUIET: ""}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The outcome of an answer.
-
-    Attributes:
-        good: whether it does the task or, where nothing was run, parses; None where unknown.
-        words: the same in words.
-        words_of_good: what a good one does, of one answer and of several.
-    """
-
-    good: bool | None
-    words: str
-    words_of_good: tuple[str, str]
+def change_cell(pair: Pair, *, note: str = "") -> Cell:
+    """Return the difference as a cell that says whether it is for the better."""
+    words = f"{pair.change}{_VERDICTS[pair.tone]}" if pair.change else "unknown"
+    return Cell(words, tone=pair.tone, detail=note)
 
 
-def outcome_of(event: ItemEvent) -> Outcome:
-    """Return the strongest known outcome of an answer: solves the task, or parses."""
-    success, parses = event["task_success"], event["parses"]
-    if success is not None:
-        words = "passes" if success else event["outcome"] or "does not pass"
-        good = ("passes", "pass")
-        return Outcome(good=success, words=words.replace("_", " "), words_of_good=good)
-    said = "answered" if parses is None else "parses" if parses else "does not parse"
-    return Outcome(good=parses, words=said, words_of_good=("parses", "parse"))
+def _lower_is_better(
+    label: str, values: tuple[float | None, ...], cells: Sequence[Cell], note: str, unit: str = ""
+) -> Pair:
+    base, tuned = values
+    known = base is not None and tuned is not None and base > 0
+    change = wording.percent(tuned / base - 1, signed=True) if known else ""  # type: ignore[operator]
+    gain = base - tuned if known else 0.0  # type: ignore[operator]
+    return Pair(label, cells[0], cells[1], change, _tone(gain), note, unit)
+
+
+def _tone(gain: float) -> Tone:
+    return Tone.GOOD if gain > 0 else Tone.BAD if gain < 0 else Tone.QUIET
 
 
 def val_loss(records: Records) -> Pair:
-    """Validation loss in nats per token; lower is better.
+    """Validation loss in nats per token.
 
     A run that ended before its results were written is read from telemetry.
     """
-    base, tuned = (_val_loss(records, name) for name in _CONDITIONS)
-    change, verdict = "", _UNKNOWN
-    if base is not None and tuned is not None and base > 0:
-        change, verdict = wording.percent(tuned / base - 1, signed=True), _verdict(base - tuned)
-    return Pair(
-        label="Validation loss",
-        unit="nats per token",
-        base=_loss_cell(records, "base", base),
-        tuned=_loss_cell(records, "tuned", tuned),
-        change=change,
-        verdict=verdict,
-        note="lower is better",
-    )
+    values = tuple(_val_loss(records, name) for name in _CONDITIONS)
+    details = ("", _selected(records))
+    cells = [
+        Cell(wording.loss(value), label=name, detail=detail)
+        if value is not None
+        else Cell(label=name, absent=records.why_absent(f"results.{name}_val_loss"))
+        for name, value, detail in zip(_CONDITIONS, values, details, strict=True)
+    ]
+    note, unit = "lower is better", "nats per token"
+    return _lower_is_better("Validation loss", values, cells, note, unit)
+
+
+def _val_loss(records: Records, condition: str) -> float | None:
+    recorded: float | None = records.manifest.results.get(f"{condition}_val_loss")
+    if recorded is not None:
+        return recorded
+    seen = [p for p in records.payloads("validation") if p.get("condition") == condition]
+    return seen[-1].get("val/loss") if seen else None
+
+
+def _selected(records: Records) -> str:
+    """Say which step the adapter is of, where it is not the last one."""
+    step, steps = (records.manifest.results.get(name) for name in ("adapter_step", "steps"))
+    return "" if None in {step, steps} or step == steps else f"adapter of step {step} of {steps}"
 
 
 def pairs(records: Records) -> list[Pair]:
@@ -233,12 +194,16 @@ def pairs(records: Records) -> list[Pair]:
 
     Bits a byte where the run could tell them, and shares of answers unless none was asked for.
     """
-    found = [val_loss(records)]
+    loss, card = val_loss(records), records.scorecard
+    trains = records.manifest.task not in _WITHOUT_TRAINING
+    found = [loss] if trains or loss.base.text or loss.tuned.text else []
     if records.manifest.results.get("val_text_bytes") is not None:
         found.append(_bits_per_byte(records))
-    if records.scorecard is None and not expects_answers(records):
+    if card is None and not expects_answers(records):
         return found
-    return [*found, *_of_tasks(records), parse_rate(records)]
+    if card is not None and any(one.get("task_success") is not None for one in _scores(card)):
+        found.append(_shares(f"Tasks of {card.suite} done", records, "task_success"))
+    return [*found, parse_rate(records)]
 
 
 def expects_answers(records: Records) -> bool:
@@ -247,74 +212,108 @@ def expects_answers(records: Records) -> bool:
     return records.status != "succeeded" and (spec is None or spec.scores)
 
 
-def _of_tasks(records: Records) -> list[Pair]:
-    """Share of tasks done, where answers were run or compared; higher is better."""
-    card = records.scorecard
-    rates = [
-        card.conditions.get(name, {}).get("task_success") if card else None for name in _CONDITIONS
-    ]
-    base, tuned = rates
-    if card is None or (base is None and tuned is None):
-        return []
-    known = base is not None and tuned is not None
-    gain = (tuned or 0) - (base or 0)
-    cells = [
-        Cell(label=name, text=wording.percent(rate))
-        if rate is not None
-        else Cell(label=name, absent=records.why_absent(f"conditions.{name}.task_success"))
-        for name, rate in zip(_CONDITIONS, rates, strict=True)
-    ]
-    return [
-        Pair(
-            label=f"Tasks of {card.suite} done",
-            unit="",
-            base=cells[0],
-            tuned=cells[1],
-            change=wording.points(gain) if known else "",
-            verdict=_verdict(gain) if known else _UNKNOWN,
-            note=_worth(card),
-        )
-    ]
-
-
-def _worth(card: Scorecard) -> str:
-    return f"{card.items} items: each is worth {100 / card.items:.3g} points" if card.items else ""
-
-
 def _bits_per_byte(records: Records) -> Pair:
-    """Validation loss in bits per byte of text; lower is better, across tokenizers too."""
-    results = records.manifest.results
-    base, tuned = (results[f"{name}_val_bits_per_byte"] for name in _CONDITIONS)
-    return Pair(
-        label="Validation bits per byte",
-        unit="",
-        base=Cell(label="base", text=wording.loss(base)),
-        tuned=Cell(label="tuned", text=wording.loss(tuned)),
-        change=wording.percent(tuned / base - 1, signed=True) if base > 0 else "",
-        verdict=_verdict(base - tuned),
-        note="lower is better; comparable across tokenizers",
-    )
+    values = tuple(records.manifest.results[f"{name}_val_bits_per_byte"] for name in _CONDITIONS)
+    cells = [Cell(wording.loss(value)) for value in values]
+    note = "lower is better; comparable across tokenizers"
+    return _lower_is_better("Validation bits per byte", values, cells, note)
 
 
 def parse_rate(records: Records) -> Pair:
-    """Share of held-out completions that parse; higher is better."""
-    card = records.scorecard
-    rates = [
-        card.conditions.get(name, {}).get("parse_rate") if card else None for name in _CONDITIONS
+    """Share of held-out completions that parse."""
+    label = title_of(None if records.scorecard is None else records.scorecard.suite)
+    return _shares(f"{label} that parse", records, "parse_rate", "parsed")
+
+
+def _shares(label: str, records: Records, name: str, counted: str = "") -> Pair:
+    """Pair two shares of the scorecard; higher is better."""
+    card, cells, values = records.scorecard, [], []
+    for condition, scores in zip(_CONDITIONS, _scores(card), strict=True):
+        share, count = scores.get(name), scores.get(counted)
+        values.append(share)
+        if share is None or card is None:
+            where = "scorecard" if card is None else f"conditions.{condition}.{name}"
+            cells.append(Cell(label=condition, absent=records.why_absent(where)))
+        else:
+            detail = "" if count is None else f"{count} of {card.items}"
+            cells.append(Cell(wording.percent(share), label=condition, detail=detail))
+    gain = None if None in values else values[1] - values[0]
+    change = "" if gain is None else wording.points(gain)
+    note = f"{card.items} items: each is worth {100 / card.items:.3g} points" if card else ""
+    return Pair(label, cells[0], cells[1], change, _tone(gain or 0.0), note)
+
+
+def _scores(card: Scorecard | None) -> list[dict[str, Any]]:
+    return [card.conditions.get(name, {}) if card else {} for name in _CONDITIONS]
+
+
+class Outcome(NamedTuple):
+    """The strongest known outcome of an answer: quiet where unknown, and what a good one does."""
+
+    tone: Tone
+    words: str
+    verb: str
+
+
+def outcome_of(event: ItemEvent) -> Outcome:
+    """Return the strongest known outcome of an answer: solves the task, or parses."""
+    success, parses = event["task_success"], event["parses"]
+    if success is not None:
+        words = "passes" if success else event["outcome"] or "does not pass"
+        tone = Tone.GOOD if success else Tone.BAD
+        return Outcome(tone, words.replace("_", " "), "pass")
+    if parses is None:
+        return Outcome(Tone.QUIET, "answered", "parse")
+    return Outcome(*((Tone.GOOD, "parses") if parses else (Tone.BAD, "does not parse")), "parse")
+
+
+def items(records: Records) -> list[Item]:
+    """Put the answers to each prompt side by side, in the order of first appearance."""
+    if records.samples is not None:
+        return [_of_sample(one) for one in records.samples.items]
+    by_name: dict[str, dict[str, ItemEvent]] = {}
+    for event in records.items:  # of samples, the first
+        by_name.setdefault(event["item_id"], {}).setdefault(event["condition"], event)
+    return [_item(name, answers) for name, answers in by_name.items()]
+
+
+def _of_sample(one: Sample) -> Item:
+    answers = [
+        Answer(who=who, text=said["text"], detail=_detail(said["tokens"], said["finished"]))
+        for who, said in one["answers"].items()
     ]
-    base, tuned = rates
-    change, verdict = "", _UNKNOWN
-    if base is not None and tuned is not None:
-        change, verdict = wording.points(tuned - base), _verdict(tuned - base)
-    return Pair(
-        label=f"{title_of(None if card is None else card.suite)} that parse",
-        unit="",
-        base=_parse_cell(records, "base", base),
-        tuned=_parse_cell(records, "tuned", tuned),
-        change=change,
-        verdict=verdict,
-        note=_worth(card) if card else "",
+    name, prompt = one["item_id"], one["prompt"]
+    return Item(name=name, prompt=prompt, answers=answers, reference=one["reference"])
+
+
+def _item(name: str, answers: dict[str, ItemEvent]) -> Item:
+    # Base and tuned, or the conditions of a suite that brings models of its own.
+    sides = tuple(answers) if answers.keys() - set(_CONDITIONS) else _CONDITIONS
+    first = next(iter(answers.values()))
+    said = [_answer(side, answers.get(side)) for side in sides]
+    reference = first["reference"] or ""
+    return Item(name=name, prompt=first["prompt"], answers=said, reference=reference)
+
+
+def _answer(who: str, event: ItemEvent | None) -> Answer:
+    if event is None:
+        return Answer(who=who, text=None)
+    outcome = outcome_of(event)
+    details = [_detail(event["tokens_out"], event["finished"])]
+    details += [] if event["style"] is None else [f"read as: {event['style']}"]
+    return Answer(
+        who=who,
+        text=event["completion"],
+        outcome=outcome.words,
+        tone=outcome.tone,
+        detail=", ".join(filter(None, details)),
+        error=event["error"] or "",
     )
+
+
+def _detail(tokens: int | None, finished: bool) -> str:
+    said = [] if finished else ["cut off"]
+    return ", ".join([*said, *([] if tokens is None else [f"{wording.count(tokens)} tokens"])])
 
 
 def peft_view(records: Records) -> str:
@@ -326,7 +325,7 @@ def peft_view(records: Records) -> str:
     exact = results.get("peft_view_difference_f32")
     return (
         "Loaded with PEFT and transformers alone, adapter/peft has a loss that differs from the "
-        f"trained model's by {own:.1e} in {wording.visible(str(form))}"
+        f"trained model's by {own:.1e} in {form}"
         + (f", and by {exact:.1e} in f32" if exact is not None and form != "float32" else "")
         + " (relative, on short validation documents). Two attention kernels of transformers "
         f"differ by {kernels:.1e} from each other there: rounding alone goes so far."
@@ -342,25 +341,17 @@ def unsafe(records: Records) -> str:
 
 def cost(records: Records) -> list[Cell]:
     """Throughput, peak memory, peak GPU memory and time, in this order."""
-    results = records.manifest.results
-    every = results.get("tokens_per_s")
-    train_s = results.get("train_s")
-    return [
-        _result(
-            records,
-            "supervised_tokens_per_s",
-            "Supervised tokens per second",
-            f"{wording.rate(every)} counting every token" if every is not None else "",
-        ),
+    every, train_s = (records.manifest.results.get(k) for k in ("tokens_per_s", "train_s"))
+    all_tokens = "" if every is None else f"{wording.rate(every)} counting every token"
+    training = "" if train_s is None else f"{wording.duration(train_s)} of it training"
+    cells = [
+        _result(records, "supervised_tokens_per_s", "Supervised tokens per second", all_tokens),
         _result(records, "peak_rss_bytes", "Peak memory", "resident, the whole process"),
         _result(records, "peak_cuda_bytes", "Peak GPU memory", "allocated"),
-        _result(
-            records,
-            "wall_s",
-            "Wall time",
-            f"{wording.duration(train_s)} of it training" if train_s is not None else "",
-        ),
+        _result(records, "wall_s", "Wall time", training),
     ]
+    measures_all = records.manifest.task not in _WITHOUT_TRAINING
+    return cells if measures_all else [cell for cell in cells if cell.text]
 
 
 def headline(records: Records) -> str:
@@ -385,71 +376,11 @@ def headline(records: Records) -> str:
 
 def command(records: Records) -> str:
     """The command that starts this run again, quoted for a shell."""
-    words = [wording.visible(word) for word in records.manifest.overrides]
-    return shlex.join(["python", "-m", "mens_exp", *words])
-
-
-def by_item(events: Sequence[ItemEvent]) -> list[Item]:
-    """Put the conditions of each item side by side, in the order of first appearance."""
-    items: dict[str, Item] = {}
-    for event in events:
-        item = items.setdefault(
-            event["item_id"],
-            Item(
-                item_id=wording.visible(event["item_id"]),
-                prompt=wording.visible(event["prompt"]),
-                reference=wording.visible(event["reference"] or ""),
-                completions={},
-            ),
-        )
-        item.completions.setdefault(event["condition"], event)  # of samples, the first
-    return list(items.values())
-
-
-def _verdict(gain: float) -> Verdict:
-    if gain == 0:
-        return "same"
-    return "better" if gain > 0 else "worse"
-
-
-def _val_loss(records: Records, condition: str) -> float | None:
-    recorded: float | None = records.manifest.results.get(f"{condition}_val_loss")
-    if recorded is not None:
-        return recorded
-    seen = [p for p in records.payloads("validation") if p.get("condition") == condition]
-    return seen[-1].get("val/loss") if seen else None
-
-
-def _loss_cell(records: Records, condition: str, value: float | None) -> Cell:
-    if value is None:
-        return Cell(label=condition, absent=records.why_absent(f"results.{condition}_val_loss"))
-    detail = _selected(records) if condition == "tuned" else ""
-    return Cell(label=condition, text=wording.loss(value), detail=detail)
-
-
-def _selected(records: Records) -> str:
-    """Say which step the adapter is of, where it is not the last one."""
-    step, steps = (records.manifest.results.get(name) for name in ("adapter_step", "steps"))
-    if step is None or steps is None or step == steps:
-        return ""
-    return f"adapter of step {step} of {steps}"
-
-
-def _parse_cell(records: Records, condition: str, value: float | None) -> Cell:
-    card = records.scorecard
-    if card is None:
-        return Cell(label=condition, absent=records.why_absent("scorecard"))
-    if value is None:
-        return Cell(
-            label=condition, absent=records.why_absent(f"conditions.{condition}.parse_rate")
-        )
-    parsed = card.conditions[condition].get("parsed")
-    detail = f"{parsed} of {card.items}" if parsed is not None else ""
-    return Cell(label=condition, text=wording.percent(value), detail=detail)
+    return wording.command(*records.manifest.overrides)
 
 
 def _result(records: Records, key: str, label: str, detail: str) -> Cell:
     value = records.manifest.results.get(key)
     if value is None:
         return Cell(label=label, absent=records.why_absent(f"results.{key}"))
-    return Cell(label=label, text=wording.as_text(value, key), detail=detail)
+    return Cell(wording.as_text(value, key), label=label, detail=detail)

@@ -1,399 +1,369 @@
-"""Terminal output of a run: its plan, results and problems.
+"""Draw documents on the terminal, in 80 columns or whatever there are, without a broken word.
 
-Model output is never interpreted as markup, and control characters are displayed instead of
-executed.
+A table that does not fit is drawn row by row. Where the output is a pipe or a file, nothing is
+wrapped, ruled or coloured, so that each row of a table is one line. Colours repeat what words or
+marks say, and ``NO_COLOR`` switches them off.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.panel import Panel
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
 from mens_exp.errors import MensError, Problems
-from mens_exp.report import sections, summary, wording
+from mens_exp.report.document import (
+    MARKS,
+    Answer,
+    Cell,
+    Code,
+    Facts,
+    Item,
+    Note,
+    Section,
+    Table,
+    Tally,
+    Tone,
+    as_cell,
+)
+from mens_exp.report.wording import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.scorecard import ItemEvent
-    from mens_exp.report.summary import Cell, Pair, Records
+    from mens_exp.report.document import Part, Step
 
-_MOST_LINES = 16  # of a completion; the rest is in events.jsonl and the report
+_STYLES = {
+    Tone.PLAIN: "",
+    Tone.GOOD: "bold cyan",  # cyan and red differ for every kind of colour vision
+    Tone.WARN: "yellow",
+    Tone.BAD: "bold red",
+    Tone.QUIET: "dim",
+}
+_ENDLESS = 10_000  # columns of a pipe
+_GAP = 2  # columns between those of a table
+_MOST_LINES = 16  # of an answer; the rest is in the record and the page
 _MOST_PROMPT_LINES = 8
-_CONDITIONS = ("base", "tuned")
-_STYLES = {"better": "bold green", "worse": "bold red", "same": "dim", "unknown": "dim"}
+_LEAST_COLUMN = 30  # of an answer beside another one
 
 
-def plan_table(plan: Mapping[str, Any]) -> Table:
-    """Show the planned run and its expected cost.
-
-    Args:
-        plan: the contents of ``plan.json``. A number that is no exact count carries "≈" and
-            is followed by what it rests on.
-    """
-    table = _named_rows("Plan")
-    for name, value in _plan_rows(plan):
-        table.add_row(name, value)
-    return table
+def console(*, stderr: bool = False) -> Console:
+    """Return the console of a command: of any width where nobody looks at it."""
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _ENDLESS
+    return made
 
 
-def result_table(records: Records) -> RenderableType:
-    """Show base next to tuned, followed by the cost of the run."""
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    table.title = "Result"
-    table.add_column("")
-    for name in _CONDITIONS:
-        table.add_column(name, justify="right")
-    table.add_column("change", justify="right")
-    for pair in summary.pairs(records):
-        table.add_row(*_pair_row(pair))
-    lead = [] if records.status == "succeeded" else [Text(summary.headline(records)), Text()]
-    warning = summary.unsafe(records)
-    said = [Text(warning, style="yellow")] if warning else []
-    return Group(*lead, table, *said, Text(), _costs(records))
+def show(*parts: Part, on: Console | None = None, most: int = _MOST_LINES) -> None:
+    """Draw parts, one below the other, and of each answer so many lines at most."""
+    on = on or console()
+    for line in lines(parts, on.width, is_plain=not on.is_terminal, most=most):
+        on.print(line, soft_wrap=True)
 
 
-def _costs(records: Records) -> Table:
-    """List what the run cost, in a table of its own: no figure of it is base or tuned."""
-    table = _named_rows("Cost of the run")
-    for cell in summary.cost(records):
-        text = _cell(dataclasses.replace(cell, detail=f"({cell.detail})" if cell.detail else ""))
-        table.add_row(cell.label, Text(" ").join(text.split("\n")))
-    return table
+def say(text: str, tone: Tone = Tone.PLAIN, *, on: Console | None = None) -> None:
+    """Write a line that stays one, such as a path to copy."""
+    (on or console()).print(Text(visible(text), style=_STYLES[tone]), soft_wrap=True)
 
 
-def _named_rows(title: str) -> Table:
-    """Begin a table of names and values without a head."""
-    table = Table(
-        box=None,
-        show_header=False,
-        title=title,
-        title_justify="left",
-        pad_edge=False,
-        padding=(0, 2),
-    )
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
+def say_next(steps: Sequence[Step], *, on: Console | None = None) -> None:
+    """Write the likeliest next command on a line of its own."""
+    for step in steps[:1]:
+        say(f"\nNext, to {step.purpose}:", on=on)
+        say(f"  {step.command}", on=on)
 
 
-def completions(item_events: Sequence[ItemEvent], n: int = 3) -> RenderableType:
-    """Show the first `n` items: the prompt, then base next to tuned.
-
-    Args:
-        item_events: one mapping per item and condition.
-        n: how many items to show.
-    """
-    shown = [_item(item) for item in summary.by_item(item_events)[:n]]
-    return Group(*shown) if shown else Text("No held-out item was completed.", style="dim")
+def complain(errors: Sequence[MensError]) -> None:
+    """Write problems to standard error."""
+    on = console(stderr=True)
+    for line in problem_lines(errors, on.width if on.is_terminal else _ENDLESS):
+        on.print(line, soft_wrap=True)
 
 
-def problems(errors: Sequence[MensError]) -> Text:
+def problem_lines(errors: Sequence[MensError], width: int) -> Iterator[Text]:
     """Spell out problems, each in lines of its own.
-
-    Print it with ``soft_wrap=True``, so that a path stays one copyable word.
 
     Args:
         errors: the problems; a :class:`Problems` counts as those that it holds.
+        width: columns that there are.
     """
-    flat = [one for error in errors for one in _flatten(error)]
-    return Text("\n").join(_problem(error) for error in flat)
-
-
-def _plan_rows(plan: Mapping[str, Any]) -> Iterable[tuple[str, Text]]:
-    yield "model", _text(plan.get("model"))
-    if plan.get("download_bytes"):
-        yield "download", Text(f"{wording.size(plan['download_bytes'])} of weights, first")
-    yield "backend", _backend(plan)
-    yield "quantization", _text(plan.get("quant"))
-    yield "LoRA", _lora(plan)
-    yield "objective", _text(plan.get("objective"))
-    yield "tokenizer", _text(plan.get("tokenizer"))
-    if plan.get("chat_template_date"):
-        yield "date", Text(f"{plan['chat_template_date']} in every prompt (tokenizer.date)")
-    yield "data", _data(plan.get("data") or {})
-    yield "steps", _steps(plan)
-    time, memory = (plan.get(key) or {} for key in ("time_s", "memory_bytes"))
-    yield "time", _time(time)
-    yield "memory", _memory(memory)
-    if plan.get("processes"):
-        yield "processes", _processes(plan["processes"])
-    if plan.get("disk_bytes"):
-        yield "disk", _disk(plan["disk_bytes"])
-    if changed := _differences(plan.get("differs_from_default") or {}):
-        yield "not as usual", Text(changed)
-    if plan.get("contract_digest"):
-        yield "contract", _text(plan["contract_digest"][:12])
-    for key, style in (("notes", ""), ("warnings", "yellow"), ("problems", "red")):
-        for line in plan.get(key) or ():
-            yield key.removesuffix("s"), Text(wording.visible(line), style=style)
-    if plan.get("measured"):
-        yield "measured", _measured(plan["measured"])
-
-
-_ANSWERS = {True: "fits", False: "does not fit", None: "may not fit"}
-
-
-def _processes(shared: Mapping[str, Any]) -> Text:
-    """Say who shares the work, and which way of sharing it fits the devices."""
-    machines = shared["processes"] // shared["on_each_machine"]
-    where = f" on {machines} machines" if machines > 1 else ""
-    text = Text(f"{shared['processes']}{where}, {shared['strategy']}")
-    if shared["device_bytes"] is None:
-        return text.append("\nwhether they fit is unknown: no device says what it holds")
-    for strategy, fits in shared["fits"].items():
-        answer = f"{strategy} {_ANSWERS[fits]} in {wording.size(shared['device_bytes'])}"
-        text.append(f"\n{answer}", style="red" if fits is False else "")
-    return text
-
-
-def _backend(plan: Mapping[str, Any]) -> Text:
-    text = _text(plan.get("backend"))
-    if plan.get("graph_id"):
-        text.append(f", graph {wording.visible(plan['graph_id'])}")
-    if plan.get("layers") is not None:
-        text.append(f", {wording.count(plan['layers'])} layers")
-    proxy = plan.get("proxy") or {}
-    if proxy.get("expected") is not None:
-        matched = proxy.get("matched")
-        known = f"{proxy['expected']}" if matched is None else f"{matched} of {proxy['expected']}"
-        text.append(f"\n{known} middle projections")
-    return text
-
-
-# What the lines above say: the model by its name, rows by their files.
-_SAID = ("model.", "data.path", "data.val_path")
-_NAMES = ("._target_", ".name")
-
-
-def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Spell settings as they are typed, our defaults behind them.
-
-    What only the chosen option has is left out: the lines above name the option.
-    """
-    return ", ".join(
-        f"{path}={wording.typed(one['found'])} ({wording.typed(one['default'])})"
-        for path, one in found.items()
-        if "default" in one and not path.startswith(_SAID) and not path.endswith(_NAMES)
-    )
-
-
-def _text(value: Any) -> Text:
-    return Text(wording.as_text(value)) if value is not None else Text("none", style="dim")
-
-
-def _lora(plan: Mapping[str, Any]) -> Text:
-    text = _text(plan.get("lora"))
-    if plan.get("lora_modules"):
-        text.append(f"\n{wording.visible(str(plan['lora_modules']))}")
-    trainable = plan.get("trainable_parameters")
-    if trainable is not None:
-        text.append(f"\n{wording.count(trainable)} trainable parameters")
-    return text
-
-
-def _data(data: Mapping[str, Any]) -> Text:
-    about = "" if data.get("exact") else "≈ "
-    text = _text(data.get("source"))
-    for path, file in (data.get("files") or {}).items():
-        text.append(f"\n{path}: {_file(file)}")
-    if data.get("quarantined"):
-        text.append(f"\n{_quarantined(data['quarantined'])}")
-    if data.get("filtered"):
-        text.append(f"\n{_filtered(data['filtered'])}")
-    for name, drawn in ((data.get("mixed") or {}).get("sources") or {}).items():
-        text.append(f"\n{_drawn(name, drawn)}")
-    for key, words in (
-        ("train_rows", "rows to train on"),
-        ("train_tokens", "tokens in them"),
-        ("val_tokens", "tokens to validate on"),
-    ):
-        if data.get(key) is not None:
-            text.append(f"\n{about}{wording.count(data[key])} {words}")
-    if contract := data.get("contract"):
-        for line in sections.contract_plan_lines(contract["tokens"], contract["unknown"]):
-            text.append(f"\n{line}", style="dim")
-    return text if not about else _with_basis(text, data.get("basis"))
-
-
-def _quarantined(counts: Mapping[str, Any]) -> str:
-    reasons = "; ".join(f"{wording.visible(why)} ({n})" for why, n in counts["reasons"].items())
-    put = f"{wording.count(counts['bad'])} of {wording.count(counts['rows'])} rows put aside"
-    return f"{put}: {reasons}" if reasons else put
-
-
-def _drawn(name: str, drawn: Mapping[str, Any]) -> str:
-    rows = f"{wording.count(drawn['rows'])} rows drawn of {wording.count(drawn['of'])}"
-    return (
-        f"{wording.visible(name)}: {rows}, {drawn['share']:.2%} ({drawn['share_asked']:.2%} asked)"
-    )
-
-
-def _filtered(counts: Mapping[str, Any]) -> str:
-    gone = ", ".join(f"{name} refused {wording.count(n)}" for name, n in counts["refused"].items())
-    return f"{wording.count(counts['kept'])} of {wording.count(counts['rows'])} rows pass: {gone}"
-
-
-def _file(file: Mapping[str, Any]) -> str:
-    """Say what a file of rows was taken for, and what of it is left out."""
-    rows = f"{wording.count(file['rows'])} {file['form']} rows"
-    to_validate = " to validate on" if file["role"] == "validation" else ""
-    left = ", ".join(file.get("ignored") or ())
-    return f"{rows}{to_validate}{f'; columns left out: {left}' if left else ''}"
-
-
-def _steps(plan: Mapping[str, Any]) -> Text:
-    steps, tokens, total = (plan.get(k) for k in ("steps", "tokens_per_step", "tokens_total"))
-    parts = [] if steps is None else [wording.count(steps)]
-    if tokens is not None:
-        parts.append(f"of {wording.count(tokens)} tokens")
-    if total is not None:
-        parts.append(f"= {wording.count(total)} tokens")
-    if (epochs := plan.get("epochs")) is not None:
-        bound = f", bounded by {plan['bound']}" if plan.get("bound") else ""
-        parts.append(f"\n{wording.epochs(epochs)}{bound}")
-    more = [
-        f"{words} {wording.count(plan[key])}"
-        for key, words in (
-            ("effective_batch", "effective batch"),
-            ("warmup_steps", "warm-up"),
-            ("checkpoints", "checkpoints"),
-        )
-        if plan.get(key) is not None
+    flat = [
+        one
+        for error in errors
+        for one in (error.problems if isinstance(error, Problems) else [error])
     ]
-    if more:
-        parts.append("\n" + ", ".join(more))
-    return Text(" ".join(parts)) if parts else Text("unknown", style="dim")
+    for error in flat:
+        where = f"{visible(error.where)}: " if error.where else ""
+        for number, line in enumerate(wrapped(where + visible(error.what), width)):
+            text = Text(line)
+            text.stylize("bold", 0, len(where) if number == 0 else 0)
+            yield text
+        found = error.found
+        found = found if found is None or isinstance(found, str) else repr(found)
+        rows = (("found", found), ("expected", error.expected), ("next", error.remedy))
+        for name, said in rows:
+            if said is not None:
+                yield from _hanging(f"  {name:<8}  ", visible(said), width)
 
 
-def _time(values: Mapping[str, Any]) -> Text:
-    text = _estimate(values, wording.duration)
-    if values.get("quantization"):
-        text.append(f"\nand {wording.duration(values['quantization'])} to quantize", style="dim")
-    if values.get("comparison"):
-        words = f"\nand {wording.duration(values['comparison'])} to compare it with transformers, "
-        text.append(f"{words}the first time", style="dim")
-    return text
+def lines(
+    parts: Sequence[Part], width: int, *, is_plain: bool, most: int = _MOST_LINES
+) -> Iterator[Text]:
+    """Draw parts as lines.
+
+    Args:
+        parts: the content; drawings are left out.
+        width: columns that there are.
+        is_plain: nobody looks: no rules, and nothing side by side.
+        most: lines of an answer.
+    """
+    is_first = True
+    for part in parts:
+        drawn = list(_drawn(part, width, is_plain=is_plain, most=most))
+        if drawn and not is_first and not isinstance(part, Note):
+            yield Text()
+        is_first = is_first and not drawn
+        yield from drawn
 
 
-def _disk(values: Mapping[str, Any]) -> Text:
-    text = Text(f"{wording.size(values['in_run'])} in the run directory")
-    if values.get("base"):
-        text.append(f"\n{wording.size(values['base'])} for a copy of the base model")
-    parts = (("adapter", "adapter"), ("checkpoint", "checkpoint"), ("merged", "merged model"))
-    sizes = ", ".join(f"{words} {wording.size(values[key])}" for key, words in parts)
-    text.append(f"\n{sizes}", style="dim")
-    return text
+def _drawn(part: Part, width: int, *, is_plain: bool, most: int) -> Iterator[Text]:
+    match part:
+        case Section():
+            yield from _section(part, width, is_plain=is_plain, most=most)
+        case Table():
+            yield from _table(part, width, is_plain=is_plain)
+        case Facts():
+            yield from _facts(part, width)
+        case Note():
+            yield from _note(part, width)
+        case Code():
+            yield from (Text(f"  {line}") for line in visible(part.text).splitlines())
+        case Item():
+            yield from _item(part, width, is_plain=is_plain, most=most)
+        case Tally():
+            said = ", ".join(f"{count} {words}" for _, words, count in part.parts)
+            yield from map(Text, wrapped(visible(said), width))
 
 
-def _estimate(values: Mapping[str, Any], spell: Callable[[float], str]) -> Text:
-    estimate, low, high = (values.get(key) for key in ("estimate", "low", "high"))
-    text = Text("unknown" if estimate is None else f"≈ {spell(estimate)}")
-    if low is not None and high is not None:
-        text.append(f" ({spell(low)} to {spell(high)})")
-    return _with_basis(text, values.get("basis"))
+def wrapped(text: str, width: int) -> list[str]:
+    """Break lines between words; a word that is longer than a line stays whole."""
+    broken = []
+    for line in text.expandtabs(4).split("\n"):
+        first, *words = line.lstrip().split(" ")
+        rest = line[: len(line) - len(line.lstrip())] + first
+        for word in words:
+            if cell_len(f"{rest} {word}") > width:
+                broken.append(rest)
+                rest = word
+            else:
+                rest = f"{rest} {word}"
+        broken.append(rest)
+    return broken
 
 
-def _memory(values: Mapping[str, Any]) -> Text:
-    text = _estimate(values, wording.size)
-    if values.get("free") is not None:
-        text.append(f"\n{wording.size(values['free'])} are free", style="dim")
-    for name, part in sections.components(values):
-        text.append(f"\n{wording.size(part):>10}  {wording.label(name)}", style="dim")
-    return text
+def _marked(text: str, tone: Tone) -> str:
+    return f"{MARKS[tone]} {text}" if tone in MARKS else text
 
 
-def _measured(values: Mapping[str, Any]) -> Text:
-    parts = []
-    if values.get("time_s") is not None:
-        parts.append(wording.duration(values["time_s"]))
-    if values.get("peak_bytes") is not None:
-        parts.append(f"{wording.size(values['peak_bytes'])} at the peak")
-    return Text(", ".join(parts) or "nothing")
+def _hanging(head: str, text: str, width: int, style: str = "") -> Iterator[Text]:
+    """Write a text behind a head, its further lines below the first."""
+    indent = cell_len(head)
+    for number, line in enumerate(wrapped(text, width - indent)):
+        shown = Text(head if number == 0 else " " * indent)
+        yield shown.append(line, style=style)
 
 
-def _with_basis(text: Text, basis: Any) -> Text:
-    if basis:
-        text.append(f"\n{wording.visible(str(basis))}", style="dim italic")
-    return text
+def _section(part: Section, width: int, *, is_plain: bool, most: int) -> Iterator[Text]:
+    if part.title:
+        yield Text(_marked(visible(part.title), part.tone), style=f"bold {_STYLES[part.tone]}")
+    if part.lead:
+        yield from (Text(line, style="dim") for line in wrapped(visible(part.lead), width))
+    yield from lines(part.parts, width, is_plain=is_plain, most=most)
 
 
-def _pair_row(pair: Pair) -> tuple[Text, Text, Text, Text]:
-    label = Text(pair.label)
-    if pair.unit:
-        label.append(f"\n{pair.unit}", style="dim")
-    change = Text(pair.change or "unknown", style=_STYLES[pair.verdict])
-    return label, _cell(pair.base), _cell(pair.tuned), change
+def _note(part: Note, width: int) -> Iterator[Text]:
+    mark = f"{MARKS[part.tone]} " if part.tone in MARKS else "- " if part.item else ""
+    yield from _hanging(mark, visible(part.text), width, _STYLES[part.tone])
 
 
-def _cell(cell: Cell) -> Text:
+def _facts(part: Facts, width: int) -> Iterator[Text]:
+    if part.title:
+        yield Text(visible(part.title), style="bold")
+    names = [visible(one.label) for one in part.cells]
+    indent = max(map(cell_len, names), default=0)
+    for name, one in zip(names, part.cells, strict=True):
+        text, style = _value(one)
+        text = f"{text} ({visible(one.detail)})" if one.detail else text
+        head = name + " " * (indent - cell_len(name) + _GAP)
+        yield from _hanging(head, text, width, style)
+
+
+def _value(cell: Cell) -> tuple[str, str]:
+    """Return the text of a value and its style, its detail left out."""
     if cell.absent:
-        return Text(wording.visible(cell.absent), style="dim italic")
-    text = Text(cell.text)
-    if cell.detail:
-        text.append(f"\n{cell.detail}", style="dim")
-    return text
+        return visible(cell.absent), "dim italic"
+    return visible(cell.text), _STYLES[cell.tone]
 
 
-def _item(item: summary.Item) -> RenderableType:
-    prompt = Text(_clip(item.prompt, _MOST_PROMPT_LINES))
-    beside = Table.grid(expand=True)
-    for _ in item.conditions:
-        beside.add_column(ratio=1)
-    beside.add_row(*(_completion(name, item.completions.get(name)) for name in item.conditions))
-    title = Text(item.item_id, style="bold")
-    return Group(title, prompt, beside, Text())
+def _table(part: Table, width: int, *, is_plain: bool) -> Iterator[Text]:
+    if part.title and (part.rows or part.absent):
+        yield from (Text(line, style="bold") for line in wrapped(visible(part.title), width))
+    if not part.rows:
+        yield from (Text(line, style="dim italic") for line in wrapped(part.absent, width))
+        return
+    rows = [[as_cell(value) for value in row] for row in part.rows]
+    widths = _widths(part, rows, width)
+    if widths is None:
+        yield from _row_by_row(part, rows, width)
+        return
+    heads = [Cell(head, tone=Tone.QUIET) for head in part.heads]
+    if any(part.heads):
+        yield from _row(part, heads, widths)
+        if not is_plain:
+            yield Text("─" * (sum(widths) + _GAP * (len(widths) - 1)), style="dim")
+    for row in rows:
+        yield from _row(part, row, widths)
 
 
-def _completion(condition: str, event: ItemEvent | None) -> Panel:
-    title = Text(wording.visible(condition))
-    if event is None:
-        return Panel(Text("not completed", style="dim italic"), title=title, title_align="left")
-    outcome = summary.outcome_of(event)
-    style = "dim" if outcome.good is None else "green" if outcome.good else "red"
-    title.append(f" · {outcome.words}", style=style)
-    if not event["finished"]:
-        title.append(" · cut off", style="yellow")
-    if event["style"] is not None:
-        title.append(f" · {wording.visible(event['style'])}", style="dim")
-    body = _clip(wording.visible(event["completion"]), _MOST_LINES)
-    return Panel(
-        Text(body) if body else Text("empty", style="dim italic"),
-        title=title,
-        title_align="left",
-        box=box.ROUNDED,
-        border_style="dim",
-    )
+def _widths(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> list[int] | None:
+    """Return how wide each column is drawn; None if some word would be broken.
+
+    Figures are not wrapped; words share what the others leave.
+    """
+    least, wanted = [], []
+    for column, head in enumerate(part.heads):
+        cells = [row[column] for row in rows]
+        figures = [cell.text for cell in cells if column in part.figures]
+        texts = [head, *(text for cell in cells for text in (_value(cell)[0], cell.detail))]
+        broken = [word for text in texts if text not in figures for word in visible(text).split()]
+        least.append(max(map(cell_len, [*broken, *figures]), default=0))
+        wanted.append(max(cell_len(line) for text in texts for line in visible(text).split("\n")))
+    left = width - _GAP * (len(least) - 1) - sum(least)
+    if left < 0:
+        return None
+    needs = [most - few for most, few in zip(wanted, least, strict=True)]
+    if sum(needs) <= left:
+        return wanted
+    return [few + left * need // sum(needs) for few, need in zip(least, needs, strict=True)]
 
 
-def _clip(text: str, most: int) -> str:
-    lines = text.expandtabs(4).strip("\n").splitlines()
-    if len(lines) <= most:
-        return "\n".join(lines)
-    left = len(lines) - most + 1
-    return "\n".join([*lines[: most - 1], f"… {left} more lines"])
+def _row(part: Table, row: Sequence[Cell], widths: Sequence[int]) -> Iterator[Text]:
+    columns = []
+    for cell, width in zip(row, widths, strict=True):
+        text, style = _value(cell)
+        drawn = [(line, style) for line in wrapped(text, width)]
+        drawn += [(line, "dim") for line in wrapped(visible(cell.detail), width) if line]
+        columns.append(drawn)
+    for number in range(max(map(len, columns))):
+        shown = Text()
+        for place, (drawn, width) in enumerate(zip(columns, widths, strict=True)):
+            line, style = drawn[number] if number < len(drawn) else ("", "")
+            space = " " * (width - cell_len(line))
+            before, after = (space, "") if place in part.figures else ("", space)
+            shown.append(before).append(line, style=style).append(after + " " * _GAP)
+        shown.rstrip()
+        yield shown
 
 
-def _flatten(error: MensError) -> list[MensError]:
-    return list(error.problems) if isinstance(error, Problems) else [error]
+def _row_by_row(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Text]:
+    """Draw each row as its name and, below it, its other values under their heads."""
+    indent = max(cell_len(visible(head)) for head in part.heads[1:])
+    for row in rows:
+        name, style = _value(row[0])
+        yield from (Text(line, style=style or "bold") for line in wrapped(name, width))
+        for head, cell in zip(part.heads[1:], row[1:], strict=True):
+            text, style = _value(cell)
+            text = f"{text} ({visible(cell.detail)})" if cell.detail else text
+            if text:
+                space = " " * (indent - cell_len(visible(head)))
+                yield from _hanging(f"  {visible(head)}{space}{' ' * _GAP}", text, width, style)
 
 
-def _problem(error: MensError) -> Text:
-    where = f"{error.where}: " if error.where else ""
-    text = Text()
-    text.append(wording.visible(where), style="bold")
-    text.append(wording.visible(error.what))
-    if error.found is not None:
-        found = error.found if isinstance(error.found, str) else repr(error.found)
-        text.append(f"\n  found     {wording.visible(found)}")
-    if error.expected is not None:
-        text.append(f"\n  expected  {wording.visible(error.expected)}")
-    if error.remedy is not None:
-        text.append(f"\n  next      {wording.visible(error.remedy)}")
-    return text
+def _item(part: Item, width: int, *, is_plain: bool, most: int) -> Iterator[Text]:
+    if part.name:
+        yield Text(visible(part.name), style="bold")
+    for line in _clipped(part.prompt, _MOST_PROMPT_LINES):
+        yield from map(Text, wrapped(line, width))
+    each = (width - _GAP - 1) // max(1, len(part.answers))
+    if is_plain or each < _LEAST_COLUMN:
+        for number, one in enumerate(part.answers):
+            yield from [Text()] if number else []
+            yield _answer_head(one)
+            yield from map(Text, _answer(one, _ENDLESS, most))
+        return
+    heads = [_answer_head(one) for one in part.answers]
+    bodies = [_answer(one, each, most) for one in part.answers]
+    yield _beside(heads, each, "┬")
+    for number in range(max(map(len, bodies))):
+        drawn = [Text(body[number]) if number < len(body) else Text() for body in bodies]
+        yield _beside(drawn, each, "│")
+
+
+def _beside(texts: Sequence[Text], width: int, bar: str) -> Text:
+    shown = Text()
+    for number, text in enumerate(texts):
+        text.truncate(width, overflow="ellipsis")
+        shown.append(f"{bar} ", style="dim") if number else None
+        shown.append_text(text).append(" " * (width - cell_len(text.plain)))
+    shown.rstrip()
+    return shown
+
+
+def _answer_head(one: Answer) -> Text:
+    text = Text(visible(one.who), style="bold")
+    if one.outcome:
+        text.append(f" · {_marked(visible(one.outcome), one.tone)}", style=_STYLES[one.tone])
+    return text.append(f" · {visible(one.detail)}" if one.detail else "", style="dim")
+
+
+def _answer(one: Answer, width: int, most: int) -> list[str]:
+    if one.text is None:
+        return ["not asked"]
+    return [part for line in _clipped(one.text, most) or ["empty"] for part in _folded(line, width)]
+
+
+def _folded(line: str, width: int) -> Iterator[str]:
+    """Break a line of a model's text between words, or where it has none anywhere."""
+    for part in wrapped(line, width):
+        text = Text(part)
+        while cell_len(text.plain) > width:
+            head = text.copy()
+            head.truncate(width)
+            yield head.plain
+            text = text[len(head.plain) :]
+        yield text.plain
+
+
+def _clipped(text: str, most: int) -> list[str]:
+    found = visible(text).expandtabs(4).strip("\n").splitlines()
+    if len(found) <= most:
+        return found
+    return [*found[: most - 1], f"… {len(found) - most + 1} more lines"]
+
+
+_CURSOR = "▌"
+WHOLE = 10**6
+"""Lines of an answer that are never reached."""
+
+
+def conversation(answers: Mapping[str, tuple[str, bool]], titles: Mapping[str, str]) -> Item:
+    """Return the answers of a conversation so far.
+
+    Args:
+        answers: condition -> its text so far, and whether it is whole.
+        titles: condition -> the name of its model.
+    """
+    shown = [
+        Answer(who=titles[name], text=text if done else f"{text}{_CURSOR}")
+        for name, (text, done) in answers.items()
+    ]
+    return Item(name="", prompt="", answers=shown)
+
+
+def streamed(item: Item, width: int) -> Text:
+    """Draw answers that are still being written."""
+    return Text("\n").join(lines([item], width, is_plain=False, most=WHOLE))

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mens_exp.config.loader import labels
+from mens_exp.config.override_values import override_of
 
 MINUS = "\N{MINUS SIGN}"
-_KEPT_CONTROLS = "\n\t"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+_LARGE = 1e4  # from here on a figure is spelled out
 _MINUTE_S, _HOUR_S = 60, 3600
 _DECIMALS_UNDER = 100  # a rate or a size of two digits still says something with one decimal
 
@@ -46,6 +51,22 @@ _LABELS = {
 }
 
 
+def command(*words: str | tuple[str, str]) -> str:
+    """Return a command of this program, quoted for a shell, on one line.
+
+    Args:
+        words: overrides as typed, or pairs of a key and a text that Hydra is to read as such.
+    """
+    typed = [word if isinstance(word, str) else override_of(*word) for word in words]
+    return visible(shlex.join(["python", "-m", "mens_exp", *typed])).replace("\n", " ")
+
+
+def path(place: Path) -> str:
+    """Return a path as a command names it: relative where it is below the working directory."""
+    whole = place.absolute()
+    return str(whole.relative_to(Path.cwd())) if whole.is_relative_to(Path.cwd()) else str(place)
+
+
 def visible(text: str) -> str:
     r"""Return `text` with control characters made visible.
 
@@ -53,14 +74,7 @@ def visible(text: str) -> str:
     lone surrogate becomes U+FFFD, since neither UTF-8 nor a browser can carry it.
     """
     whole = text.replace("\r\n", "\n").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-    return "".join(
-        char if char in _KEPT_CONTROLS or not _is_control(char) else f"\\x{ord(char):02x}"
-        for char in whole
-    )
-
-
-def _is_control(char: str) -> bool:
-    return char < " " or "\x7f" <= char <= "\x9f"
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", whole)
 
 
 def label(key: str) -> str:
@@ -82,6 +96,14 @@ def loss(value: float) -> str:
 def rate(value: float) -> str:
     """Spell a rate per second; small ones keep a decimal."""
     return f"{value:.1f}" if abs(value) < _DECIMALS_UNDER else count(value)
+
+
+def figure(value: float | None, *, signed: bool = False) -> str:
+    """Spell any number to four digits, a large one in full; None is unknown."""
+    if value is None:
+        return "unknown"
+    form = ",.0f" if abs(value) >= _LARGE else ".4g"
+    return f"{value:{'+' if signed else ''}{form}}".replace("-", MINUS)
 
 
 def percent(frac: float, *, signed: bool = False) -> str:

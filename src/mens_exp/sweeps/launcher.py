@@ -21,7 +21,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState
 from mens_exp.errors import MensError, SetupError
-from mens_exp.report import terminal_views
+from mens_exp.report import sweep_view, terminal
 from mens_exp.sweeps.executors import executor_of
 from mens_exp.tasks.run import CANCELLED
 
@@ -383,7 +383,7 @@ class Launcher:
             self._say(job, state.value, reason)
 
     def _say(self, job: SweepJob, what: str, why: str | None) -> None:
-        self.console.print(terminal_views.job_line(self.record, job, what, why), soft_wrap=True)
+        terminal.say(sweep_view.job_line(self.record, job, what, why), on=self.console)
 
     def _save(self) -> None:
         """Write the record; continue to supervise jobs if the disk is full."""
@@ -394,7 +394,7 @@ class Launcher:
             self._unsaved = error
             told = f"{self.directory.record} was not written, and will be tried again: {error}"
             if before is None:
-                self.console.print(told, soft_wrap=True, markup=False)
+                terminal.say(told, on=self.console)
         else:
             self._unsaved = None
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from rich.console import Console
 
 from mens_exp.artifacts import atomic, provenance
 from mens_exp.artifacts.manifest import utc_now
@@ -14,12 +11,11 @@ from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import Job, JobState, SweepDir, SweepJob, SweepRecord
 from mens_exp.config.compose import config_digest, to_yaml
-from mens_exp.config.override_values import override_of
 from mens_exp.config.sweep import LAUNCHERS, SlurmLauncher, launcher_values
 from mens_exp.errors import Problems
 from mens_exp.planning import machine
 from mens_exp.planning.checks import classes
-from mens_exp.report import terminal_views
+from mens_exp.report import sweep_view, terminal, wording
 from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.plan import place_problems, plan_sweep
 from mens_exp.sweeps.process import gpus_per_job, jobs_at_a_time, processes_of, threads_per_job
@@ -32,6 +28,7 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
     from mens_exp.config.sweep import Launcher as LauncherSettings
     from mens_exp.config.sweep import SweepConfig
+    from mens_exp.report.document import Step
     from mens_exp.sweeps.plan import PlannedJob
 
 PLACE = "hydra.sweep.dir"
@@ -57,8 +54,8 @@ def launch(overrides: Sequence[str]) -> int:
         record = new_record(planned, overrides, cells)
         record.jobs = [job_record(job) for job in planned.jobs]
         record.left_out = list(planned.left_out)
-        console = Console(stderr=True)
-        console.print(terminal_views.planned_table(record), soft_wrap=True)
+        console = terminal.console(stderr=True)
+        terminal.show(*sweep_view.planned_parts(record), on=console)
         with writing(PLACE):
             for job in planned.jobs:
                 freeze(job, directory.path / job.directory, record.code_sha256)
@@ -70,7 +67,7 @@ def finish(
     launcher: Launcher,
     is_finished: Callable[[], bool] = lambda: False,
     *,
-    conclude: Callable[[], None] | None = None,
+    conclude: Callable[[], list[Step]] | None = None,
     again: Sequence[str] = (),
 ) -> int:
     """Run the remaining jobs of a sweep and show the outcome.
@@ -78,7 +75,8 @@ def finish(
     Args:
         launcher: the launcher of the sweep.
         is_finished: for a sweep that failed, returns whether none of its jobs would run again.
-        conclude: called when the jobs have ended, before the page is rendered.
+        conclude: called when the jobs have ended, before the page is rendered; returns what to type
+            after them.
         again: overrides of the command that goes on; by default those of ``sweep.resume``.
 
     Returns:
@@ -86,20 +84,20 @@ def finish(
     """
     code = launcher.run()
     console = launcher.console
-    console.print(terminal_views.result_table(launcher.record), soft_wrap=True)
+    terminal.show(*sweep_view.result_parts(launcher.record), on=console)
     place = launcher.directory.path
     _complete(launcher)
+    after = sweep_view.steps(wording.path(place), again, is_done=not code)
     if conclude is not None:
-        conclude()
+        after = conclude() or after
     _render(launcher)
-    if code and is_finished():
+    is_over = bool(code) and is_finished()
+    if is_over:
         told = "All trials were drawn. Those that failed did so by themselves: none runs again."
-        console.print(told, soft_wrap=True, markup=False)
-    elif code:
-        overrides = again or [override_of("sweep.resume", str(place))]
-        command = shlex.join(["python", "-m", "mens_exp", *overrides])
-        console.print(f"Go on with: {command}", soft_wrap=True, markup=False)
-    console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)
+        terminal.say(told, on=console)
+    terminal.say(f"The record: {launcher.directory.record}", on=console)
+    if not is_over:
+        terminal.say_next(after, on=console)
     return code
 
 
@@ -112,7 +110,7 @@ def _complete(launcher: Launcher) -> None:
             complete(RunDir(launcher.directory.path / job["directory"]))
         except Exception as error:  # noqa: BLE001  # as for the sweep's own page
             told = f"Pages of {job['directory']} were not written: {type(error).__name__}: {error}"
-            launcher.console.print(told, soft_wrap=True, markup=False)
+            terminal.say(told, on=launcher.console)
 
 
 def _render(launcher: Launcher) -> None:
@@ -121,11 +119,9 @@ def _render(launcher: Launcher) -> None:
         write_sweep_page(launcher.directory)
     except Exception as error:  # noqa: BLE001  # a sink, isolated
         told = f"{launcher.directory.page.name} was not written: {type(error).__name__}: {error}"
-        launcher.console.print(told, soft_wrap=True, markup=False)
+        terminal.say(told, on=launcher.console)
     else:
-        launcher.console.print(
-            f"To look at: {launcher.directory.page}", soft_wrap=True, markup=False
-        )
+        terminal.say(f"Report: {launcher.directory.page}", on=launcher.console)
 
 
 class Asked(Protocol):

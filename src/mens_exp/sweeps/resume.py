@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from mens_exp.artifacts.host import is_alive, lock_holder
 from mens_exp.artifacts.manifest import Status, utc_now
 from mens_exp.artifacts.provenance import code_digest
@@ -18,7 +16,7 @@ from mens_exp.config.overrides import check
 from mens_exp.config.sweep import LAUNCHERS, SLURM, Changes, launcher_settings, launcher_values
 from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
 from mens_exp.planning import machine
-from mens_exp.report import wording
+from mens_exp.report import terminal
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher, damage, locked, outcome, record_of, writing
 from mens_exp.sweeps.multirun import finish
@@ -57,7 +55,7 @@ def resume_sweep(overrides: Sequence[str]) -> int:
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
     with locked(directory, "sweep.resume"):
-        console = Console(stderr=True)
+        console = terminal.console(stderr=True)
         record = reopened(directory, asked, {text.partition("=")[0] for text in overrides}, console)
         if trials and record.search is None:
             words = "on a sweep that lists its cells"
@@ -89,12 +87,12 @@ def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console
     last = max((job["number"] for job in record.jobs), default=0)
     Problems.raise_if(executor_problems(settings, 1 + last))
     for note in record.notes:
-        console.print(f"note: {wording.visible(note)}", soft_wrap=True, markup=False)
+        terminal.say(f"note: {note}", on=console)
     for job in record.jobs:
         here = record.launcher != SLURM
         _settle(job, RunDir(directory.path / job["directory"]), here=here)
     done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
-    console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
+    terminal.say(f"{done} of {len(record.jobs)} jobs are done, and verified.", on=console)
     return record
 
 

@@ -9,8 +9,6 @@ import shlex
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.host import machine_fault
 from mens_exp.artifacts.run_dir import RunDir
@@ -19,7 +17,7 @@ from mens_exp.artifacts.sweep import Trial as Row
 from mens_exp.config.override_values import override_of
 from mens_exp.errors import ConfigError, Problems
 from mens_exp.planning.contract import contract_of
-from mens_exp.report import evidence_views
+from mens_exp.report import html, search_view, terminal
 from mens_exp.sweeps.launcher import Cause, Launcher, cause_of, locked, writing
 from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record
 from mens_exp.sweeps.plan import PlannedJob, directory_of, estimate_of, meaning, place_problems
@@ -29,6 +27,8 @@ from mens_exp.tasks.run import TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
 
     from mens_exp.artifacts.sweep import Dimension, SearchRecord, SweepJob, SweepRecord
     from mens_exp.config.overrides import Cell
@@ -284,8 +284,8 @@ def launch_search(overrides: Sequence[str]) -> int:
         Problems.raise_if(place_problems(request.root, ()))  # another launcher was quicker
         record = new_record(request, overrides, request.probed)
         record.search = request.search
-        console = Console(stderr=True)
-        console.print(evidence_views.space_table(record), soft_wrap=True)
+        console = terminal.console(stderr=True)
+        terminal.show(*search_view.space_parts(record), on=console)
         with writing(PLACE):
             record.write(directory.record)
         return _run(directory, record, console, request.cells)
@@ -352,7 +352,9 @@ def _searched(
     code = finish(Launcher(directory, record, console, search), search.is_finished)
     search.conclude()
     record.write(directory.record)
-    atomic.write_text(directory.search_page, evidence_views.search_page(record))
-    console.print(evidence_views.best_table(record), soft_wrap=True)
-    console.print(f"The search: {directory.search_page}", soft_wrap=True, markup=False)
+    made = search_view.document(record)
+    atomic.write_text(directory.search_page, html.page(made))
+    terminal.show(*search_view.best_parts(record), on=console)
+    terminal.say(f"Report: {directory.search_page}", on=console)
+    terminal.say_next(made.steps, on=console)
     return code or int(not record.search["best"])

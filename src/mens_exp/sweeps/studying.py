@@ -10,8 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mens_exp.artifacts.comparison import Comparison, Verdict
 from mens_exp.artifacts.decision_ledger import CycleEntry, cycles_of, read_ledger
 from mens_exp.artifacts.digest import sha256_file
@@ -23,8 +21,7 @@ from mens_exp.config.overrides import check
 from mens_exp.config.promotion import Stopping, StudyConfig
 from mens_exp.errors import MensError, Problems, RequestError
 from mens_exp.evals.study import conducted
-from mens_exp.report import terminal_views
-from mens_exp.report.comparison_view import hypothesis_lines, verdict_table
+from mens_exp.report import comparison_view, sweep_view, terminal, wording
 from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record
 from mens_exp.sweeps.plan import place_problems
@@ -47,6 +44,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.decision_ledger import LedgerEntry
     from mens_exp.artifacts.sweep import SweepJob
+    from mens_exp.report.document import Step
     from mens_exp.sweeps.study_request import Request
 
 _DECIDED = frozenset({Verdict.BETTER, Verdict.WORSE})
@@ -70,10 +68,10 @@ def conduct(overrides: Sequence[str]) -> int:
         return _continue(request, directory)
     planned, arms = planned_runs(request)
     cells = [job.cell for job in planned.jobs]
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     record = new_record(planned, overrides, cells)
     record.jobs = [job_record(job) for job in planned.jobs]
-    console.print(terminal_views.planned_table(record), soft_wrap=True)
+    terminal.show(*sweep_view.planned_parts(record), on=console)
     refuse_over_budget(request.study, record.jobs)
     if request.only_plans:
         return 0
@@ -93,7 +91,7 @@ def _continue(request: Request, directory: SweepDir) -> int:
     """Continue a study whose runs are frozen on disk."""
     _refuse_edited(request, SweepRecord.read(directory.record))
     with locked(directory, PLACE):
-        console = Console(stderr=True)
+        console = terminal.console(stderr=True)
         keys = {text.partition("=")[0] for text in request.given}
         record = reopened(directory, request.asked, keys, console)
         study, cycle = record.study, None
@@ -120,7 +118,7 @@ def _run(
         with writing(PLACE):
             record.write(directory.record)
     where = f"entry {study['entry']} of {study['ledger']}, {study['entry_sha256']}"
-    console.print(f"Registered by {where}.", soft_wrap=True, markup=False)
+    terminal.say(f"Registered by {where}.", on=console)
     feed = Seeds(request.study, directory, record, console)
     return finish(
         Launcher(directory, record, console, feed),
@@ -180,11 +178,11 @@ class Seeds:
             factors = self._state["factors"]
             made = conducted(paths, read_study(paths).runs, factors, self._study.compared(factors))
         except MensError as error:
-            self._console.print(f"{done} seeds are not compared yet: {error}", soft_wrap=True)
+            terminal.say(f"{done} seeds are not compared yet: {error}", on=self._console)
             return False
         verdicts = {one["arm"]: one["kpis"][made.primary]["verdict"] for one in made.contrasts}
         told = "; ".join(f"{arm}: {verdict}" for arm, verdict in verdicts.items())
-        self._console.print(f"After {done} seeds: {told}", soft_wrap=True, markup=False)
+        terminal.say(f"After {done} seeds: {told}", on=self._console)
         if not set(verdicts.values()) <= _DECIDED:
             return False
         self._state["stopped"] = f"every arm has a verdict after {done} seeds"
@@ -262,25 +260,27 @@ def _edits(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             yield f"{name} was {shown(before.get(name))} and is {shown(after.get(name))}"
 
 
-def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> None:
-    """Compare what has run, record the comparison, and show verdicts and hypothesis."""
+def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> list[Step]:
+    """Compare what has run, record it, show verdicts and hypothesis; return what to type next."""
     study = record.study
     assert study is not None, "a sweep that conducts a study"
     done = [job for job in record.jobs if job["state"] == JobState.SUCCEEDED]
     if not done or study["entry"] is None:
-        return
-    console = Console()
+        return []
     try:
         place = _compared(request, directory, study, done)
         made = Comparison.read(place.comparison)
     except MensError as error:
-        console.print(f"Not compared: {error}", soft_wrap=True, markup=False)
-        return
+        terminal.say(f"Not compared: {error}")
+        return []
     study["comparison"] = place.path.name
     record.write(directory.record)
-    console.print(verdict_table(made))
-    for line in hypothesis_lines(made, study["settings"]):
-        console.print(line, soft_wrap=True, markup=False)
+    terminal.show(
+        *comparison_view.brief(made), *comparison_view.hypothesis(made, study["settings"])
+    )
+    if len(done) < len(record.jobs):
+        return []
+    return comparison_view.document(made, wording.path(place.path), study["ledger"]).steps
 
 
 def _compared(

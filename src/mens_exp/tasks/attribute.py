@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from mens_exp.artifacts.attribution import Attribution
@@ -15,7 +14,7 @@ from mens_exp.corpus.split import Side
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.report.attribution_view import suggested_command, worst_table
+from mens_exp.report import attribution_view, terminal
 from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def attribute(config: RunConfig, run: Run) -> None:
         calibration_tokens=sum(batch.tokens for batch in replay.batches),
         supervised_tokens=sum(len(batch.targets_M) for batch in replay.batches),
     )
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("modules", total=len(subject.modules))
 
@@ -89,10 +88,8 @@ def attribute(config: RunConfig, run: Run) -> None:
     run.manifest.results.update(_results(record), peak_rss_bytes=host.peak_rss_bytes())
     if run.manifest.results["peak_rss_bytes"] is None:
         run.unknown("results.peak_rss_bytes", "this system does not tell")
-    console = Console()
-    console.print(worst_table(record))
-    console.print(suggested_command(record), soft_wrap=True)
-    console.print(f"Report: {run.dir.report}", soft_wrap=True, markup=False)
+    terminal.show(attribution_view.sections(record)[0])
+    terminal.say(f"Report: {run.dir.report}")
 
 
 def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseModel, Subject]:

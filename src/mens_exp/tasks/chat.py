@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.live import Live
 
 from mens_exp.artifacts import atomic
@@ -21,16 +20,20 @@ from mens_exp.backends.protocol import Stream
 from mens_exp.errors import DataError, RequestError
 from mens_exp.export.subject import config_of, subject_of
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.report.terminal_views import answer_columns, answer_sections
+from mens_exp.report import terminal, wording
+from mens_exp.report.document import Step
 from mens_exp.tasks.inputs import definition_of, refuse_changed, tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from rich.console import Console
+
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.config.task import ChatConfig
+    from mens_exp.report.document import Item
     from mens_exp.tasks.run import Run
     from mens_exp.tokenizer.load import Tokenizer
     from mens_exp.tokenizer.templates import Message
@@ -52,10 +55,14 @@ def chat(config: RunConfig, run: Run) -> None:
         conditions=conditions,
     )
     titles = {"base": str(run.manifest.inputs["base_model"]), "tuned": f"tuned ({config.path})"}
-    console = Console()
+    console = terminal.console()
     if config.prompt is not None:
         _ask(talk, config.prompt, titles, console)
         _write(run, talk)
+        again = wording.command("task=chat", ("path", str(config.path)))
+        terminal.say_next(
+            [Step(again, "go on in a conversation")], on=terminal.console(stderr=True)
+        )
         return
     if sys.stdin.isatty():
         console.print(_HELP, style="dim")
@@ -63,7 +70,7 @@ def chat(config: RunConfig, run: Run) -> None:
         _turn(talk, line.strip(), titles, console)
         _write(run, talk)
     _write(run, talk)
-    console.print(f"Transcript: {run.dir.transcript}", soft_wrap=True, markup=False)
+    terminal.say(f"Transcript: {run.dir.transcript}")
 
 
 def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:
@@ -129,17 +136,21 @@ def _turn(talk: Conversation, line: str, titles: dict[str, str], console: Consol
 def _ask(talk: Conversation, question: str, titles: dict[str, str], console: Console) -> None:
     """Stream the answers; if the output is not a terminal, print them when complete."""
 
-    def shown(answers: dict[str, Answer]) -> dict[str, tuple[str, bool]]:
-        return {name: (one.text, one.is_done) for name, one in answers.items()}
+    def shown(answers: dict[str, Answer]) -> Item:
+        texts = {name: (one.text, one.is_done) for name, one in answers.items()}
+        return terminal.conversation(texts, titles)
 
     if not console.is_terminal:
         answers = talk.ask(question, lambda _answers: None)
-        print(answer_sections(shown(answers), titles), flush=True)  # noqa: T201  # plain, unwrapped
-        return
-    # While streaming, output taller than the screen is cut; the complete text remains at the end.
-    with Live(console=console, refresh_per_second=12, transient=True) as live:
-        answers = talk.ask(question, lambda now: live.update(answer_columns(shown(now), titles)))
-    console.print(answer_columns(shown(answers), titles))
+    else:
+        # While streaming, output taller than the screen is cut; the whole text remains at the end.
+        with Live(console=console, refresh_per_second=12, transient=True) as live:
+
+            def update(now: dict[str, Answer]) -> None:
+                live.update(terminal.streamed(shown(now), console.width))
+
+            answers = talk.ask(question, update)
+    terminal.show(shown(answers), on=console, most=terminal.WHOLE)
 
 
 def _write(run: Run, talk: Conversation) -> None:

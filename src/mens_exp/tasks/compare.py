@@ -6,8 +6,6 @@ import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mens_exp.artifacts.atomic import write_text
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
@@ -17,7 +15,8 @@ from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.sequential import looks_of
 from mens_exp.evals.study import conducted
-from mens_exp.report.comparison_view import comparison_page, markdown, verdict_table
+from mens_exp.report import comparison_view, html, terminal, wording
+from mens_exp.report.document import markdown_page
 from mens_exp.tasks.promotion_evidence import cycle_of, freeze, runs_of
 from mens_exp.tasks.study_runs import read_study
 
@@ -52,10 +51,11 @@ def compare(config: RunConfig, run: Run) -> None:
     _write(record, run.dir)
     if config.out is not None:
         _write(record, RunDir(Path(config.out).expanduser()))
-    console = Console(quiet=not run.prints)
-    console.print(verdict_table(record))
     where = run.dir if config.out is None else RunDir(Path(config.out).expanduser())
-    console.print(f"Report: {where.comparison_page}", soft_wrap=True, markup=False)
+    shown = comparison_view.document(record, wording.path(where.path), config.ledger)
+    terminal.show(*comparison_view.brief(record))
+    terminal.say(f"Report: {where.comparison_page}")
+    terminal.say_next(shown.steps)
 
 
 def _note_cycle(record: Comparison, ledger: Path) -> None:
@@ -117,10 +117,11 @@ def _records(record: Comparison, config: RunConfig, own: RunDir) -> Iterator[Pat
 
 def _write(record: Comparison, place: RunDir) -> None:
     """Write the record and the files rendered from it."""
-    table, html = markdown(record), comparison_page(record)
+    shown = comparison_view.document(record, wording.path(place.path))
+    table, page = markdown_page(shown), html.page(comparison_view.drawn(shown, record))
     record.write(place.comparison)
     write_text(place.comparison_table, table)
-    write_text(place.comparison_page, html)
+    write_text(place.comparison_page, page)
 
 
 def _results(record: Comparison) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mens_exp.errors import MensError
+from mens_exp.report import terminal, wording
+from mens_exp.report.document import Step
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.corpus_record import CorpusRecord
@@ -28,14 +28,13 @@ def corpus(config: RunConfig, run: Run) -> None:
     inputs = hashes(files, config.corpus)
     run.manifest.inputs["corpus"] = inputs
     run.save()
-    console = Console()
     steps: list[dict[str, Any]] = []
 
     def told(done: Done) -> None:
         steps.append(_fact(done))
         run.manifest.facts["steps"] = steps
         run.save()
-        console.print(_line(done), soft_wrap=True)
+        terminal.say(_line(done))
 
     assert config.corpus.output is not None, "the rules ask for it"
     output = Path(config.corpus.output)
@@ -43,10 +42,13 @@ def corpus(config: RunConfig, run: Run) -> None:
     made = run_steps(config, files, inputs, told)
     run.manifest.results.update(_results(made, output))
     for name, file in made.files.items():
-        console.print(f"{output / name}: {file['rows']} rows", soft_wrap=True, markup=False)
+        terminal.say(f"{output / name}: {file['rows']} rows")
     if "report" in config.corpus.steps:
-        console.print(_page(made, output), soft_wrap=True)
-    console.print(_next(made, output), soft_wrap=True)
+        terminal.say(f"Report: {_page(made, output)}")
+    steps_after = _next(made, output)
+    if not steps_after:
+        terminal.say("No step left rows to train on.")
+    terminal.say_next(steps_after)
 
 
 def _prepare_tokenizer(config: RunConfig) -> None:
@@ -64,17 +66,18 @@ def _prepare_tokenizer(config: RunConfig) -> None:
         resolve(config.model, cache_root())
 
 
-def _page(made: CorpusRecord, output: Path) -> str:
+def _page(made: CorpusRecord, output: Path) -> Path:
     """Render the report next to the steps, and return its location."""
     from mens_exp.artifacts.atomic import write_text
     from mens_exp.artifacts.corpus_record import CorpusReport
     from mens_exp.corpus.steps.pipeline import CORPUS_PAGE
     from mens_exp.corpus.steps.report import RECORD
-    from mens_exp.report.corpus_view import render
+    from mens_exp.report import corpus_view, html
 
     page = output / CORPUS_PAGE
-    write_text(page, render(CorpusReport.read(output / made.steps[-1]["directory"] / RECORD)))
-    return f"Report: {page}"
+    report = CorpusReport.read(output / made.steps[-1]["directory"] / RECORD)
+    write_text(page, html.page(corpus_view.document(report, _next(made, output))))
+    return page
 
 
 def settled_places(config: CorpusConfig) -> CorpusConfig:
@@ -139,11 +142,11 @@ def _results(made: CorpusRecord, output: Path) -> dict[str, Any]:
     }
 
 
-def _next(made: CorpusRecord, output: Path) -> str:
-    """Return the settings with which a run trains on the corpus."""
-    files = {Path(name).stem: output / name for name in made.files}
+def _next(made: CorpusRecord, output: Path) -> list[Step]:
+    """Return the command that trains on the corpus."""
+    files = {Path(name).stem: wording.path(output / name) for name in made.files}
     train = files.get("train") or files.get("rows")
     if train is None:
-        return "No step left rows to train on."
-    val = f" data.val_path={files['val']}" if "val" in files else ""
-    return f"Train on it: python -m mens_exp data=jsonl data.path={train}{val}"
+        return []
+    val = [("data.val_path", files["val"])] if "val" in files else []
+    return [Step(wording.command("data=jsonl", ("data.path", train), *val), "train on it")]

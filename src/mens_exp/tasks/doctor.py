@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import Requirement
-from rich.console import Console
 
 from mens_exp.config.evaluation import BubblewrapSandbox
 from mens_exp.errors import MensError, SetupError
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.report.terminal_views import Finding, State, findings_table
+from mens_exp.report import terminal, wording
+from mens_exp.report.document import Step
+from mens_exp.report.plan_view import Finding, State, findings_part
 from mens_exp.sandbox.opening import open_sandbox
 
 if TYPE_CHECKING:
@@ -40,15 +41,16 @@ def doctor(config: RunConfig, run: Run) -> None:
     del config  # concerns the machine, not a run
     findings = list(examine())
     run.manifest.facts["findings"] = [finding.to_json() for finding in findings]
-    Console().print(findings_table(findings))
+    terminal.show(findings_part(findings))
     bad = [finding.name for finding in findings if finding.state is State.BAD]
     if bad:
         raise SetupError(
             "this machine cannot run what is asked of it",
             found=", ".join(bad),
-            expected="no red line",
-            remedy="do what the red lines say",
+            expected="no line marked ✗",
+            remedy="do what the lines marked ✗ say",
         )
+    terminal.say_next([Step(wording.command(), "fine-tune a model")])
 
 
 def examine() -> Iterator[Finding]:

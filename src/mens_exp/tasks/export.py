@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from mens_exp.artifacts.digest import digest, refuse_changed_model, sha256_file
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import SetupError
@@ -20,6 +18,8 @@ from mens_exp.export.bundle import pack
 from mens_exp.export.serving import serving
 from mens_exp.export.subject import subject_of
 from mens_exp.layout.model_cache import hash_shards
+from mens_exp.report import terminal, wording
+from mens_exp.report.document import Step
 from mens_exp.tasks.run import Cancelled
 
 if TYPE_CHECKING:
@@ -54,9 +54,10 @@ def _bundle(config: RunConfig, run: Run) -> None:
         bundle_bytes=archive.stat().st_size,
         files=len(hashes),
     )
-    console = Console()
-    console.print(f"{len(hashes)} files, {archive.stat().st_size / 2**20:.1f} MiB")
-    console.print(f"Bundle: {archive}", soft_wrap=True, markup=False)
+    terminal.say(f"{len(hashes)} files, {archive.stat().st_size / 2**20:.1f} MiB")
+    terminal.say(f"Bundle: {archive}")
+    push = wording.command("task=push", ("path", config.path), "repo=<user>/<name>")
+    terminal.say_next([Step(push, "upload the run to the hub")])
 
 
 def push(config: RunConfig, run: Run) -> None:
@@ -68,7 +69,8 @@ def push(config: RunConfig, run: Run) -> None:
     run.manifest.inputs.update(subject=str(subject.path))
     pushed = bundle.push(subject, config.repo, private=config.push.private, message=message)
     run.manifest.results.update(asdict(pushed))
-    Console().print(f"Pushed: {pushed.url} (commit {pushed.commit})", soft_wrap=True, markup=False)
+    terminal.say(f"Pushed: {pushed.url} (commit {pushed.commit})")
+    terminal.say_next([Step(f"hf download {config.repo}", "fetch it elsewhere")])
 
 
 def serve(config: RunConfig, run: Run) -> None:
@@ -82,17 +84,16 @@ def serve(config: RunConfig, run: Run) -> None:
     model = Path(config.path)
     hashes = hash_shards(model, refuse_changed_model(model))
     run.manifest.inputs.update(subject=str(model), base_weights_sha256=digest(hashes))
-    console = Console()
     asked = config.serve
     try:
         with serving(model, host=asked.host, port=asked.port, token_env=asked.token_env) as server:
             run.manifest.results.update(url=server.url, model=server.model)
             run.save()
-            console.print(f"Serving {server.model} at {server.url}; Ctrl-C ends it.")
-            console.print(server.curl, soft_wrap=True, markup=False, highlight=False)
+            terminal.say(f"Serving {server.model} at {server.url}; Ctrl-C ends it.")
+            terminal.say_next([Step(server.curl, "ask it something")])
             code = server.process.wait()
     except (Cancelled, KeyboardInterrupt):
-        console.print("Stopped.")
+        terminal.say("Stopped.")
         return
     raise SetupError(
         "the server ended by itself",

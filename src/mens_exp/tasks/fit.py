@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
@@ -34,6 +32,7 @@ from mens_exp.layout.starting_adapter import find, read
 from mens_exp.planning.checks.adapter import other_base
 from mens_exp.planning.memory import is_in_parts
 from mens_exp.planning.preflight import writable_cache
+from mens_exp.report import terminal
 from mens_exp.tasks.inputs import (
     describe,
     keep_bad_rows,
@@ -166,7 +165,7 @@ def fit(
             rank,
             while_whole=compare if rank.is_first else None,
         )
-        report_start(run, backend, Console(stderr=True))
+        report_start(run, backend)
         if start is not None:
             backend.load_adapter(start.tensors)
         module = build_module(config, backend, data)
@@ -434,7 +433,7 @@ def _record(run: Run, contract: DataContract, found: Sequence[MensError]) -> Non
     Refusals.raise_if(found)
 
 
-def report_start(run: Run, backend: Backend, console: Console) -> None:
+def report_start(run: Run, backend: Backend) -> None:
     """Print and record the quantization error before and after initialisation, per layer."""
     errors = backend.quantization_errors()
     if not errors:
@@ -443,9 +442,10 @@ def report_start(run: Run, backend: Backend, console: Console) -> None:
     layers = {name: {"before": b, "after": a} for name, (b, a) in errors.items()}
     run.telemetry.emit("initialisation", {"before": before, "after": after, "layers": layers})
     kind = backend.facts()["lora_init"]
-    console.print(
+    terminal.say(
         f"{kind}: quantization error {before:.4f} before, {after:.4f} after "
-        f"(relative, mean of {len(errors)} modules; each in {run.dir.telemetry.name})"
+        f"(relative, mean of {len(errors)} modules; each in {run.dir.telemetry.name})",
+        on=terminal.console(stderr=True),
     )
 
 

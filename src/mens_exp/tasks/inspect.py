@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.certificate import (
     ArtifactKind,
@@ -36,7 +34,12 @@ from mens_exp.layout import starting_adapter
 from mens_exp.layout.shape import family_for
 from mens_exp.planning.contract import RECORDING_CALLBACKS
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.report.evidence_views import inspection_view, replay_verdict, verification_verdict
+from mens_exp.report import terminal
+from mens_exp.report.evidence_views import (
+    inspection_document,
+    replay_verdict,
+    verification_verdict,
+)
 from mens_exp.tasks import adapter_anatomy
 from mens_exp.tasks.adapter_anatomy import read_state, tell_magnitudes
 from mens_exp.tasks.checks import (
@@ -95,10 +98,11 @@ def inspect(config: RunConfig, run: Run) -> None:
     run.manifest.results.update(layers=len(record.layers), parameters=record.parameters)
     if record.parameters is None:
         run.unknown("results.parameters", record.unknown["layers"])
-    console = Console()
-    console.print(inspection_view(record))
-    console.print(f"Record: {run.dir.inspection}", soft_wrap=True, markup=False)
+    shown = inspection_document(record)
+    terminal.show(*shown.parts)
+    terminal.say(f"\nRecord: {run.dir.inspection}")
     _judge(record, run)
+    terminal.say_next(shown.steps)
 
 
 def _judge(record: Inspection, run: Run) -> None:

@@ -8,11 +8,10 @@ directory contains the hand-off record and the certificate of its contents.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import refuse_changed_model, sha256_file
@@ -28,7 +27,9 @@ from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write
 from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.report.evidence_views import card_section, parity_table, verdict
+from mens_exp.report import terminal, wording
+from mens_exp.report.document import Note, Step
+from mens_exp.report.evidence_views import card_section, certificate_document, verdict
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from mens_exp.lora.method import Change
     from mens_exp.tasks.run import Run
 
+_SERVE = Step("python -m mens_exp task=serve path={out}", "serve it")
+_READ = Step("cat {out}/README.md", "read how vLLM serves it")
+
 
 def merge(config: RunConfig, run: Run) -> None:
     """Write the merged weights atomically, and record their sources."""
@@ -52,8 +56,7 @@ def merge(config: RunConfig, run: Run) -> None:
     merging = decided_merge(config)
     choices = merging.choices
     merging.note(run)
-    console = Console()
-    console.print(f"Base: {choices.why}.", soft_wrap=True, markup=False)
+    terminal.show(Note(f"Base: {choices.why}."))
     usual = run.dir.merged_tensors if choices.only_merged else run.dir.merged
     out = usual if config.out is None else Path(config.out).expanduser()
     atomic.remove_stale(out.parent)
@@ -63,11 +66,11 @@ def merge(config: RunConfig, run: Run) -> None:
             write_tensors(file, choices.all_places, merging.what, of_model=False)
             file.flush()
             written = Path(file.name)
-            settle_certified(run, written, out, merging.certificate(config, written), console)
+            settle_certified(run, written, out, merging.certificate(config, written))
     else:
         with atomic.directory(out) as written:
             merging.write_model(written)
-            settle_certified(run, written, out, merging.certificate(config, written), console)
+            settle_certified(run, written, out, merging.certificate(config, written))
     files = {"": out} if out.is_file() else {f"/{one.name}": one for one in sorted(out.iterdir())}
     run.manifest.results.update(
         out=str(config.out or usual.name),
@@ -75,12 +78,17 @@ def merge(config: RunConfig, run: Run) -> None:
         out_sha256={f"{out.name}{name}": sha256_file(one) for name, one in files.items()},
     )
     size = run.manifest.results["out_bytes"] / 2**20
-    console.print(f"{len(choices.layers)} layers merged, {choices.dtype}, {size:.1f} MiB")
+    notes = [f"{len(choices.layers)} layers merged, {choices.dtype}, {size:.1f} MiB"]
     if choices.unties:
-        console.print("The head had the embedding's weight; it has one of its own now.")
+        notes.append("The head had the embedding's weight; it has its own weight now.")
     if choices.moves_embedding:
-        console.print(f"merge.untie=false: {MOVED}.", soft_wrap=True, markup=False)
-    console.print(f"Merged: {out}", soft_wrap=True, markup=False)
+        notes.append(f"merge.untie=false: {MOVED}.")
+    terminal.show(*map(Note, notes))
+    terminal.say(f"Merged: {out}")
+    if not choices.only_merged:
+        terminal.say_next(
+            [Step(wording.command("task=serve", ("path", wording.path(out))), "serve it")]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +162,7 @@ def _refuse_changed_base(inputs: MergeInputs, run: RunDir) -> None:
     refuse_changed(recorded, describe(inputs.base, tokenizer, None))
 
 
-def settle_certified(
-    run: Run, written: Path, out: Path, certificate: Certificate, console: Console
-) -> None:
+def settle_certified(run: Run, written: Path, out: Path, certificate: Certificate) -> None:
     """Record and show a certificate, and keep or set aside its output.
 
     Raises:
@@ -166,7 +172,7 @@ def settle_certified(
 
     certificate.write(run.dir.parity)
     run.manifest.results.update(parity=verdict(certificate))
-    console.print(parity_table(certificate))
+    terminal.show(*certificate_document(certificate).parts)
     keep_or_set_aside(written, out, certificate, card_section(certificate))
 
 
@@ -242,13 +248,12 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     from mens_exp.tasks.certificates import certify_adapter
 
     asked = conversion_of(config)
-    console = Console()
     out = Path(config.out).expanduser() if config.out else run.dir.adapter
     manifest, tensors = read(asked.place, asked.base, asked.quant)
     with atomic.directory(out) as temporary:
         write(manifest, tensors, config.format, temporary, asked.base)
         _add_template(config, asked.place.run, temporary)
-        settle_certified(run, temporary, out, certify_adapter(config, asked, temporary), console)
+        settle_certified(run, temporary, out, certify_adapter(config, asked, temporary))
     written = find(out)
     after, _ = read(written, asked.base, asked.quant)
     run.manifest.inputs.update(
@@ -276,10 +281,10 @@ def export_adapter(config: RunConfig, run: Run) -> None:
             f"{asked.base.name}"
         )
     size = written.tensors.stat().st_size / 2**20
-    console.print(
+    terminal.say(
         f"{asked.place.form} to {written.form}: {len(after.layer_order)} layers, {size:.1f} MiB"
     )
-    console.print(f"Adapter: {out}", soft_wrap=True, markup=False)
+    terminal.say(f"Adapter: {out}")
 
 
 def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:
@@ -299,20 +304,19 @@ def export_model(config: RunConfig, run: Run) -> None:
         ExportFormat.ollama: _ollama,
         ExportFormat.vllm: _vllm,
     }[config.format]
-    console = Console()
     usual = run.dir.path / config.format.value
     out = usual if config.out is None else Path(config.out).expanduser()
     atomic.remove_stale(out.parent)
     with atomic.directory(out) as directory:
-        certificate, command = write_form(config, run, directory)
-        settle_certified(run, directory, out, certificate, console)
+        certificate, step = write_form(config, run, directory)
+        settle_certified(run, directory, out, certificate)
     run.manifest.results.update(
         directory=config.format.value if config.out is None else config.out,
         files_sha256=hashes_of(out),
         bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
     )
-    console.print(f"Written: {out}", soft_wrap=True, markup=False)
-    console.print(command.format(out=out), soft_wrap=True)
+    terminal.say(f"Written: {out}")
+    terminal.say_next([Step(step.command.format(out=shlex.quote(wording.path(out))), step.purpose)])
 
 
 def _merged(config: RunConfig, run: Run) -> Merging:
@@ -334,26 +338,24 @@ def _base_name(merging: Merging) -> str:
     return merging.inputs.base.name
 
 
-def _hf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+def _hf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, Step]:
     merging = _merged(config, run)
     merging.write_model(directory)
     _hand_off(directory, BackendFamily.TRANSFORMERS, _base_name(merging), "transformers serve")
-    return merging.certificate(config, directory), "Serve it: mens-exp task=serve path={out}"
+    return merging.certificate(config, directory), _SERVE
 
 
-def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, Step]:
     from mens_exp.tasks.certificates import certify_gguf, certify_gguf_of, trained_for
 
     assert config.path is not None, "validation has asked for it"
-    command = (
-        f"Run it: llama-server -m {{out}}/{GGUF}, or ollama create <name> -f {{out}}/Modelfile"
-    )
+    step = Step(f"llama-server -m {{out}}/{GGUF}", "serve it with llama.cpp")
     if (Path(config.path) / "config.json").is_file():
         source = Path(config.path)
         refuse_changed_model(source)
         run.manifest.inputs.update(subject=str(source))
         export_gguf(source, directory, config.gguf.dtype, base=source.resolve().name)
-        return certify_gguf_of(config, source, directory), command
+        return certify_gguf_of(config, source, directory), step
     if config.merge.dtype is None:  # rounded once, by the GGUF writer
         config = dataclasses.replace(
             config, merge=dataclasses.replace(config.merge, dtype=MergeDtype.f32)
@@ -366,27 +368,27 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, st
         export_gguf(source, directory, config.gguf.dtype, base=_base_name(merging))
     trained = trained_for(config, merging.inputs, merging.choices)
     what = f"written: merged, GGUF in {config.gguf.dtype.value}{merging.choices.caveat}"
-    return certify_gguf(trained, directory, config.parity, what=what), command
+    return certify_gguf(trained, directory, config.parity, what=what), step
 
 
-def _ollama(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+def _ollama(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, Step]:
     from mens_exp.tasks.certificates import certify_adapter
 
-    command = "Import it: cd {out} && ollama create <name> -f Modelfile"
+    step = Step("cd {out} && ollama create <name> -f Modelfile", "import it into Ollama")
     if config.ollama.form is OllamaForm.adapter:
         asked, base = _peft(config, run, directory)
         source = _tokenizer_directory(config, asked)
         _modelfile(directory, source, base=base, adapter=".")
         _hand_off(directory, BackendFamily.OLLAMA, base, None, adapter=".", tokenizer=base)
-        return certify_adapter(config, asked, directory), command
+        return certify_adapter(config, asked, directory), step
     merging = _merged(config, run)
     merging.write_model(directory)
     _modelfile(directory, directory, base=".", adapter=None)
     _hand_off(directory, BackendFamily.OLLAMA, _base_name(merging), None)
-    return merging.certificate(config, directory), command
+    return merging.certificate(config, directory), step
 
 
-def _vllm(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, str]:
+def _vllm(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, Step]:
     from mens_exp.tasks.certificates import certify_adapter
 
     with atomic.scratch(directory.parent) as folder:
@@ -394,7 +396,7 @@ def _vllm(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, st
         owner = asked.place.run
         name = asked.place.directory.name if owner is None else owner.path.resolve().name
         write_vllm(folder / "peft", directory, base=base, name=name)
-    return certify_adapter(config, asked, directory), "Serve it: the command in {out}/README.md"
+    return certify_adapter(config, asked, directory), _READ
 
 
 def _peft(config: RunConfig, run: Run, directory: Path) -> tuple[Conversion, str]:

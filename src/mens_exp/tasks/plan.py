@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.errors import MensError
@@ -16,7 +14,8 @@ from mens_exp.planning.contract import non_default_settings
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.planning.throughput_model import Entry, append, ledger_path
-from mens_exp.report import terminal, terminal_views
+from mens_exp.report import plan_view, terminal, wording
+from mens_exp.report.document import Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,13 +37,17 @@ def plan(config: RunConfig, run: Run) -> None:
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
     note_plan(run.manifest, made)
-    console = Console(quiet=not run.prints)
-    console.print(terminal.plan_table(made))
+    terminal.show(*plan_view.document(made).parts)
     if config.data.show:
+        console = terminal.console()
         console.print()
-        console.print(terminal_views.token_legend(), soft_wrap=True)
+        console.print(plan_view.token_legend())
         for text in _rows(config, cache):
             console.print(text, soft_wrap=True)
+    if not made["problems"]:
+        own = ("task=", "data.show=", "hydra.")
+        kept = [text for text in run.manifest.overrides if not text.lstrip("+").startswith(own)]
+        terminal.say_next([Step(wording.command(*kept), "run it")])
 
 
 def _rows(config: RunConfig, cache: Path) -> Iterator[Text]:
@@ -87,8 +90,8 @@ def _documents(
     for i in range(len(made)):
         part = slice(made.offsets[i], made.offsets[i + 1])
         several = f", document {i + 1} of {len(made)}" if len(made) > 1 else ""
-        yield terminal_views.shown_document(
-            terminal_views.ShownDocument(
+        yield plan_view.shown_document(
+            plan_view.ShownDocument(
                 title=title + several,
                 ids=made.ids[part].tolist(),
                 supervised=made.supervised[part].tolist(),
@@ -97,7 +100,7 @@ def _documents(
             tokenizer,
         )
     if made.dropped:
-        yield terminal_views.dropped_row(title, made.dropped, labelling.seq_len)
+        yield plan_view.dropped_row(title, made.dropped, labelling.seq_len)
 
 
 def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:

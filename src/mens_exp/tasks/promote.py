@@ -6,8 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mens_exp.artifacts.decision_ledger import (
     Answer,
     CycleEntry,
@@ -26,7 +24,9 @@ from mens_exp.config.promotion import BurnProductionPolicy
 from mens_exp.errors import GateError, RequestError
 from mens_exp.evals.promotion import decide
 from mens_exp.evals.promotion_rules import thresholds
-from mens_exp.report.evidence_views import decision_view
+from mens_exp.report import terminal, wording
+from mens_exp.report.document import Note, Step, Tone
+from mens_exp.report.evidence_views import decision_document
 from mens_exp.tasks.checks import compared, refuse_differences
 from mens_exp.tasks.promotion_evidence import (
     certificate_of,
@@ -87,7 +87,10 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
 
     entry = open_cycle(ledger, cycle, "promote.")
     run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
-    Console().print(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
+    terminal.say(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
+    seeds = ",".join(map(str, cycle["seeds"]))
+    arms = f"{cycle['factor']}={','.join(cycle['arms'])}"
+    terminal.say_next([Step(wording.command("-m", f"seed={seeds}", arms), "run its arms")])
 
 
 def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
@@ -142,9 +145,8 @@ def _decide(config: RunConfig, ledger: Path, run: Run) -> None:
         recommendation=made["recommendation"],
         entry_sha256=entry["sha256"],
     )
-    console = Console()
-    console.print(decision_view(policy.name, made))
-    console.print(f"Ledger head: {entry['sha256']}", soft_wrap=True)
+    terminal.show(*decision_document(policy.name, made).parts)
+    terminal.say(f"Ledger head: {entry['sha256']}")
     if made["decision"] != Answer.PROMOTE:
         unmet = [rule["rule"] for rule in made["rules"] if rule["outcome"] != "passed"]
         raise GateError(
@@ -154,6 +156,8 @@ def _decide(config: RunConfig, ledger: Path, run: Run) -> None:
             expected="every rule passed",
             remedy=f"read entry {entry['number']} of {ledger}",
         )
+    again = wording.command("task=promote", "promote.replay=true", ("ledger", str(config.ledger)))
+    terminal.say_next([Step(again, "check that every decision still comes out as it did")])
 
 
 def decided(
@@ -221,12 +225,10 @@ def _replay(ledger: Path, run: Run) -> None:
     run.manifest.results.update(
         decisions=decisions, entries=len(entries), unverifiable=len(unverifiable)
     )
-    console = Console()
-    for text in [*unverifiable, *unfrozen]:
-        console.print(text)
+    terminal.show(*(Note(text, Tone.WARN) for text in [*unverifiable, *unfrozen]))
     remedy = "find what of the evidence has changed since"
     refuse_differences("a past decision comes out otherwise", str(ledger), checks, remedy)
-    console.print(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
+    terminal.say(f"{decisions} decisions of {len(entries)} entries, each as it was made.")
 
 
 def decision_checks(entries: list[LedgerEntry], number: int) -> tuple[list[Check], str]:

@@ -189,6 +189,7 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [
+        run.samples,
         run.validation,
         run.attribution,
         run.merged_tensors,
@@ -396,6 +397,7 @@ def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
         run.close(Status.SUCCEEDED)
 
 
+_SHOWN_ANSWERS = 3  # on the terminal; the report has the others
 CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 
@@ -478,27 +480,19 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
 
 
 def _show(directory: Path) -> None:
-    """Print the result of a run."""
-    from rich.console import Console
-
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.report import summary, terminal
+    """Print the result of a run, and what to type next."""
+    from mens_exp.report import run_page, summary, terminal
 
     run = RunDir(directory)
     found = summary.load(run)
-    console = Console()
-    if found.manifest.task not in {"train", "evaluate"}:
-        return
-    if found.items:
-        console.print(terminal.completions(found.items, n=3))
-    console.print(terminal.result_table(found))
-    console.print(f"Report: {run.report}", soft_wrap=True, markup=False)
+    if found.manifest.task in {"train", "evaluate"}:
+        terminal.show(*run_page.outcome(found, most=_SHOWN_ANSWERS))
+        terminal.say(f"\nReport: {run.report}")
+    terminal.say_next(run_page.steps(found))
 
 
 def complain(problems: Sequence[MensError]) -> None:
     """Print problems to standard error, each on separate lines."""
-    from rich.console import Console
-
     from mens_exp.report import terminal
 
-    Console(stderr=True).print(terminal.problems(problems), soft_wrap=True)
+    terminal.complain(problems)

@@ -10,8 +10,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.scorecard import Condition, write_item_events
+from mens_exp.artifacts.scorecard import Condition, Sample, Samples, write_item_events
 from mens_exp.config.rules.suite import scorecard_of
+from mens_exp.config.suite import NoSuite
 from mens_exp.config.trainer import Selection
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import MensError, RequestError
@@ -24,10 +25,11 @@ from mens_exp.evals.attempts import (
     measure,
     to_scorecard,
 )
-from mens_exp.evals.engines import Generation, GraphEngine
+from mens_exp.evals.engines import Generation, GraphEngine, Request
 from mens_exp.evals.kpis import KPIS, KpiGroup
 from mens_exp.evals.suite import Runner, frozen_suite, suite_class
 from mens_exp.layout.shape import shape_of
+from mens_exp.rows.answers import messages_of
 from mens_exp.tasks.plan import planned_tokenizer
 from mens_exp.tasks.rejection_sampling import keep_passing
 
@@ -138,6 +140,51 @@ def score(
                     found.suite, found.engine, found.runner, found.plan, str(condition)
                 )
     keep(found.suite, events, config, run, found.runner, found.self_test, figures=figures)
+
+
+def sample(
+    config: RunConfig,
+    run: Run,
+    backend: Backend,
+    heldout: Sequence[TrainingPair],
+    tokenizer: Tokenizer,
+) -> None:
+    """Write samples.json: answers of both models to some held-out rows, if no suite asks them.
+
+    Args:
+        config: the command's own.
+        run: the open run.
+        backend: the graph.
+        heldout: rows that were held out.
+        tokenizer: with the chat template of training.
+    """
+    suite = config.suite
+    if not isinstance(suite, NoSuite) or suite.items == 0 or not heldout:
+        return
+    rows = sorted(heldout, key=lambda pair: pair.id)[: suite.items]
+    requests = [Request(messages=tuple(messages_of(pair)), seed=config.seed) for pair in rows]
+    generation = Generation(max_new_tokens=suite.max_new_tokens, batch_size=len(rows))
+    engine = GraphEngine(backend, tokenizer, generation)
+    samples: list[Sample] = [
+        {
+            "item_id": pair.id,
+            "prompt": messages_of(pair)[-1]["content"],
+            "reference": pair.response,
+            "answers": {},
+        }
+        for pair in rows
+    ]
+    for condition in (Condition.BASE, Condition.TUNED):
+        with backend.base_only() if condition is Condition.BASE else nullcontext():
+            for one, said in zip(samples, engine.complete(requests), strict=True):
+                if said.problem is None:
+                    tokens = said.tokens_out or 0
+                    one["answers"][condition.value] = {
+                        "text": said.text,
+                        "tokens": tokens,
+                        "finished": said.is_finished,
+                    }
+    Samples(max_new_tokens=suite.max_new_tokens, items=samples).write(run.dir.samples)
 
 
 def score_served(config: RunConfig, run: Run, condition: Condition) -> None:

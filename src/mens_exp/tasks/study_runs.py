@@ -470,9 +470,10 @@ def write_sweep_page(directory: SweepDir) -> None:
     Raises:
         DataError: its own record is missing or damaged.
     """
-    from mens_exp.report.sweep_page import page  # matplotlib takes a second to import
+    from mens_exp.report import html, sweep_view, wording
 
-    write_text(directory.page, page(read_sweep(directory)))
+    steps = sweep_view.steps(wording.path(directory.path), is_done=True)
+    write_text(directory.page, html.page(sweep_view.document(read_sweep(directory), steps)))
 
 
 def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | None, str]:

@@ -16,7 +16,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.artifacts.sweep import JobState, SweepDir
 from mens_exp.evals.kpis import ITEM_VALUES, KPIS, name_under
-from mens_exp.report.sweep_page import fragments, page
+from mens_exp.report import html, sweep_view
 from mens_exp.tasks.study_runs import read_sweep
 from mens_exp.tasks.sync import sweep_digest
 from mens_exp.training.wandb_names import tags_of
@@ -84,14 +84,16 @@ def _shown(review: SweepReview) -> dict[str, Any]:
     """Return tables and plots by name."""
     import wandb
 
-    drawn = {name: wandb.Html(text, inject=False) for name, text in fragments(review).items()}
+    drawn = {
+        name: wandb.Html(text, inject=False) for name, text in sweep_view.fragments(review).items()
+    }
     tables = {} if review.comparison is None else study_tables(review.comparison)
     return {
         "cells": _cells(review),
         "predictions": _predictions(review),
         **tables,
         **drawn,
-        "sweep": wandb.Html(page(review), inject=False),
+        "sweep": wandb.Html(html.page(sweep_view.document(review)), inject=False),
     }
 
 

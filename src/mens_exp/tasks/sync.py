@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.host import lock_holder
@@ -23,7 +21,7 @@ from mens_exp.artifacts.sweep import SweepDir, SweepRecord
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.trainer import WandbLogger
 from mens_exp.errors import MensError, RequestError, SetupError
-from mens_exp.report import wording
+from mens_exp.report import terminal
 from mens_exp.tasks.study_runs import job_order
 from mens_exp.training.wandb_names import agent_of
 from mens_exp.training.wandb_sending import (
@@ -55,7 +53,6 @@ def sync(config: RunConfig, run: Run) -> None:
         RequestError: there is nothing to send at the path.
     """
     assert config.path is not None, "validation has asked for it"
-    console = Console()
     with tempfile.TemporaryDirectory() as staging, contained(Path(staging)):
         server = server_address()
         require_account(server)
@@ -72,7 +69,7 @@ def sync(config: RunConfig, run: Run) -> None:
     counts = run.manifest.results
     counts |= {"sent": 0, "known": 0, "left_out": found.left_out, "not_sent": []}
     for path, reason in found.left_out.items():
-        console.print(f"left out: {wording.visible(path)}: {reason}", soft_wrap=True, markup=False)
+        terminal.say(f"left out: {path}: {reason}")
     for place, parcel in enumerate(found.parcels):
         why = _send(parcel, config.sync.timeout_s)
         if why == _KNOWN:
@@ -82,7 +79,7 @@ def sync(config: RunConfig, run: Run) -> None:
         else:
             counts["not_sent"] = [one.order.path for one in found.parcels[place:]]
             raise _not_taken(parcel, server, why, len(found.parcels) - place)
-        _say(console, parcel, place + 1, len(found.parcels), is_known=why == _KNOWN)
+        _say(parcel, place + 1, len(found.parcels), is_known=why == _KNOWN)
 
 
 def _send(parcel: Parcel, timeout_s: float) -> str | None:
@@ -107,10 +104,10 @@ def _send(parcel: Parcel, timeout_s: float) -> str | None:
             raise
 
 
-def _say(console: Console, parcel: Parcel, number: int, total: int, *, is_known: bool) -> None:
+def _say(parcel: Parcel, number: int, total: int, *, is_known: bool) -> None:
     what = "is there already" if is_known else "sent"
-    path = wording.visible(os.path.relpath(parcel.order.path))
-    console.print(f"[{number}/{total}] {parcel.what} {path} {what}", soft_wrap=True, markup=False)
+    path = os.path.relpath(parcel.order.path)
+    terminal.say(f"[{number}/{total}] {parcel.what} {path} {what}")
 
 
 def _not_taken(parcel: Parcel, server: str, why: str, left: int) -> MensError:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import checkpoint_digests, last_intact_checkpoint
@@ -23,13 +22,13 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
 from mens_exp.planning.preflight import preflight, writable_cache
-from mens_exp.report import terminal
+from mens_exp.report import plan_view, terminal
 from mens_exp.tasks.adapter_anatomy import read_state
 from mens_exp.tasks.coordinator import distributed_run
 from mens_exp.tasks.fit import certify_rows, fit, read_inputs
 from mens_exp.tasks.plan import keep_measurement, note_plan, planned
 from mens_exp.tasks.run import complete, reopen_run
-from mens_exp.tasks.scoring import score
+from mens_exp.tasks.scoring import sample, score
 from mens_exp.tokenizer.load import bits_per_byte
 from mens_exp.training.optimizer import multiplier
 
@@ -56,15 +55,15 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     Raises:
         MensError: a part of the request cannot be fulfilled; the run is closed as failed.
     """
-    console = Console(stderr=True)
     cache = writable_cache()
     plan = planned(config, run.manifest, cache)
     atomic.write_json(run.dir.plan, plan)
     run.telemetry.emit("plan", plan)
     note_plan(run.manifest, plan)
-    console.print(terminal.plan_table(plan))
+    terminal.show(*plan_view.document(plan).parts, on=terminal.console(stderr=True))
 
     from mens_exp.artifacts import host
+    from mens_exp.training.distributed import is_sharded
 
     host.reset_peak()
     inputs = read_inputs(config, run, cache)
@@ -74,6 +73,8 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
         trained = fit(config, run, inputs, rank, checkpoint=checkpoint)
     backend = _to_be_scored(config, inputs, trained, rank)
     score(config, run, backend, rows.heldout, tokenizer, prepared=trained.early)
+    if not is_sharded(config, rank):  # a base in parts is not put together to be read from
+        sample(config, run, backend, rows.heldout, tokenizer)
     _results(run, trained, inputs.data, plan)
 
 

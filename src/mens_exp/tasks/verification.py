@@ -50,7 +50,7 @@ _NO_ENTRY = "no such entry"
 _RUN = RunDir(Path())
 _OUTPUTS = {  # by file or folder of a run; all others belong to the run's record
     _RUN.adapter.name: Link.ADAPTER,
-    **dict.fromkeys((_RUN.scorecard.name, _RUN.events.name), Link.SCORECARD),
+    **dict.fromkeys((_RUN.scorecard.name, _RUN.events.name, _RUN.samples.name), Link.SCORECARD),
     **dict.fromkeys(
         (_RUN.comparison.name, _RUN.comparison_page.name, _RUN.comparison_table.name),
         Link.COMPARISON,

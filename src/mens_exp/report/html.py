@@ -1,0 +1,130 @@
+"""Render a document as a self-contained page, and as a fragment for notebooks.
+
+Every text is escaped, because completions may contain anything; only drawings, which this package
+makes itself, are inserted as they are. A page loads nothing and links to its own words and to the
+files next to it. A table with filters adds the only script, which the page's content security
+policy names by its hash, so that nothing else runs whatever a completion contains.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from importlib import resources
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+import mens_exp
+from mens_exp.report.document import Note, Plot, Section, Table, as_cell
+from mens_exp.report.wording import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mens_exp.report.document import Document, Part
+
+
+def page(document: Document) -> str:
+    """Render a document as an HTML page; the same document gives the same text."""
+    script = _asset("report.js") if _has_filters(document.parts) else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _rendered(
+        "page.html.j2",
+        document=document,
+        script=Markup(script),  # noqa: S704  # our own
+        policy=f"; script-src 'sha256-{digest}'" if script else "",
+    )
+
+
+def fragment(*parts: Part) -> str:
+    """Render parts of a document with their own styles, as ``_repr_html_`` is to return them."""
+    return _rendered("fragment.html.j2", parts=parts)
+
+
+def drawing(svg: str) -> str:
+    """Render one drawing as a page of its own."""
+    style = f"{_asset('report.css')}\nsvg {{ max-width: 100% }}"
+    return f"<!doctype html><meta charset=utf-8><style>{style}</style>{svg}"
+
+
+def _rendered(template: str, **values: Any) -> str:
+    terms, pattern = _terms()
+    used: dict[str, list[str]] = {}  # the terms that occurred, which a page explains at its end
+
+    def explained(text: str) -> Markup:
+        """Link and explain our terms in our own words, each the first time that it occurs."""
+
+        def linked(found: re.Match[str]) -> str:
+            term = found[1].lower()
+            if term in used:
+                return found[0]
+            used[term] = terms[term]
+            link = Markup('<a class="term" href="#word-{}" title="{}">{}</a>')
+            return link.format(term.replace(" ", "-"), terms[term][0], found[0])
+
+        return Markup(pattern.sub(linked, str(escape(visible(text)))))  # noqa: S704  # escaped above
+
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            explained=explained,
+            used=used,
+            style=Markup(_asset("report.css")),  # noqa: S704  # our own
+            version=mens_exp.__version__,
+            **values,
+        )
+    )
+
+
+@functools.cache  # it keeps the templates that it has compiled
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("mens_exp.report"),
+        autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    made.filters |= {
+        "cell": as_cell,
+        "drawn": Markup,  # by this package
+        "groups": lambda parts: [(kind, list(some)) for kind, some in groupby(parts, key=_kind)],
+        "kind": lambda part: type(part).__name__.lower(),
+    }
+    return made
+
+
+@functools.cache
+def _terms() -> tuple[dict[str, list[str]], re.Pattern[str]]:
+    """Return the meaning of each of our terms with its page, and a pattern that finds them."""
+    terms: dict[str, list[str]] = yaml.safe_load(_asset("terms.yaml"))
+    names = "|".join(sorted(map(re.escape, terms), key=len, reverse=True))
+    return terms, re.compile(rf"\b({names})s?\b", re.IGNORECASE)
+
+
+def _kind(part: Part) -> str:
+    """Return what stands together: drawings, and the items of a list."""
+    if isinstance(part, Note) and part.item:
+        return "items"
+    return "plots" if isinstance(part, Plot) else ""
+
+
+def _has_filters(parts: Iterable[Part]) -> bool:
+    return any(
+        bool(part.filters) if isinstance(part, Table) else _has_filters(part.parts)
+        for part in parts
+        if isinstance(part, Table | Section)
+    )
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return resources.files("mens_exp.report").joinpath("templates", name).read_text("utf-8")
