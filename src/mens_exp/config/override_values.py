@@ -10,6 +10,7 @@ import copy
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,7 +28,7 @@ from omegaconf import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
-from mens_exp.config.compose import compose
+from mens_exp.config.compose import Composed, compose
 from mens_exp.config.fields import shown
 from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, declarations, is_open
 from mens_exp.config.root import MOVED, RunConfig, moved_to
@@ -266,11 +267,17 @@ def _options_with(group: str, field: str) -> list[str]:
         return []
     if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
         return []
-    cells = compose([[f"{group}={option}"] for option in group_options()[group]])
-    owners = [c for c in cells if field in c.values[group].keys()]  # noqa: SIM118
+    owners = [c for c in _options_of(group) if field in c.values[group].keys()]  # noqa: SIM118
     # First the options that leave the key to the user, then those that set it themselves.
     owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
     return [owner.choices[group] or "" for owner in owners]
+
+
+def _options_of(group: str) -> Iterator[Composed]:
+    """Yield the options of a group, but for those that cannot be read: no request is for them."""
+    for option in group_options()[group]:
+        with suppress(MensError):
+            yield from compose([[f"{group}={option}"]])
 
 
 IN_PROCESS = "basic"
