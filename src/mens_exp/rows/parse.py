@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import canonical_json
@@ -296,6 +297,7 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
 
 
 UNKNOWN_KEY: Final = "unknown key"
+_LISTED_KEYS: Final = 50  # of a row; a damaged one may have a million
 RATINGS: Final = range(1, 6)
 DIFFICULTIES: Final = range(1, 11)
 _TURNS: Final = {
@@ -377,9 +379,9 @@ class _RowReader:
     def _check_keys(self) -> None:
         keys = KEYS[self._form]
         aliases = [alias for alias, name in ALIASES.items() if name in keys]
-        for name, value in self._row.items():
-            if name in keys or name in aliases:
-                continue
+        unknown = [name for name in self._row if name not in keys and name not in aliases]
+        for name in unknown[:_LISTED_KEYS]:
+            value = self._row[name]
             expected, remedy = accepted_keys(self._form), None
             owners = [form.value for form in KEYS if ALIASES.get(name, name) in KEYS[form]]
             if owners:
@@ -393,6 +395,9 @@ class _RowReader:
             else:
                 remedy = f"drop it, or leave it out with data.columns={self._columns()}"
             self._problems.add(f"{UNKNOWN_KEY} {name!r}", shown(value), expected, remedy)
+        if len(unknown) > _LISTED_KEYS:
+            more = f"{len(unknown) - _LISTED_KEYS} more"
+            self._problems.add("unknown keys", more, accepted_keys(self._form))
 
     def _columns(self) -> str:
         """Return the value of `data.columns` that would map the row's keys to its format."""
@@ -447,7 +452,7 @@ class _RowReader:
             return True
         if name not in self._meant:
             alias = next((alias for alias, meant in ALIASES.items() if meant == name), None)
-            keys = ", ".join(repr(key) for key in self._row) or "no keys"
+            keys = ", ".join(map(repr, islice(self._row, _LISTED_KEYS))) or "no keys"
             expected = repr(name) if alias is None else f"{name!r} (alias {alias!r})"
             self._problems.add(f"the row has no {name!r}", keys, expected)
         return False
