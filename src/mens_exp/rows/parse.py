@@ -276,7 +276,8 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
                 else None,
             )
             return False
-        if turn.get("tool_call_id", None) not in {None, *ids}:
+        named = turn.get("tool_call_id")
+        if named is not None and named not in ids:
             problems.add(
                 f"turn {number} answers no call of the turns before it",
                 f"'tool_call_id': {shown(turn['tool_call_id'])}",
