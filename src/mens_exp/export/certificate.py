@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.rows.encode import Labelling
+    from mens_exp.rows.documents import Labelling
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.load import Tokenizer
 
