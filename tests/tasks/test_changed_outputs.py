@@ -100,7 +100,9 @@ def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_in
     manifest.write(copied.manifest)
     copied.chat_template.write_text(copied.chat_template.read_text("utf-8") + " ", "utf-8")
     for command in (["task=merge"], ["task=export", "format=peft"]):
-        said = refused(capsys, tmp_path / command[-1].partition("=")[2], *command, f"path={copied.path}")
+        said = refused(
+            capsys, tmp_path / command[-1].partition("=")[2], *command, f"path={copied.path}"
+        )
         assert "inputs.chat_template_sha256: is not what the run was trained on" in said
 
 
