@@ -15,7 +15,6 @@ the record of a run as cancelled and raises KeyboardInterrupt.
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +35,6 @@ from mens_exp.planning.machine import of_torchrun
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rich.console import RenderableType
-
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
@@ -55,8 +52,6 @@ __all__ = [
     "plan",
     "train",
 ]
-
-_WIDTH = 100  # columns of a table in a notebook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +78,13 @@ class Composition:
         return self._yaml
 
     def _repr_html_(self) -> str:
-        from rich.table import Table
-        from rich.text import Text
+        from mens_exp.report import html
+        from mens_exp.report.document import Code, Section, Table
 
-        table = Table(title=f"Configuration {self.digest[:8]}", title_justify="left", box=None)
-        table.add_column("group", style="dim")
-        table.add_column("option")
-        for group, option in self.choices.items():
-            table.add_row(group, Text(option or "–"))
-        return _html(table) + _details("values", self._yaml)
+        rows = [(group, option or "–") for group, option in self.choices.items()]
+        options = Table(("group", "option"), rows)
+        values = Section("values", [Code(self._yaml)], folded=True)
+        return html.fragment(Section(f"Configuration {self.digest[:8]}", [options, values]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +115,9 @@ class Plan:
         return tuple(self.record.get("warnings") or ())
 
     def _repr_html_(self) -> str:
-        from mens_exp.report.terminal import plan_table
+        from mens_exp.report import html, plan_view
 
-        return _html(plan_table(self.record))
+        return html.fragment(*plan_view.document(self.record).parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,15 +231,13 @@ class Run:
         return load(RunDir(self.path)).payloads(event)
 
     def _repr_html_(self) -> str:
-        from rich.console import Group
-        from rich.text import Text
+        from mens_exp.report import html, run_page, summary
+        from mens_exp.report.document import Note, Tone
 
-        from mens_exp.report import summary, terminal
-
-        records = summary.load(RunDir(self.path))
-        shown = terminal.result_table(records) if records.scorecard or self.results else Text()
-        where = Text(f"{self.manifest.task}, {self.status}: {self.path}", style="dim")
-        return _html(Group(shown, Text(), where))
+        where = Note(f"{self.manifest.task}, {self.status}: {self.path}", Tone.QUIET)
+        if not (self.scorecard or self.results):
+            return html.fragment(where)
+        return html.fragment(run_page.results(summary.load(RunDir(self.path))), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +275,9 @@ class Comparison:
         return RunDir(self.path).comparison_page
 
     def _repr_html_(self) -> str:
-        from mens_exp.report.comparison_view import verdict_table
+        from mens_exp.report import comparison_view, html
 
-        return _html(verdict_table(self.record))
+        return html.fragment(comparison_view.verdicts(self.record))
 
 
 Given: TypeAlias = str | Composition
@@ -552,19 +543,3 @@ def _guarded(work: Callable[[], None], directory: Path) -> None:
         if fault is None:
             raise
         raise fault from error
-
-
-def _html(shown: RenderableType) -> str:
-    """Draw what a terminal would show as HTML with inline styles."""
-    from rich.console import Console
-
-    console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_jupyter=False)
-    console.print(shown)
-    frame = '<pre style="line-height:normal;overflow-x:auto">{code}</pre>'
-    return console.export_html(inline_styles=True, code_format=frame)
-
-
-def _details(title: str, text: str) -> str:
-    from html import escape
-
-    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -177,9 +178,97 @@ def _answered(arguments: list[str], parser: Any, parsed: Any) -> int:
         return 0
     if parsed.cfg:
         checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
-    if parsed.cfg or parsed.info or parsed.shell_completion:
+    if parsed.shell_completion:
+        return _complete(arguments, parsed.overrides)
+    if parsed.cfg or parsed.info:
         return _hydra(arguments, [])
     return _started(arguments, parsed)
+
+
+# What a shell evaluates. Each asks the program that is being typed, mens-exp or python -m mens_exp,
+# for what its line may go on with; lines of another Python program are left to the shell.
+_SCRIPTS = {
+    "bash": """_mens_exp_completion() {
+    local line="${COMP_LINE:0:$COMP_POINT}" word cut choices
+    local program=mens-exp module='^ *([^ ]*python[0-9.]*) +-m +mens_exp '
+    if [[ "$line" =~ $module ]]; then
+        program="${BASH_REMATCH[1]} -m mens_exp"
+    elif [[ "$line" != *mens-exp\\ * ]]; then
+        return
+    fi
+    word="${line##*[[:space:]]}"
+    choices=$(COMP_LINE="$line" $program -sc query=bash 2>/dev/null)
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+    if [[ "$COMP_WORDBREAKS" == *=* ]]; then
+        cut="${word%"${word##*=}"}"
+        COMPREPLY=("${COMPREPLY[@]#"$cut"}")
+    fi
+}
+complete -o nospace -o default -F _mens_exp_completion mens-exp python python3
+""",
+    "zsh": r"""_mens_exp_completion() {
+    local line="${(j: :)words[1,CURRENT]}" program=mens-exp
+    if [[ "$line" == *python*\ -m\ mens_exp\ * ]]; then
+        program="${words[1]} -m mens_exp"
+    elif [[ "$line" != *mens-exp\ * ]]; then
+        _default
+        return
+    fi
+    local -a choices
+    choices=(${(f)"$(COMP_LINE=$line ${(z)program} -sc query=fish 2>/dev/null)"})
+    compadd -Q -S '' -- $choices
+}
+compdef _mens_exp_completion mens-exp python python3
+""",
+    "fish": """function __mens_exp_completion
+    set -l line (commandline -cp)
+    set -l program mens-exp
+    if string match -qr 'python[0-9.]* +-m +mens_exp ' -- $line
+        set program (string match -r '^ *(\\S+)' -- $line)[2] -m mens_exp
+    end
+    COMP_LINE=$line $program -sc query=fish 2>/dev/null
+end
+complete -c mens-exp -f -a '(__mens_exp_completion)'
+set -l is_module 'string match -qr -- "-m +mens_exp " (commandline -cp)'
+for program in python python3
+    complete -c $program -n $is_module -f -a '(__mens_exp_completion)'
+end
+""",
+}
+_UNDONE = {
+    "bash": "complete -r mens-exp python python3; unset -f _mens_exp_completion",
+    "zsh": "compdef -d mens-exp python python3; unfunction _mens_exp_completion",
+    "fish": "complete -e -c mens-exp; complete -e -c python; complete -e -c python3",
+}
+_MODULE = re.compile(r"^\s*\S+\s+-m\s+mens_exp(?=\s)")
+
+
+def _complete(arguments: list[str], asked: Sequence[str]) -> int:
+    """Print the completion script of a shell, or what a line may go on with.
+
+    Raises:
+        ConfigError: there is no such shell.
+    """
+    from mens_exp.errors import ConfigError
+
+    action, _, shell = (asked[0] if asked else "").partition("=")
+    if action == "query":
+        # Hydra knows one word for a program; what it offers is the same for both.
+        line = _MODULE.sub("mens-exp", os.environ.get("COMP_LINE", ""))
+        os.environ["COMP_LINE"] = line
+        return _hydra(arguments, [])
+    scripts = {"install": _SCRIPTS, "uninstall": _UNDONE}.get(action, {})
+    if shell not in scripts:
+        raise ConfigError(
+            "is no shell that can be completed in",
+            where="--shell-completion",
+            found=" ".join(asked) or "nothing",
+            expected=f"install=<{'|'.join(_SCRIPTS)}>, or uninstall=<…>",
+            remedy='write eval "$(mens-exp -sc install=bash)" (zsh too), or for fish: '
+            "mens-exp -sc install=fish | source",
+        )
+    print(scripts[shell])  # noqa: T201  # the requested output
+    return 0
 
 
 def _started(arguments: list[str], parsed: Any) -> int:

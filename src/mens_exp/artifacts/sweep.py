@@ -14,11 +14,13 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.atomic import json_line
+from mens_exp.artifacts.host import file_lock
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.record import StoredRecord, cut_torn_end, read_lines
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -404,16 +406,20 @@ class _Line(TypedDict, total=False):
 
 
 class AttemptLog:
-    """The log of attempts at one job."""
+    """The log of attempts at one job.
+
+    Two attempts may be under way if Slurm's controller lost the first, so an end names its attempt.
+    """
 
     def __init__(self, path: Path) -> None:
         """Set the path of the log; the first line creates the file."""
         self._path = path
+        self._own: _Line = {}  # the process that this object has recorded
 
     def began(self, pid: int, process_started: float, *, host: str, queue_id: str | None) -> None:
         """Record that a process started on the job."""
-        line = _Line(event="began", utc=utc_now(), pid=pid, process_started=process_started)
-        line["host"] = host
+        self._own = _Line(pid=pid, process_started=process_started, host=host)
+        line = _Line(event="began", utc=utc_now(), **self._own)
         if queue_id is not None:
             line["queue_id"] = queue_id
         self._append(line)
@@ -421,8 +427,8 @@ class AttemptLog:
     def ended(
         self, exit_code: int | None, *, peak_rss_bytes: int | None = None, why: str | None = None
     ) -> None:
-        """Record that the last process has ended."""
-        line = _Line(event="ended", utc=utc_now(), exit_code=exit_code, why=why)
+        """Record that the process of `began` has ended, or else the last one of the log."""
+        line = _Line(event="ended", utc=utc_now(), exit_code=exit_code, why=why, **self._own)
         line["peak_rss_bytes"] = peak_rss_bytes
         self._append(line)
 
@@ -440,18 +446,28 @@ class AttemptLog:
                 if made and made[-1]["ended_utc"] is None:
                     made[-1]["ended_utc"], made[-1]["why"] = line["utc"], _UNSEEN
                 made.append(_attempt(line))
-            elif made:  # the line of its start may have been truncated
-                made[-1]["ended_utc"], made[-1]["exit_code"] = line["utc"], line["exit_code"]
-                made[-1]["peak_rss_bytes"], made[-1]["why"] = line["peak_rss_bytes"], line["why"]
+            elif (of := _attempt_of(line, made)) is not None:
+                of["ended_utc"], of["exit_code"] = line["utc"], line["exit_code"]
+                of["peak_rss_bytes"], of["why"] = line["peak_rss_bytes"], line["why"]
         return made
 
     def _append(self, line: _Line) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_end(self._path)
-        with self._path.open("ab") as file:
+        lock = self._path.with_name(f".{self._path.name}.lock")
+        with file_lock(lock), self._path.open("ab") as file:
+            cut_torn_end(self._path)  # never of a line that another attempt is writing
             file.write(json_line(line, str(self._path)))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _attempt_of(end: _Line, made: Sequence[JobAttempt]) -> JobAttempt | None:
+    """Return the attempt that a line ends; None if the line of its start was truncated."""
+    if "pid" not in end:
+        return made[-1] if made else None
+    named = (end["pid"], end["process_started"], end["host"])
+    same = (x for x in made if (x["pid"], x["process_started"], x.get("host")) == named)
+    return next(same, None)
 
 
 def _attempt(line: _Line) -> JobAttempt:

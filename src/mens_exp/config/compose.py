@@ -24,7 +24,14 @@ from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.config.loader import SCHEMAS, CachingLoader, copied, register, schema_of
+from mens_exp.config.loader import (
+    SCHEMAS,
+    CachingLoader,
+    copied,
+    is_installed,
+    register,
+    schema_of,
+)
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
 from mens_exp.config.promotion import StudyConfig
@@ -469,7 +476,8 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
-    if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
+    is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
+    if is_own and not is_installed(group, values):
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 

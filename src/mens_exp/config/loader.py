@@ -334,6 +334,13 @@ def is_open(node: Any) -> bool:
     return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
 
 
+def is_installed(group: str, values: dict[str, Any]) -> bool:
+    """Return whether stored ``values`` of ``group`` are of an object that a package adds."""
+    if group not in REGISTRIES or group not in DISCRIMINATORS:
+        return False
+    return values.get(DISCRIMINATORS[group]) in REGISTRIES[group].installed_names()
+
+
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:
     """Return the dataclass for stored ``values`` of ``group``.
 

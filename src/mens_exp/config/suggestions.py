@@ -6,6 +6,7 @@ error message can suggest ours. A name used by several tools covers all of them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,12 @@ from mens_exp.config.compose import compose
 from mens_exp.config.loader import SCHEMAS, declarations
 from mens_exp.config.task import TASKS
 from mens_exp.config.user_config import group_options
-from mens_exp.errors import ConfigError, listed, nearest
+from mens_exp.errors import ConfigError, MensError, listed, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from mens_exp.config.compose import Composed
 
 NO_KEY = "is no key of the chosen"
 _ALL_KEYS = "a key that python -m mens_exp --cfg job shows; docs/config.md explains each"
@@ -112,11 +115,17 @@ def options_with(group: str, field: str) -> list[str]:
         return []
     if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
         return []
-    cells = compose([[f"{group}={option}"] for option in group_options()[group]])
-    owners = [c for c in cells if field in c.values[group].keys()]  # noqa: SIM118
+    owners = [c for c in _options_of(group) if field in c.values[group].keys()]  # noqa: SIM118
     # First the options that leave the key to the user, then those that set it themselves.
     owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
     return [owner.choices[group] or "" for owner in owners]
+
+
+def _options_of(group: str) -> Iterator[Composed]:
+    """Yield the options of a group, but for those that cannot be read: no request is for them."""
+    for option in group_options()[group]:
+        with suppress(MensError):
+            yield from compose([[f"{group}={option}"]])
 
 
 def meant_by(text: str) -> str | None:

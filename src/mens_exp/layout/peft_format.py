@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
-from mens_exp.artifacts.untrusted_input import pattern_matches, pattern_problem
+from mens_exp.artifacts.untrusted_input import first_match, pattern_problems
 from mens_exp.config.lora import ADAPTERS, PEFT_FLAGS
 from mens_exp.errors import DataError, Problems
 
@@ -102,12 +102,11 @@ class PeftSettings:
 
     def rank_of(self, path: str) -> int:
         """Return the rank r of a module; the first matching pattern applies, as in PEFT."""
-        return next((r for key, r in self.ranks.items() if self._applies(key, path)), self.r)
+        return int(self._value_of(self.ranks, path, self.r))
 
     def alpha_of(self, path: str) -> float:
         """Return alpha of a module."""
-        alphas = self.alphas.items()
-        return next((alpha for key, alpha in alphas if self._applies(key, path)), self.alpha)
+        return self._value_of(self.alphas, path, self.alpha)
 
     def scale_of(self, path: str) -> float:
         """Return the factor applied to ``B @ A`` of a module."""
@@ -116,9 +115,10 @@ class PeftSettings:
         of_root = next((form for form in forms if form.root_scale), forms[0])
         return of_root.scale(self.alpha_of(path), rank)
 
-    def _applies(self, pattern: str, path: str) -> bool:
-        """Return whether PEFT applies a pattern to a module: it must match the end of the path."""
-        return pattern_matches(_in_full(pattern), path, self.file)
+    def _value_of(self, values: Mapping[str, float], path: str, usual: float) -> float:
+        """Return the value of the first pattern that matches the end of a module's path."""
+        found = first_match([_in_full(key) for key in values], path, self.file) if values else None
+        return usual if found is None else list(values.values())[found]
 
 
 def read_settings(directory: Path) -> PeftSettings:
@@ -187,11 +187,12 @@ def _number_problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
         if config[name] <= 0:
             yield _too_small(f"{where}: {name}", config[name])
     for name in ("rank_pattern", "alpha_pattern"):
-        for pattern, value in (config.get(name) or {}).items():
+        values = config.get(name) or {}
+        problems = pattern_problems([_in_full(pattern) for pattern in values], where)
+        for (pattern, value), problem in zip(values.items(), problems, strict=True):
             place = f"{where}: {name}.{pattern}"
             if value <= 0:
                 yield _too_small(place, value)
-            problem = pattern_problem(_in_full(pattern), where)
             if problem is not None:
                 yield DataError("no regular expression", where=place, found=problem)
 

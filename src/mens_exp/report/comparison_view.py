@@ -93,9 +93,7 @@ def _steps(record: Comparison, place: str, ledger: str) -> list[Step]:
         return []
     found = {one["kpis"][record.primary]["verdict"] for one in record.contrasts}
     gate = Step(
-        wording.command(
-            "task=promote", "policy=burn_rnd", ("path", place), ("ledger", ledger)
-        ),
+        wording.command("task=promote", "policy=burn_rnd", ("path", place), ("ledger", ledger)),
         "let a policy decide on it, on the record",
     )
     verify = Step(

@@ -237,7 +237,8 @@ def _shares(label: str, records: Records, name: str, counted: str = "") -> Pair:
         else:
             detail = "" if count is None else f"{count} of {card.items}"
             cells.append(Cell(wording.percent(share), label=condition, detail=detail))
-    gain = None if None in values else values[1] - values[0]
+    base, tuned = values
+    gain = None if base is None or tuned is None else tuned - base
     change = "" if gain is None else wording.points(gain)
     note = f"{card.items} items: each is worth {100 / card.items:.3g} points" if card else ""
     return Pair(label, cells[0], cells[1], change, _tone(gain or 0.0), note)

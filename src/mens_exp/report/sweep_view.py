@@ -88,8 +88,8 @@ def result_parts(record: SweepRecord) -> list[Part]:
 def steps(place: str, again: Sequence[str] = (), *, is_done: bool) -> list[Step]:
     """Return what to type after a sweep, which goes on by itself or by a command of its own."""
     if not is_done:
-        again = wording.command(*again or [("sweep.resume", place)])
-        return [Step(again, "go on, once the cause is mended")]
+        command = wording.command(*again) if again else wording.command(("sweep.resume", place))
+        return [Step(command, "go on, once the cause is mended")]
     command = wording.command("task=compare", ("path", place))
     return [Step(command, "compare its arms seed by seed")]
 
@@ -179,7 +179,8 @@ def document(review: SweepReview, after: Sequence[Step] = ()) -> Document:
     answers = []
     if record.study is not None:
         kind = f"study, {kind}"
-        answers = [Section("What came of it", [*_answers_to(record.study, compared), Note(headline)])]
+        found_out = [*_answers_to(record.study, compared), Note(headline)]
+        answers = [Section("What came of it", found_out)]
         headline = record.study["settings"]["hypothesis"]
     return Document(
         title=record.sweep_id if record.study is None else record.study["name"],
@@ -221,7 +222,7 @@ def _registration(record: SweepRecord) -> Iterator[tuple[str, str]]:
     """Yield where and when a study was registered, and the digest of its settings."""
     if (study := record.study) is None:
         return
-    if study["entry"] is None:
+    if study["entry"] is None or study["registered_utc"] is None:
         yield "Registered", "not yet"
     else:
         when = wording.moment(study["registered_utc"])

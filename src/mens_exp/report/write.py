@@ -8,6 +8,7 @@ training_skip_stats.json have the mens trainer's keys; our additions are under t
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,16 @@ def render_card(records: Records) -> str:
         Markdown that opens with a YAML block; the same records give the same text.
     """
     manifest, quant = records.manifest, _quant(records)
+    inputs = manifest.inputs
+    revision = inputs.get("base_revision")
     spec, double = QUANTIZERS.known(quant), bool(manifest.facts.get("double_quant"))
     card = {
         "front_matter": _front_matter(records),
         "title": _title(records),
         "base": _base_model(records),
+        "base_literal": json.dumps(str(inputs.get("base_model"))),
+        "base_sha256": str(inputs.get("base_weights_sha256"))[:12],
+        "revision": "" if revision is None else json.dumps(revision),
         "method": _method(records),
         "kind": "model" if _artifact(records) == "weights" else "adapter",
         "artifact": _artifact(records),
@@ -104,7 +110,7 @@ def render_card(records: Records) -> str:
             facts=facts,
             m=manifest,
             say=wording,
-            source=manifest.inputs.get("base_source"),
+            source=inputs.get("base_source"),
         )
     )
 

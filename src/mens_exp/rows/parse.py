@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import canonical_json
@@ -277,7 +278,8 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
                 else None,
             )
             return False
-        if turn.get("tool_call_id", None) not in {None, *ids}:
+        named = turn.get("tool_call_id")
+        if named is not None and named not in ids:
             problems.add(
                 f"turn {number} answers no call of the turns before it",
                 f"'tool_call_id': {shown(turn['tool_call_id'])}",
@@ -299,6 +301,7 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
 
 UNKNOWN_KEY: Final = "unknown key"
 _WHOLE: Final = ("fields", "provenance")  # keys that `data.columns` maps to no single column
+_LISTED_KEYS: Final = 50  # of a row; a damaged one may have a million
 RATINGS: Final = range(1, 6)
 DIFFICULTIES: Final = range(1, 11)
 _TURNS: Final = {
@@ -382,9 +385,9 @@ class _RowReader:
         keys = KEYS[self._form]
         aliases = [alias for alias, name in ALIASES.items() if name in keys]
         words = {*keys, *aliases} - {"fields"}  # which is rare, and near to "id" and "file"
-        for name, value in self._row.items():
-            if name in keys or name in aliases:
-                continue
+        unknown = [name for name in self._row if name not in keys and name not in aliases]
+        for name in unknown[:_LISTED_KEYS]:
+            value = self._row[name]
             expected, remedy = accepted_keys(self._form), None
             owners = [form.value for form in KEYS if ALIASES.get(name, name) in KEYS[form]]
             if owners:
@@ -398,6 +401,9 @@ class _RowReader:
             else:
                 remedy = f"drop it, or leave it out with data.columns={self._columns()}"
             self._problems.add(f"{UNKNOWN_KEY} {name!r}", shown(value), expected, remedy)
+        if len(unknown) > _LISTED_KEYS:
+            more = f"{len(unknown) - _LISTED_KEYS} more"
+            self._problems.add("unknown keys", more, accepted_keys(self._form))
 
     def _columns(self) -> str:
         """Return the value of `data.columns` that would map the row's keys to its format."""
@@ -453,7 +459,7 @@ class _RowReader:
             return True
         if name not in self._meant:
             alias = next((alias for alias, meant in ALIASES.items() if meant == name), None)
-            keys = ", ".join(repr(key) for key in self._row) or "no keys"
+            keys = ", ".join(map(repr, islice(self._row, _LISTED_KEYS))) or "no keys"
             expected = repr(name) if alias is None else f"{name!r} (alias {alias!r})"
             self._problems.add(f"the row has no {name!r}", keys, expected)
         return False
@@ -485,7 +491,7 @@ class _RowReader:
                 "'fields' must be an object", f"{json_type(value)} {shown(value)}", "or no fields"
             )
             return ()
-        found = []
+        found: list[tuple[str, str | int | float]] = []
         for name, one in sorted((str(name), one) for name, one in value.items()):
             label = f"{name!r} of 'fields'"
             if isinstance(one, int | float) and not isinstance(one, bool):

@@ -25,6 +25,8 @@ from mens_exp.sweeps.process import Ended, gpu_problems, jobs_at_a_time
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
     from mens_exp.artifacts.sweep import SweepJob
     from mens_exp.config.overrides import Cell
 

@@ -42,6 +42,8 @@ from mens_exp.tasks.study_runs import read_study
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rich.console import Console
+
     from mens_exp.artifacts.decision_ledger import LedgerEntry
     from mens_exp.artifacts.sweep import SweepJob
     from mens_exp.report.document import Step
@@ -280,7 +282,7 @@ def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> lis
     )
     if len(done) < len(record.jobs):
         return []
-    return comparison_view.document(made, wording.path(place.path), study["ledger"]).steps
+    return [*comparison_view.document(made, wording.path(place.path), study["ledger"]).steps]
 
 
 def _compared(

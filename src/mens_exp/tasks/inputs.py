@@ -55,6 +55,20 @@ def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Token
     return load_tokenizer(config, base.directory)
 
 
+def own_template(run: RunDir) -> Path | None:
+    """Return a run's copy of its chat template, if it has one.
+
+    Raises:
+        RequestError: the copy is not the template that the run recorded.
+    """
+    if not run.chat_template.is_file():
+        return None
+    recorded = Manifest.read(run.manifest).inputs.get("chat_template_sha256")
+    found = {"chat_template_sha256": sha256_file(run.chat_template)}
+    refuse_changed({"chat_template_sha256": recorded}, found)
+    return run.chat_template
+
+
 def describe(
     base: BaseModel, tokenizer: Tokenizer, rows: Rows | None, data: RowsDataModule | None = None
 ) -> dict[str, Any]:

@@ -190,6 +190,7 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [
         run.samples,
+        run.chat_template,
         run.validation,
         run.attribution,
         run.merged_tensors,
