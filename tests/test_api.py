@@ -108,7 +108,7 @@ class Tables(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text += data
+        self.text += f"{data} "
 
 
 def drawn(shown):

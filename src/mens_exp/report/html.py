@@ -36,6 +36,7 @@ def page(document: Document) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _rendered(
         "page.html.j2",
+        '<a class="term" href="#word-{0}" title="{1}">{2}</a>',
         document=document,
         script=Markup(script),  # noqa: S704  # our own
         policy=f"; script-src 'sha256-{digest}'" if script else "",
@@ -44,7 +45,7 @@ def page(document: Document) -> str:
 
 def fragment(*parts: Part) -> str:
     """Render parts of a document with their own styles, as ``_repr_html_`` is to return them."""
-    return _rendered("fragment.html.j2", parts=parts)
+    return _rendered("fragment.html.j2", '<abbr title="{1}">{2}</abbr>', parts=parts)
 
 
 def drawing(svg: str) -> str:
@@ -53,7 +54,11 @@ def drawing(svg: str) -> str:
     return f"<!doctype html><meta charset=utf-8><style>{style}</style>{svg}"
 
 
-def _rendered(template: str, **values: Any) -> str:
+def _rendered(template: str, link: str, **values: Any) -> str:
+    """Render a template, in which each of our terms is a link (with its anchor, meaning and text).
+
+    A fragment has no list of words to link to.
+    """
     terms, pattern = _terms()
     used: dict[str, list[str]] = {}  # the terms that occurred, which a page explains at its end
 
@@ -65,8 +70,8 @@ def _rendered(template: str, **values: Any) -> str:
             if term in used:
                 return found[0]
             used[term] = terms[term]
-            link = Markup('<a class="term" href="#word-{}" title="{}">{}</a>')
-            return link.format(term.replace(" ", "-"), terms[term][0], found[0])
+            anchor = term.replace(" ", "-")
+            return Markup(link).format(anchor, terms[term][0], found[0])  # noqa: S704  # our own
 
         return Markup(pattern.sub(linked, str(escape(visible(text)))))  # noqa: S704  # escaped above
 

@@ -50,9 +50,14 @@ _MOST_PROMPT_LINES = 8
 _LEAST_COLUMN = 30  # of an answer beside another one
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return the console of a command: of any width where nobody looks at it."""
-    made = Console(stderr=stderr, highlight=False)
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Return the console of a command: of any width where nobody looks at it.
+
+    Args:
+        stderr: whether it writes to standard error.
+        quiet: whether it drops everything, as in the Python API.
+    """
+    made = Console(stderr=stderr, quiet=quiet, highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _ENDLESS
     return made

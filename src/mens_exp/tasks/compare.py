@@ -53,9 +53,10 @@ def compare(config: RunConfig, run: Run) -> None:
         _write(record, RunDir(Path(config.out).expanduser()))
     where = run.dir if config.out is None else RunDir(Path(config.out).expanduser())
     shown = comparison_view.document(record, wording.path(where.path), config.ledger)
-    terminal.show(*comparison_view.brief(record))
-    terminal.say(f"Report: {where.comparison_page}")
-    terminal.say_next(shown.steps)
+    console = terminal.console(quiet=not run.prints)
+    terminal.show(*comparison_view.brief(record), on=console)
+    terminal.say(f"Report: {where.comparison_page}", on=console)
+    terminal.say_next(shown.steps, on=console)
 
 
 def _note_cycle(record: Comparison, ledger: Path) -> None:

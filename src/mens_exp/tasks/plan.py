@@ -37,9 +37,9 @@ def plan(config: RunConfig, run: Run) -> None:
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
     note_plan(run.manifest, made)
-    terminal.show(*plan_view.document(made).parts)
+    console = terminal.console(quiet=not run.prints)
+    terminal.show(*plan_view.document(made).parts, on=console)
     if config.data.show:
-        console = terminal.console()
         console.print()
         console.print(plan_view.token_legend())
         for text in _rows(config, cache):
@@ -47,7 +47,7 @@ def plan(config: RunConfig, run: Run) -> None:
     if not made["problems"]:
         own = ("task=", "data.show=", "hydra.")
         kept = [text for text in run.manifest.overrides if not text.lstrip("+").startswith(own)]
-        terminal.say_next([Step(wording.command(*kept), "run it")])
+        terminal.say_next([Step(wording.command(*kept), "run it")], on=console)
 
 
 def _rows(config: RunConfig, cache: Path) -> Iterator[Text]:
