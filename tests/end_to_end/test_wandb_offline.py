@@ -32,6 +32,7 @@ def run(cache, home, rows_file, tmp_path_factory):
     done = fork_server.run(
         [
             *(sys.executable, "-m", "mens_exp", "experiment=smoke", "logger=wandb", "lora.r=8"),
+            "suite=heldout_syntax",
             *("data=jsonl", f"data.path={rows_file}", "data.val_frac=0.1", "data.heldout_frac=0.3"),
             "suite.max_new_tokens=48",
         ],

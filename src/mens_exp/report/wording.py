@@ -136,8 +136,8 @@ def size(value_bytes: float) -> str:
             break
         scaled, unit = scaled / 1024, larger
     if unit == "B":
-        return f"{scaled:.0f} B"
-    return f"{scaled:.{2 if unit in ('GiB', 'TiB') else 0}f} {unit}"
+        return f"{scaled:.0f} B".replace("-", MINUS)
+    return f"{scaled:.{2 if unit in ('GiB', 'TiB') else 0}f} {unit}".replace("-", MINUS)
 
 
 def duration(value_s: float) -> str:
