@@ -9,7 +9,18 @@ from rich.console import Console
 
 from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.report import plan_view, run_page, terminal
-from mens_exp.report.document import Answer, Cell, Facts, Item, Note, Step, Table, Tone
+from mens_exp.report.document import (
+    Answer,
+    Cell,
+    Facts,
+    Item,
+    Note,
+    Section,
+    Step,
+    Table,
+    Tone,
+    cells_of,
+)
 from mens_exp.report.summary import load
 
 
@@ -255,7 +266,8 @@ def test_no_line_is_wider_than_the_screen_and_no_word_is_broken(screen, width):
     """Whatever the width, as far as its longest word allows; wide characters count twice."""
     words = "équilibre 平衡 lora.targets=[q_proj] a"
     rows = [[Cell("name", detail=words), words, "12.5%"]] * 2
-    text = screen([Table(("a", "b", "c"), rows), Note(words, Tone.WARN)], width)
+    parts = [Table(("a", "b", "c"), rows, title=words), Note(words, Tone.WARN)]
+    text = screen([Section(words, parts, lead=words), Facts(cells_of([("a", words)]))], width)
     assert all(word in text for word in words.split())
     longest = max(map(cell_len, words.split()))
     most = max(map(cell_len, text.splitlines()))

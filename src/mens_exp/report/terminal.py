@@ -184,7 +184,10 @@ def _hanging(head: str, text: str, width: int, style: str = "") -> Iterator[Text
 
 def _section(part: Section, width: int, *, is_plain: bool, most: int) -> Iterator[Text]:
     if part.title:
-        yield Text(_marked(visible(part.title), part.tone), style=f"bold {_STYLES[part.tone]}")
+        title = _marked(visible(part.title), part.tone)
+        yield from (
+            Text(line, style=f"bold {_STYLES[part.tone]}") for line in wrapped(title, width)
+        )
     if part.lead:
         yield from (Text(line, style="dim") for line in wrapped(visible(part.lead), width))
     yield from lines(part.parts, width, is_plain=is_plain, most=most)
