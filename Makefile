@@ -42,7 +42,7 @@ quick: $(STAMP) ## Run the tests of the inner loop
 soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
 	$(PYTEST) -m soak $(ARGS)
 	$(BIN)/python tests/support/campaign.py --results tests/faults/campaign.json; code=$$?; \
-	  $(BIN)/python tests/support/reliability_page.py > docs/reliability.md; exit $$code
+	  $(BIN)/python tests/support/reliability_page.py > docs/measured/reliability.md; exit $$code
 
 fuzz: $(STAMP) ## Feed damaged files to every reader of files; ARGS="--minutes 10 --readers template"
 	$(PIP) atheris
@@ -72,17 +72,17 @@ golden: $(STAMP) ## Refresh the golden resolved configurations of the experiment
 	PYTHONPATH=src $(BIN)/python tests/golden/refresh.py
 
 docs: $(STAMP) ## Make the pages of docs/ that the code knows best
-	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
-	PYTHONPATH=src $(BIN)/python -m mens_exp.planning.capabilities > docs/capabilities.md
-	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
-	$(BIN)/python tests/support/reliability_page.py > docs/reliability.md
-	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/architecture.md
+	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page docs/reference/configuration
+	PYTHONPATH=src $(BIN)/python -m mens_exp.planning.capabilities > docs/reference/capabilities.md
+	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/measured/speed.md
+	$(BIN)/python tests/support/reliability_page.py > docs/measured/reliability.md
+	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/reference/architecture.md
 
-families: $(STAMP) ## Write docs/families.md by training every model type of transformers (ten minutes)
-	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/families.md
+families: $(STAMP) ## Write docs/measured/families.md by training every model type of transformers (ten minutes)
+	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/measured/families.md
 
-bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/benchmarks.md), with ARGS
-	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/benchmarks.md"; exit 1; }
+bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/measured/speed.md), with ARGS
+	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/measured/speed.md"; exit 1; }
 	$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean: ## Remove the environment and caches of the tools (outputs stay)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, drawn from the runs in benchmarks/results/.
+"""docs/measured/speed.md, drawn from the runs in benchmarks/results/.
 
     python benchmarks/page.py [directory of results]
 

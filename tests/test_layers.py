@@ -300,8 +300,8 @@ def test_modules_that_import_each_other_are_found(tmp_path):
 
 
 def test_the_drawing_of_the_packages_is_that_of_their_imports():
-    """`make docs` draws docs/architecture.md."""
-    shown = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    """`make docs` draws docs/reference/architecture.md."""
+    shown = (ROOT / "docs" / "reference" / "architecture.md").read_text("utf-8")
     assert shown == architecture_page.page(SOURCE)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mens_exp.config.overrides import check
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "verdicts.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "method" / "verdicts.md"
 COMMANDS = re.findall(r"^    python -m mens_exp(.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
 
 

@@ -6,7 +6,7 @@ import page
 import pytest
 from record import RESULTS, Better, Results, Size
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "measured" / "speed.md"
 LATER = "2026-02-03T04:05:06.789Z"
 BARE = {"reference": None, "reference_value": None, "ratio": None}  # measured alone
 

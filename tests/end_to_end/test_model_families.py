@@ -21,7 +21,7 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "measured" / "families.md"
 # Families that once trained on a wrong loss, crashed, or were refused for a wrong reason.
 ONCE_WRONG = (
     *("granite", "granitemoe", "cohere", "cohere2", "falcon_h1", "opt", "phimoe", "mixtral"),

@@ -1,4 +1,4 @@
-"""docs/recipes.md, recipe by recipe: its files written, its commands typed."""
+"""docs/how-to/recipes.md, recipe by recipe: its files written, its commands typed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "recipes.md"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

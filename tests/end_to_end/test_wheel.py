@@ -125,12 +125,12 @@ def test_the_installed_wheel_runs_a_job_in_an_empty_directory(
 ):
     """With what it declares to need and no checkout, a cache of its own, and a user's callback.
 
-    The callback is the one that docs/extending.md shows.
+    The callback is the one that docs/how-to/extending.md shows.
     """
     environment, here = tmp_path / "venv", tmp_path / "here"
     venv.create(environment)
     programs = installed(environment, wheel)
-    shown = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    shown = (ROOT / "docs" / "how-to" / "extending.md").read_text("utf-8")
     for name in ("my_callbacks.py", "conf/callbacks/print_every.yaml"):
         block = re.search(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
         assert block is not None

@@ -1,4 +1,4 @@
-"""docs/architecture.md, drawn from the imports of the source tree.
+"""docs/reference/architecture.md, drawn from the imports of the source tree.
 
     PYTHONPATH=benchmarks python tests/support/architecture_page.py
 

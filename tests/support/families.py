@@ -1,4 +1,4 @@
-"""Every causal model that transformers has: what training one does, written to docs/families.md.
+"""Every causal model that transformers has: what training one does, written to docs/measured/families.md.
 
     make families
 

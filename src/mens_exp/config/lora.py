@@ -44,6 +44,7 @@ class LoraConfig:
             "lora_target_modules": "Axolotl and TRL",
             "target_modules": "PEFT and Unsloth",
         },
+        example="[attention,down_proj]",
     )
     r: int = setting(
         16,
@@ -74,10 +75,14 @@ class LoraConfig:
         "the length of each output's weights apart (arXiv:2402.09353).",
     )
     rank_pattern: dict[str, int] = setting(
-        {}, "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts."
+        {},
+        "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts.",
+        example="{down_proj:8}",
     )
     alpha_pattern: dict[str, int] = setting(
-        {}, "Alphas of single modules, by target. The last one that matches counts."
+        {},
+        "Alphas of single modules, by target. The last one that matches counts.",
+        example="{down_proj:16}",
     )
     init: LoraInit = setting(
         LoraInit.default,
@@ -96,6 +101,7 @@ class LoraConfig:
         None,
         "A run, `latest`, or an adapter directory (schema v3 or PEFT) whose adapter this run "
         "starts from, with a fresh optimizer; null: a new adapter.",
+        example="latest",
     )
 
     @property

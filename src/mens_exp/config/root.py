@@ -146,18 +146,21 @@ class RunConfig:
         },
         only_if=(unless("suite.name", "scorecard_spec", tasks={"evaluate"}), _BY_PATH, DECIDES),
         idle=None,
+        example="latest",
     )
     prompt: str | None = setting(
         None,
         "One question: chat answers it and ends; null talks until Ctrl-D.",
         changes=Effect.NOTHING,
         read_by={"chat"},
+        example="'What is NF4?'",
     )
     repo: str | None = setting(
         None,
         "The hub's repository, <user>/<name> (push).",
         changes=Effect.NOTHING,
         read_by={"push"},
+        example="me/my-adapter",
     )
     format: ExportFormat = setting(
         ExportFormat.bundle,
@@ -171,6 +174,7 @@ class RunConfig:
         "directory.",
         changes=Effect.NOTHING,
         read_by={"export", "merge", "compare"},
+        example="merged",
     )
     base: str | None = setting(
         None,
@@ -179,6 +183,7 @@ class RunConfig:
         read_by={"export", "merge"},
         only_if=(WRITES_MERGED, _BY_PATH),
         idle=None,
+        example="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
     ledger: str | None = setting(
         None,
@@ -191,12 +196,14 @@ class RunConfig:
         only_if=unless(
             "eval.keep_passing", None, needs="eval.keep_passing=<file>", tasks={"evaluate"}
         ),
+        example="decisions.jsonl",
     )
     resume: str | None = setting(
         None,
         "A run directory, or `latest`: continue that run from its last checkpoint (train).",
         changes=Effect.NOTHING,
         read_by={"train"},
+        example="latest",
     )
     deployment_target: DeploymentTarget = setting(
         DeploymentTarget.workstation,
