@@ -74,12 +74,15 @@ golden: $(STAMP) ## Refresh the golden resolved configurations of the experiment
 docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page docs/reference/configuration
 	PYTHONPATH=src $(BIN)/python -m mens_exp.planning.capabilities > docs/reference/capabilities.md
-	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/measured/speed.md
+	PYTHONPATH=src $(BIN)/python benchmarks/page.py speed > docs/measured/speed.md
+	PYTHONPATH=src $(BIN)/python benchmarks/page.py scale > docs/measured/scale.md
 	$(BIN)/python tests/support/reliability_page.py > docs/measured/reliability.md
-	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/reference/architecture.md
+	$(BIN)/python tests/support/families.py --page > docs/measured/families.md
+	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py docs/reference
 
-families: $(STAMP) ## Write docs/measured/families.md by training every model type of transformers (ten minutes)
-	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/measured/families.md
+families: $(STAMP) ## Train every model type of transformers, and record what each does (ten minutes)
+	$(BIN)/python tests/support/families.py
+	$(BIN)/python tests/support/families.py --page > docs/measured/families.md
 
 bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/measured/speed.md), with ARGS
 	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/measured/speed.md"; exit 1; }
