@@ -13,7 +13,8 @@ NAME := throughput
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick soak fuzz slow coverage check format golden docs families bench clean
+.PHONY: help setup run test quick soak fuzz slow coverage check format golden docs site tutorial \
+  families package floors bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -80,9 +81,24 @@ docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	$(BIN)/python tests/support/families.py --page > docs/measured/families.md
 	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py docs/reference
 
+site: $(STAMP) ## Build the documentation into build/site, where it works as files
+	@$(BIN)/python -c 'import mkdocstrings, material' 2>/dev/null || $(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "Open build/site/index.html."
+
+tutorial: $(STAMP) ## Type every command of the tutorial, and write down its output (an hour); NAMES="sweep compare"
+	$(BIN)/python tests/support/tutorial.py $(NAMES)
+
 families: $(STAMP) ## Train every model type of transformers, and record what each does (ten minutes)
 	$(BIN)/python tests/support/families.py
 	$(BIN)/python tests/support/families.py --page > docs/measured/families.md
+
+package: $(STAMP) ## Build wheel and sdist into dist/, and check them and the Dockerfiles
+	@$(BIN)/python -c 'import twine' 2>/dev/null || $(PIP) --editable '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/hadolint docker/*.Dockerfile
 
 bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/measured/speed.md), with ARGS
 	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/measured/speed.md"; exit 1; }

@@ -1,3 +1,3 @@
 """A config-driven laboratory for trustworthy QLoRA experiments."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

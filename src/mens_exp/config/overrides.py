@@ -23,6 +23,7 @@ from mens_exp.config.fields import shown
 from mens_exp.config.override_values import (
     exists,
     launcher_of,
+    override_of,
     sweep_override_problems,
     value_problems,
     with_moved_keys,
@@ -85,9 +86,10 @@ class Checked:
 def spelled_out(texts: Sequence[str]) -> list[str]:
     """Expand short forms of overrides.
 
-    ``adapter=<file>`` becomes the key ``adapter.file``, and ``path=[a,b]`` the string ``a,b``.
+    ``adapter=<file>`` becomes the key ``adapter.file``, and ``path=[a,b]`` the string ``a,b``. A
+    prompt needs no quotes besides those of the shell, whatever characters it has.
     """
-    return [_listed(_of_adapter(text)) for text in texts]
+    return [_question(_listed(_of_adapter(text))) for text in texts]
 
 
 def _of_adapter(text: str) -> str:
@@ -98,6 +100,14 @@ def _of_adapter(text: str) -> str:
 
 def _listed(text: str) -> str:
     return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
+
+
+def _question(text: str) -> str:
+    key, _, question = text.partition("=")
+    is_quoted = len(question) > 1 and question[0] == question[-1] and question[0] in "'\""
+    if key != "prompt" or question in {"", "null"} or is_quoted:
+        return text
+    return override_of(key, question)
 
 
 def check(
