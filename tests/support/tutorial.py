@@ -7,7 +7,8 @@ Python or JSON with a title is written as a file first. A block of bash followed
 is run, and the output replaced; `<!-- output: last 20 -->` keeps the last 20 lines of it. Naming
 pages runs those alone, in the directory as earlier pages left it.
 
-The run also refreshes the gallery and the picture of a report.
+The run also refreshes the gallery and the picture of a report. `gallery` instead of a page does that
+alone: it renders the reports of the two runs again from their JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ SHOWN = {  # a page of the gallery: the newest of the files that a glob finds
     "attribution": "attribution/report.html",
     "corpus": "corpus/*-report/corpus_report.html",
 }
+RECORDS = ROOT / "notebooks" / "records" / "attribution"
+CORPUS = """
+cp -r {source} project
+python -m mens_exp task=corpus corpus.input=project corpus.output=corpus \\
+    'corpus.steps=[extract,validate,dedupe,split,report]' logger=none
+"""
 FILE = re.compile(
     r"^```\w+ title=\"(?P<name>[^\"]+)\"\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -60,11 +67,11 @@ def main() -> None:
     if not named:
         shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True, exist_ok=True)
-    for name in named or PAGES:
+    for name in (name for name in named or PAGES if name != "gallery"):
         page = TUTORIAL / f"{name}.md"
         page.write_text(filled(page.read_text("utf-8"), run), "utf-8")
         print(name, "done", flush=True)
-    copy_gallery()
+    make_gallery()
     take_picture()
 
 
@@ -83,8 +90,9 @@ def filled(text: str, runner) -> str:
         if found["shown"] is None:
             return found[0]
         kept = cut(ran.text, found["part"], int(found["lines"] or 0))
+        begin, end = (at - found.start() for at in found.span("shown"))
         shown = f"```text\n{kept}\n```\n\n*{took(ran.seconds)}*\n"
-        return found[0].replace(found["shown"], shown, 1)
+        return found[0][:begin] + shown + found[0][end:]
 
     return STEP.sub(with_output, text)
 
@@ -118,6 +126,7 @@ def run(commands: str) -> Ran:
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "COLUMNS": "80",
+            "MENS_EXP_CACHE": str(WORK / "cache"),  # nothing that an earlier reader has made
             "NO_COLOR": "1",
         },
     )
@@ -127,8 +136,17 @@ def run(commands: str) -> Ran:
     return Ran(text=text, seconds=time.monotonic() - began)
 
 
-def copy_gallery() -> None:
-    """Copy the pages that the tutorial made into the gallery, as they are."""
+def make_gallery() -> None:
+    """Copy the pages that the tutorial made into the gallery, with those of two other tasks."""
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.report.write import write_report
+
+    if not (WORK / "corpus").exists():
+        run(CORPUS.format(source=ROOT / "src" / "mens_exp" / "corpus"))
+    shutil.copytree(RECORDS, WORK / "attribution", dirs_exist_ok=True)
+    for name in ("main-job", "own-data", "attribution"):
+        for page in WORK.glob(SHOWN[name].replace("report.html", "manifest.json")):
+            write_report(RunDir(page.parent))
     for name, pattern in SHOWN.items():
         found = sorted(WORK.glob(pattern))
         if found:
