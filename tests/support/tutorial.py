@@ -7,8 +7,8 @@ Python or JSON with a title is written as a file first. A block of bash followed
 is run, and the output replaced; `<!-- output: last 20 -->` keeps the last 20 lines of it. Naming
 pages runs those alone, in the directory as earlier pages left it.
 
-The run also refreshes the gallery and the picture of a report. `gallery` instead of a page does that
-alone: it renders the reports of the two runs again from their JSON.
+The run also refreshes the gallery and the picture of a report. `gallery` instead of a page does
+that alone: it renders the reports of the two runs again from their JSON.
 """
 
 from __future__ import annotations
