@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from mens_exp.errors import MensError, expected_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +188,26 @@ _DURING = (
     _during("tokens_out", "none", "mean tokens of an answer", "tokens"),
 )
 METRICS: dict[str, Metric] = {entry.name: entry for entry in (*_TABLE, *_DURING)}
+OF_OBJECTIVES = ("train", "val")  # the areas in which an objective's metrics are reported
 _BY_ALIAS = {alias: entry for entry in _TABLE for alias in entry.alias}
+
+
+def declare(metrics: Iterable[Metric]) -> None:
+    """Add the metrics of an objective to the table, in both of its areas.
+
+    Raises:
+        MensError: there is another metric of that name.
+    """
+    for one in metrics:
+        for area in OF_OBJECTIVES:
+            entry = replace(one, name=f"{area}/{one.name}")
+            if METRICS.setdefault(entry.name, entry) != entry:
+                raise MensError(
+                    "there is another metric of this name",
+                    where=f"metrics of an objective: {one.name}",
+                    found=entry.name,
+                    remedy="give it another name",
+                )
 
 
 def metric(name: str) -> Metric:

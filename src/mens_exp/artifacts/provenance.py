@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -75,7 +76,7 @@ def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
         "workspace": None if workspace in (None, root) else _code(workspace),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": _packages(),
+        "packages": dict(_packages()),
         "cpu": _cpu(),
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": [],
@@ -125,6 +126,7 @@ def _code(root: Path | None) -> dict[str, str | bool | None]:
     }
 
 
+@functools.cache  # what a process has imported stays, whatever is installed later
 def _packages() -> dict[str, str]:
     versions = {"mens-exp": __version__}
     for name in PACKAGES:

@@ -7,6 +7,7 @@ Shapes of the self-test: B rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -177,6 +178,7 @@ class _EightBit(Binding):
 FOUR_BIT, EIGHT_BIT = _FourBit(), _EightBit()
 
 
+@functools.cache
 def _classes() -> tuple[type, type]:
     with quiet():  # imported first here where nothing is quantized
         from bitsandbytes.nn import Linear4bit, Linear8bitLt

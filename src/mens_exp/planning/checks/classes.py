@@ -33,6 +33,7 @@ class _Kind:
 
     words: str
     ancestor: str | None
+    instead: str | None = None  # the ancestor of a class that needs no such methods
     methods: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -50,7 +51,12 @@ _KINDS = {
         given=("params",),
     ),
     "objective": _Kind(
-        "a class whose instances are called", None, methods=("__call__",), optional=("name",)
+        "a class whose instances are called, or one that extends "
+        "mens_exp.objective.causal.Objective",
+        None,
+        instead="mens_exp.objective.causal.Objective",
+        methods=("__call__",),
+        optional=("name",),
     ),
     "backend": _Kind(
         "a torch.nn.Module with the methods of backends/protocol.py, such as a QloraBackend",
@@ -168,6 +174,8 @@ def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError
         if isinstance(cls, type)
         else set()
     )
+    if kind.instead is not None and kind.instead in ancestors:
+        return None
     missing = [name for name in kind.methods if not callable(_own_attribute(cls, name))]
     if isinstance(cls, type) and (kind.ancestor is None or kind.ancestor in ancestors):
         if not missing:
@@ -203,6 +211,8 @@ def _argument_problems(
     ours = {field.name for field in fields(CLASS_GROUPS[group])}
     not_arguments = _NOT_ARGUMENTS if group == "optim" else ours
     settings = {field.name for field in fields(node)} - not_arguments
+    if group == "objective":
+        settings -= node.spec.selects
     settings.discard("_target_")
     names = [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
