@@ -41,7 +41,7 @@ class DedupeConfig:
     shingle_tokens: int = setting(
         5,
         "Tokens of a shingle; a token is a word, or a character that is in none. Exact duplicates "
-        "are told by the syntax tree in Python, by the words elsewhere.",
+        "are found by the syntax tree in Python, and by the words elsewhere.",
         ge=1,
         le=50,
         only_if=_NEAR,

@@ -191,14 +191,14 @@ class AdapterConfig:
 
     select: Selection = setting(
         Selection.last,
-        "last: the one of the last step; best: the one that adapter.metric holds best, by default "
+        "last: that of the last step; best: the best one by adapter.metric, by default that "
         "of the lowest validation loss seen, the final validation included (needs "
         "trainer.val_check_interval).",
         changes=Effect.TRAINING,
     )
     metric: str = setting(
         "val/loss",
-        "What adapter.select=best goes by: val/loss, or a KPI such as task_success or parse_rate "
+        "What adapter.select=best selects by: val/loss, or a KPI such as task_success or parse_rate "
         "that callbacks.scorecard measures while training runs.",
         only_if=when("adapter.select", "best"),
         idle="val/loss",
