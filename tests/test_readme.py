@@ -54,6 +54,12 @@ def test_readme_fits_a_first_reading():
     assert len(_blocks()) == 3
 
 
+def test_readme_has_the_names_that_people_look_for():
+    """Each as the field spells it."""
+    names = "QLoRA NF4 LoRA fine-tuning evaluation reproducibility Hydra Lightning PEFT"
+    assert [name for name in names.split() if name not in README] == []
+
+
 def test_the_main_job_trains_and_reports(typed, tmp_path):
     """As it stands, but on two random layers."""
     main_job, _, _ = _blocks()
