@@ -100,6 +100,9 @@ package: $(STAMP) ## Build wheel and sdist into dist/, and check them and the Do
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/hadolint docker/*.Dockerfile
 
+floors: $(STAMP) ## Run quick tests on the oldest versions and on other Pythons; NAMES="oldest 3.13"
+	$(BIN)/python tests/support/floors.py $(NAMES)
+
 bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/measured/speed.md), with ARGS
 	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/measured/speed.md"; exit 1; }
 	$(BIN)/python benchmarks/$(NAME).py $(ARGS)
