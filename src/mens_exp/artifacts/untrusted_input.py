@@ -221,7 +221,7 @@ def first_match(patterns: Sequence[str], text: str, where: str) -> int | None:
         several = [patterns[number] for number in asked]
         found: int | None = _WORKER.ask("match", several, text, where)
         if found is not None:
-            return asked[found]
+            return asked[int(found)]
     return plain
 
 
