@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.run_dir import RunDir
 
-_TEXT = {".json", ".jsonl", ".yaml", ".md", ".html"}
+_TEXT = {".json", ".jsonl", ".yaml", ".md", ".html", ".jinja"}
 _ABSOLUTE = re.compile(r"(?:^|=)(/[^/\s'\"]+/[^\s'\"]*|[A-Za-z]:[\\/][^\s'\"]+|~/[^\s'\"]+)$")
 
 
@@ -45,6 +45,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         run.scorecard,
         run.events,
         run.samples,
+        run.chat_template,
         run.validation,
         run.report,
         run.model_card,
