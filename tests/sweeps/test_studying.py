@@ -19,7 +19,7 @@ from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
 from mens_exp.config.compose import study_in
 from mens_exp.config.promotion import Stopping, StudyBudget, StudyConfig
 from mens_exp.errors import ConfigError, RequestError
-from mens_exp.report.comparison_view import hypothesis_lines
+from mens_exp.report.comparison_view import hypothesis
 from mens_exp.sweeps import study_request, studying
 from mens_exp.tasks.promotion_evidence import _are_registered
 
@@ -438,11 +438,11 @@ def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(low, high, an
     kpi = {"low": low, "high": high, "estimate": -0.2, "seeds": [1, 2]}
     contrast = {"arm": "a", "confounded_by": [], "kpis": {"val_loss": kpi}}
     record = SimpleNamespace(primary="val_loss", contrasts=[contrast])
-    [line] = hypothesis_lines(record, {"direction": "lower", "margin": 0.1})
-    assert line.startswith(f"The hypothesis {answer} for a")
+    [note] = hypothesis(record, {"direction": "lower", "margin": 0.1})
+    assert note.text.startswith(f"The hypothesis {answer} for a")
     contrast["confounded_by"] = ["another suite"]
-    [line] = hypothesis_lines(record, {"direction": "lower", "margin": 0.1})
-    assert line.startswith("The hypothesis stays open for a (confounded)")
+    [note] = hypothesis(record, {"direction": "lower", "margin": 0.1})
+    assert note.text.startswith("The hypothesis stays open for a (confounded)")
 
 
 def test_a_study_that_was_killed_before_its_registration_registers(lab):
