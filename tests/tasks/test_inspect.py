@@ -96,7 +96,9 @@ def test_a_run_of_every_weight_has_no_layers(train_in, inspect, tmp_path):
 
 def test_a_written_adapter_whose_run_is_gone_says_so(finished, typed, inspect, tmp_path):
     """The hash of the adapter that it was made from stays."""
-    typed("task=export", f"path={finished.path}", "format=v3", f"out={tmp_path / 'gone' / 'out'}")
+    run = shutil.copytree(finished.path, tmp_path / "run")
+    typed("task=export", f"path={run}", "format=v3", f"out={tmp_path / 'gone' / 'out'}")
+    shutil.rmtree(run)
     found = inspect(tmp_path / "gone" / "out")
     before = found.lineage[1]
     assert before["place"] is None
