@@ -157,9 +157,15 @@ class Refusals(Problems):
 _CUTOFF = 0.5  # below it difflib's suggestions stop looking like typing slips; unverified guess
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name most like `name`, or None when none is alike."""
-    close = get_close_matches(name, list(known), n=1, cutoff=_CUTOFF)
+def nearest(name: str, known: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
+    """Return the known name most like `name`, or None when none is alike.
+
+    Args:
+        name: as it was given.
+        known: the names to choose from.
+        cutoff: difflib's ratio that a name must reach, from 0 to 1.
+    """
+    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.training.wandb_names import display_name, id_of, name_of, tags_of
 from mens_exp.training.wandb_rendering import config_of, settings_of, summary_of
 

@@ -401,11 +401,11 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
     assert isinstance(root, DictConfig)
     for group in stored:
         node = stored[group]
-        if group == "callbacks":
-            if not isinstance(node, DictConfig):
-                raise TypeError("callbacks holds no mapping")
+        if group == "callbacks" and not isinstance(node, DictConfig):
+            raise TypeError("callbacks holds no mapping")
+        if group == "callbacks" or _is_several_loggers(group, node):
             root[group] = {
-                name: _under(_schema("callbacks", values, name=str(name)), values)
+                name: _under(_schema(group, values, name=str(name)), values)
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
@@ -424,6 +424,10 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
     return root
 
 
+def _is_several_loggers(group: Any, node: Any) -> bool:
+    return group == "logger" and isinstance(node, DictConfig) and "sink" not in node
+
+
 def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
     node: DictConfig = copied(schema)
     node.merge_with(values)
@@ -433,7 +437,8 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
-    if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
+    is_sink = group == "logger" and "_target_" not in values  # ours name no class
+    if group in CLASS_GROUPS and not is_sink and values.get("_target_") not in our_targets():
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 

@@ -15,6 +15,7 @@ import functools
 import io
 import os
 import pickle
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from mens_exp.config import (
     backend,
     data,
+    logger,
     lora,
     model,
     objective,
@@ -46,7 +48,7 @@ from mens_exp.config.fields import Declaration, Effect, declared
 from mens_exp.config.user_config import user_fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hydra._internal.config_repository import IConfigRepository
     from hydra.core.default_element import ResultDefault
@@ -92,10 +94,10 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "schedule": {"schedule": optim.ScheduleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
     "logger": {
-        "wandb": trainer.WandbLogger,
-        "csv": trainer.CsvLogger,
-        "tensorboard": trainer.TensorboardLogger,
-        "none": trainer.NoLogger,
+        "wandb": logger.WandbLogger,
+        "csv": logger.CsvLogger,
+        "tensorboard": logger.TensorboardLogger,
+        "none": logger.NoLogger,
     },
     "suite": {
         "heldout_syntax": suite.HeldoutSyntaxSuite,
@@ -294,6 +296,7 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
     return schemas[group]
 
 
+_LOGGER = "logger"
 _MOST = 32  # cached choices of options, a few hundred kilobytes each
 # Settings of Hydra's own node that no other part of the node depends on.
 _LEAVES = ("hydra.run.", "hydra.sweep.", "hydra.launcher.", "hydra.sweeper.")
@@ -396,7 +399,45 @@ class CachingLoader(ConfigLoaderImpl):
         self, defaults: list[ResultDefault], repo: IConfigRepository
     ) -> DictConfig:
         own = _Copies(repo, {}) if isinstance(repo, _Files) else repo
-        return super()._compose_config_from_defaults_list(defaults, own)
+        return super()._compose_config_from_defaults_list(_loggers_apart(defaults), own)
+
+
+def _loggers_apart(defaults: list[ResultDefault]) -> list[ResultDefault]:
+    """Give each of several loggers a package: `logger.<option>` in place of `logger`.
+
+    A run has several of them, unlike options of other groups, and one of them alone keeps its keys
+    directly under `logger`. An option that only lists others stays there too.
+    """
+    parents = {str(one.config_path): str(one.parent) for one in defaults if _is_logger(one)}
+    typed = {str(one.parent) for one in defaults if one.package == _LOGGER} & parents.keys()
+    typed -= set(parents.values())
+    if len(typed) < 2:  # noqa: PLR2004
+        return defaults
+    below = Counter(above for one in typed for above in _above(one, parents))
+    apart: dict[str, str] = {}
+    for one in typed:
+        line = [one, *(above for above in _above(one, parents) if below[above] == 1)]
+        apart |= dict.fromkeys(line, f"{_LOGGER}.{line[-1].rpartition('/')[2]}")
+    return [
+        replace(one, package=apart[place]) if (place := _of_logger(one, parents)) in apart else one
+        for one in defaults
+    ]
+
+
+def _is_logger(one: ResultDefault) -> bool:
+    return one.package == _LOGGER and str(one.config_path).startswith(f"{_LOGGER}/")
+
+
+def _above(option: str, parents: Mapping[str, str]) -> Iterator[str]:
+    """Yield the options that an option is listed in, from the inside outwards."""
+    while (option := parents[option]) in parents:
+        yield option
+
+
+def _of_logger(one: ResultDefault, parents: Mapping[str, str]) -> str:
+    """Return the option that an entry is, or is the schema of."""
+    is_option = str(one.config_path) in parents
+    return str(one.config_path if is_option else one.parent) if one.package == _LOGGER else ""
 
 
 def _is_plain(override: Override) -> bool:

@@ -32,6 +32,7 @@ from mens_exp.config.fields import shown
 from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, declarations, is_open
 from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, LocalLauncher
+from mens_exp.config.trainer import REFUSED
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, expected_name, nearest
 
@@ -135,7 +136,8 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
     if not exists(reference, key):
         yield _unknown_key(key, f"{key}={shown(value)}", reference)
         return
-    if key in SET_BY_OPTION or key.endswith("._target_"):
+    is_sink = key.startswith("logger.") and key.endswith(".sink")  # of one of several
+    if key in SET_BY_OPTION or key.endswith("._target_") or is_sink:
         group = key.partition(".")[0]
         yield ConfigError(
             "is set by the option",
@@ -206,6 +208,15 @@ def _accepted(node: Any, value: Any) -> str:
 
 def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
     group, _, field = key.partition(".")
+    if group == "trainer" and field in REFUSED:
+        return REFUSED[field].error(key, found)
+    if (inside := _of_one_logger(group, field, reference)) is not None:
+        return ConfigError(
+            "several loggers are chosen, and this is a key of one",
+            where=key,
+            found=found,
+            remedy=f"write {inside}={found.partition('=')[2]}",
+        )
     owners = _options_with(group, field)
     if owners:
         return ConfigError(
@@ -219,6 +230,13 @@ def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
     return peer or ConfigError(
         "unknown key", where=key, found=found, expected=_expected_key(key, reference)
     )
+
+
+def _of_one_logger(group: str, field: str, reference: DictConfig) -> str | None:
+    """Return the key of the logger that has the field, if there are several loggers."""
+    if group != "logger" or "sink" in (chosen := _node_at(reference, group)):
+        return None
+    return next((f"logger.{name}.{field}" for name in chosen if field in chosen[name]), None)
 
 
 def _alias(key: str, found: str) -> ConfigError | None:
@@ -251,7 +269,9 @@ def _expected_key(key: str, reference: DictConfig) -> str:
         parent = parent.rpartition(".")[0]
         beside = [leaf for leaf in leaves if leaf.startswith(f"{parent}.")]
     if beside:
-        close = nearest(key, beside)
+        # The shared beginning says nothing: `precision` is not like `devices`.
+        ends = {leaf[len(parent) + 1 :]: leaf for leaf in beside}
+        close = ends.get(nearest(key[len(parent) + 1 :], ends) or "")
         return f"one of {', '.join(beside)}{f'; the nearest is {close}' if close else ''}"
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == key]
     if namesakes:

@@ -12,6 +12,7 @@ from mens_exp.config.backend import BackendConfig
 from mens_exp.config.corpus import COUNTS_TOKENS, CorpusConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.fields import TRAINING, Condition, Effect, section, setting, unless, when
+from mens_exp.config.logger import LoggerConfig, NoLogger, WandbLogger
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
@@ -45,13 +46,7 @@ from mens_exp.config.task import (
     SyncConfig,
     TaskConfig,
 )
-from mens_exp.config.trainer import (
-    AdapterConfig,
-    CallbackConfig,
-    CheckpointConfig,
-    LoggerConfig,
-    TrainerConfig,
-)
+from mens_exp.config.trainer import AdapterConfig, CallbackConfig, CheckpointConfig, TrainerConfig
 
 
 class DeploymentTarget(Enum):
@@ -66,6 +61,8 @@ def _group(changes: Effect, *contract: str, **facts: Any) -> Any:
     return setting(MISSING, doc, changes=changes, contract=contract, **facts)
 
 
+LOGS = frozenset({"evaluate", "compare", "merge", "attribute"})
+"""Tasks other than training that have a W&B mirror."""
 _BY_PATH = Condition(
     holds=lambda config: config.adapter.file is None,
     words=lambda _: "beside adapter=<safetensors>",
@@ -263,7 +260,8 @@ class RunConfig:
         CheckpointConfig, changes=Effect.NOTHING, read_by=TRAINING
     )
     adapter: AdapterConfig = section(AdapterConfig, changes=Effect.NOTHING, read_by=TRAINING)
-    logger: LoggerConfig = _group(Effect.NOTHING, read_by=TRAINING | {"evaluate", "compare"})
+    # One option, or a mapping of several by their names: logger=[wandb,csv].
+    logger: Any = _group(Effect.NOTHING, read_by=TRAINING | LOGS)
     callbacks: dict[str, CallbackConfig] = _group(Effect.TRAINING, read_by=TRAINING)
     suite: SuiteConfig = _group(Effect.NOTHING, read_by=TRAINING | {"evaluate"})
     sandbox: SandboxConfig = _group(
@@ -309,3 +307,14 @@ class RunConfig:
     )
     promote: PromoteConfig = section(PromoteConfig, changes=Effect.NOTHING, read_by={"promote"})
     sweep: SweepConfig = section(SweepConfig, changes=Effect.NOTHING)
+
+    @property
+    def loggers(self) -> dict[str, LoggerConfig]:
+        """The loggers by the names of their options; empty with logger=none."""
+        chosen = self.logger if isinstance(self.logger, dict) else {self.logger.sink: self.logger}
+        return {name: one for name, one in chosen.items() if not isinstance(one, NoLogger)}
+
+    @property
+    def wandb(self) -> WandbLogger | None:
+        """The settings of the W&B mirror, if it is one of the loggers."""
+        return next((one for one in self.loggers.values() if isinstance(one, WandbLogger)), None)

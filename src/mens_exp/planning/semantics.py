@@ -41,6 +41,16 @@ RECORDING_CALLBACKS = frozenset(
 )
 # Validation affects what is learned if it selects the adapter or ends the run.
 _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
+_LIMIT = "trainer.limit_val_batches"  # likewise
+# Settings that earlier releases lack. They are left out where they are null, so that a stored
+# configuration means what it meant.
+_LATER = frozenset(
+    f"trainer.{name}"
+    for name in (
+        *("benchmark", "gradient_clip_algorithm", "max_time", "min_steps", "plugins"),
+        *("precision", "sync_batchnorm"),
+    )
+)
 
 
 def learned_settings(config: RunConfig) -> dict[str, Any]:
@@ -50,7 +60,7 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if field.name != "callbacks"
         for path, value in _leaves(getattr(config, field.name), field.name)
-        if effect_of(path) is Effect.TRAINING
+        if effect_of(path) is Effect.TRAINING and not (value is None and path in _LATER)
     }
     active = {
         path: value
@@ -61,6 +71,8 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
     if active or config.adapter.select is Selection.best:
         interval, most = config.trainer.val_check_interval, config.data.val_max_tokens
         found |= dict(zip(_WITH_SELECTION, (interval, most), strict=True))
+        if config.trainer.limit_val_batches is not None:
+            found[_LIMIT] = config.trainer.limit_val_batches
     return found | active | dict(_of_kpi(config))
 
 
@@ -93,6 +105,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+        for name, entry in value.items():  # several loggers
+            yield from _leaves(entry, f"{path}.{name}")
     else:
         yield path, _plain(value)
 

@@ -21,7 +21,7 @@ from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.artifacts.sweep import SweepDir, SweepRecord
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import MensError, RequestError, SetupError
 from mens_exp.report import wording
 from mens_exp.tasks.study_runs import job_order

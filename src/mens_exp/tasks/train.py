@@ -212,8 +212,8 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
     counts = {key: _count(key, overrides[key]) for key in _PROCESSES if key in overrides}
     for key, count in counts.items():
         OmegaConf.update(values, key, count)
-        if count > 1 and before.trainer.strategy is Strategy.one:
-            OmegaConf.update(values, "trainer.strategy", Strategy.ddp)
+        if count > 1 and before.trainer.sharing is Strategy.one:
+            OmegaConf.update(values, "trainer.strategy", Strategy.ddp.value)
     config = typed(values)
     if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
         config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy

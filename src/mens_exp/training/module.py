@@ -14,7 +14,7 @@ from lightning import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mens_exp.artifacts.metrics import metric
+from mens_exp.artifacts.metrics import step_metric
 from mens_exp.config.optim import warmup_steps
 from mens_exp.errors import DataError
 from mens_exp.tokenizer.load import bits_per_byte
@@ -135,8 +135,12 @@ class TrainingModule(LightningModule):
         """Do nothing: the model is complete, or sharded, before the trainer receives it."""
 
     def record(self, name: str, value: float) -> None:
-        """Set a declared metric of the current step."""
-        self.step_metrics[metric(name).name] = float(value)
+        """Set a metric of the current step: one of ours, or one of the user's own.
+
+        Raises:
+            RequestError: an own metric has no area in its name, or is a misspelling of ours.
+        """
+        self.step_metrics[step_metric(name).name] = float(value)
 
     def on_train_start(self) -> None:
         """Set the learning rate of the next step; it changes after a resume with more steps."""
@@ -265,8 +269,9 @@ class TrainingModule(LightningModule):
             loss = self.validation["val/loss"]
             per_byte = bits_per_byte(loss, int(count), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
-        self.log("val/loss", self.validation["val/loss"], sync_dist=True)  # already equal on all
-        if self.trainer.state.fn is TrainerFn.FITTING:
+        # For callbacks that monitor it; equal on all processes. Loggers have it from telemetry.
+        self.log("val/loss", self.validation["val/loss"], sync_dist=True, logger=False)
+        if self.trainer.state.fn is TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
             self.selected_validated = self.validated
 

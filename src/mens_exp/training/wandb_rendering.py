@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Event
-    from mens_exp.config.trainer import WandbLogger
+    from mens_exp.config.logger import WandbLogger
 
 _SIDES = tuple(map(str, Condition))  # come first, and exist even without answers
 ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
@@ -271,9 +271,13 @@ class EventFeed:
         for metric in METRICS.values():
             if metric.name == _TOKENS:  # selectable as axis in any chart
                 sink.define_metric(metric.name)
-                continue
-            reduced = metric.reduction if metric.reduction in {"max", "mean"} else None
-            sink.define_metric(shown_as(metric.name), step_metric="step", summary=reduced)
+            else:
+                self._define(shown_as(metric.name), metric.reduction)
+
+    def _define(self, name: str, reduction: str) -> None:
+        """Define the axis of a metric, and what its summary keeps."""
+        kept = reduction if reduction in {"max", "mean", "min"} else None
+        self._sink.define_metric(name, step_metric="step", summary=kept)
 
     def take(self, record: Event) -> None:
         """Log one event; skip events without a W&B equivalent."""
@@ -289,6 +293,13 @@ class EventFeed:
                 self._log(numbers, payload["step"], at_s)
             case "validation":
                 self._validation(payload, at_s)
+            case "metric_declared":
+                self._define(payload["name"], payload["reduction"])
+            case "logged" if is_point(payload):
+                values = _known(payload["values"])
+                self._log({**values, "step": payload["step"]}, payload["step"], at_s)
+            case "hyperparameters":
+                set_config(self._sink, payload)
             case "run_started" if "config" in payload:
                 set_config(self._sink, {**payload["config"], **self._drawn})
             case "plan" | "facts" as name:
@@ -310,13 +321,9 @@ class EventFeed:
         self._sink.log({**values, **at}, step=step, commit=True)
 
     def _validation(self, payload: Mapping[str, Any], at_s: float) -> None:
-        is_base = payload["condition"] == "base"
-        if is_base:
+        if payload["condition"] == "base":
             self._sink.summary[f"{Condition.BASE}/val_loss"] = payload["val/loss"]
-        if payload["condition"] == "peft_view":
-            return  # not a point of the curve; in the results
-        # The base model is only the starting point of the tuned curve.
-        if not is_base or payload["step"] == 0:
+        if is_point(payload):
             row = {shown_as(name): value for name, value in _known(payload).items()}
             del row["condition"]
             row[_TOKENS] = self._tokens
@@ -326,6 +333,15 @@ class EventFeed:
         self.last_step, self._last_s, self._is_open = step, at_s, False
         self._sink.log({**values, "_timestamp": at_s}, step=step)
         self._is_open = True
+
+
+def is_point(payload: Mapping[str, Any]) -> bool:
+    """Return whether what was validated is a point of the tuned model's curve.
+
+    The base model is only its starting point; the PEFT view is in the results.
+    """
+    condition = payload.get("condition", "tuned")
+    return condition == "tuned" or (condition == "base" and payload["step"] == 0)
 
 
 def shown_as(metric: str) -> str:

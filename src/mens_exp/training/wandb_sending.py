@@ -27,7 +27,7 @@ from mens_exp.artifacts.host import is_alive, run_lock
 from mens_exp.artifacts.manifest import Destination, Manifest, Status, delivery_at, note_delivery
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import events_after, read_events
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.wandb_names import display_name, id_of
 from mens_exp.training.wandb_rendering import (

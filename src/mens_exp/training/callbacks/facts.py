@@ -41,7 +41,7 @@ class ManifestFacts(Callback):
             "artifact": _artifact(pl_module.backend),
             "accumulate_grad_batches": trainer.accumulate_grad_batches * trainer.world_size,
             "processes": trainer.world_size,
-            "strategy": pl_module.config.trainer.strategy.value,
+            "strategy": pl_module.config.trainer.sharing.value,
             "warmup_steps": warmup_steps(pl_module.config.schedule, pl_module.total_steps),
             "device": str(pl_module.device),
             "deterministic": _deterministic(),

@@ -9,22 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from mens_exp.training.wandb_mirror import WandbMirror
 
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
-from mens_exp.config.trainer import WandbLogger, WandbMode
+from mens_exp.config.logger import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
-from mens_exp.training.callbacks.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_names import agent_inputs
 
 RUN_ID = "20261120T055801_abcd1234"
 SHA = "ab" * 32
 CONFIG = {"seed": 42, "model": {"name": "tiny_llama"}, "lora": {"r": 8}}
 PLAN = {"steps": 2, "tokens_total": 200}
-FIRST, OTHERS = SimpleNamespace(is_global_zero=True), SimpleNamespace(is_global_zero=False)
 
 
 class FakeRun:
@@ -111,7 +110,7 @@ def mirror_of(run, **logger):
 
 def started(run, **logger):
     mirror = mirror_of(run, **logger)
-    mirror.setup(FIRST, None, "fit")
+    mirror.start()
     return mirror
 
 
@@ -401,32 +400,15 @@ def test_exit_code_tells_success(run, status, exit_code):
     assert [one["exit_code"] for one in records(run.dir.wandb, "exit")] == [exit_code]
 
 
-def test_failing_fit_and_double_teardown_still_finish_the_mirror(run):
-    """Lightning's own hooks neither end the mirror nor break it."""
+def test_several_starts_make_one_mirror(run):
+    """Lightning asks for the experiment before each fit and validation."""
     mirror = started(run)
-    mirror.on_exception(FIRST, None, RuntimeError("loss is not finite"))
-    for _ in range(2):
-        mirror.teardown(FIRST, None, "fit")
-    run.close(Status.FAILED)
-    assert summary(run)["state"] == "failed"
-
-
-def test_several_setups_make_one_mirror(run):
-    """Fit, validate and predict each call setup."""
-    mirror = started(run)
-    mirror.setup(FIRST, None, "validate")
+    mirror.start()
     run.emit_step(1)
     run.close()
-    mirror.setup(FIRST, None, "predict")
+    mirror.start()
     assert len(offline_runs(run)) == 1
     assert len(history(run.dir.wandb)) == 1
-
-
-def test_only_the_first_process_mirrors(run):
-    """The other ranks of a distributed run write nothing."""
-    mirror_of(run).setup(OTHERS, None, "fit")
-    run.close()
-    assert not run.dir.wandb.exists()
 
 
 def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
@@ -446,21 +428,6 @@ def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
     assert records(first, "run")[0]["run_id"] == RUN_ID
     assert records(second, "run")[0]["resume"] is True
     assert [row["step"] for row in history(second)] == [0, 1, 2]
-
-
-def test_state_round_trip_keeps_the_wandb_id(run):
-    """Before anything is written, a restored state decides."""
-    mirror = mirror_of(run)
-    assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
-    mirror.load_state_dict({"wandb_run_id": "other"})
-    assert mirror.state_dict() == {"wandb_run_id": "other"}
-
-
-def test_state_does_not_rename_a_running_mirror(run):
-    """What is being written keeps its id."""
-    mirror = started(run)
-    mirror.load_state_dict({"wandb_run_id": "other"})
-    assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
 
 
 def test_mirror_is_silent_and_stays_inside_the_run_directory(run, home, tmp_path, capfd):
@@ -603,7 +570,7 @@ def test_wandb_is_not_imported_before_the_mirror_starts():
     """Neither importing nor constructing the callback loads it."""
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
-        "from mens_exp.training.callbacks.wandb_mirror import WandbMirror\n"
+        "from mens_exp.training.wandb_mirror import WandbMirror\n"
         "WandbMirror(logger=None, run=N(manifest=N(run_id='r')))\n"
         "sys.exit('wandb' in sys.modules)"
     )
