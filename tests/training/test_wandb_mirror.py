@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mens_exp.training.wandb_mirror import WandbMirror
 
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -18,6 +17,7 @@ from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.logger import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
+from mens_exp.training.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_names import agent_inputs
 
 RUN_ID = "20261120T055801_abcd1234"
