@@ -93,7 +93,7 @@ def _type_of(value: Any) -> Any:
         is_open = isinstance(value, str) and (value == "???" or "${" in value)
         return Any if is_open else type(value)
     if isinstance(value, dict):
-        return dict[str, Any]
+        return dict[str, Any] if all(isinstance(key, str) for key in value) else dict[Any, Any]
     if isinstance(value, list):
         kinds = {type(entry) for entry in value}
         one = kinds.pop() if len(kinds) == 1 else None

@@ -23,6 +23,7 @@ from lightning import Callback
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import (
@@ -38,7 +39,7 @@ from mens_exp.config.objective import (
 )
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import ScorecardConfig, Selection
-from mens_exp.errors import SetupError
+from mens_exp.errors import RequestError, SetupError
 from mens_exp.planning.machine import ALONE
 from mens_exp.training.distributed import (
     StartedProcesses,
@@ -111,10 +112,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read
 
 
+_OURS = "mens_exp.training.callbacks."
+_WRITER = f"{_OURS}telemetry.TelemetryWriter"
 # Only the first process uses these: they display progress or write what all processes share.
 _OF_THE_FIRST = frozenset(
-    f"mens_exp.training.callbacks.{name}"
-    for name in ("adapter_writer.AdapterWriter", "progress.Progress")
+    f"{_OURS}{name}" for name in ("adapter_writer.AdapterWriter", "progress.Progress")
 )
 
 
@@ -363,7 +365,7 @@ def _callbacks(
 ) -> list[Callback]:
     callbacks = [
         _callback(node, run, score)
-        for node in config.callbacks.values()
+        for node in _users_before_telemetry(list(config.callbacks.values()))
         if (score is not None or not isinstance(node, ScorecardConfig))
         and (rank.is_first or node._target_ not in _OF_THE_FIRST)  # Hydra's own spelling
     ]
@@ -374,6 +376,14 @@ def _callbacks(
         best = BestAdapter(run, metric if metric == "val/loss" else f"eval/{metric}")
         callbacks.insert(0, best)  # it must run before the adapter is written
     return callbacks
+
+
+def _users_before_telemetry(nodes: list[CallbackConfig]) -> list[CallbackConfig]:
+    """Move the user's callbacks before the one that writes a step down, with what they record."""
+    ours = [node for node in nodes if node._target_.startswith(_OURS)]  # Hydra's own spelling
+    targets = [node._target_ for node in ours]
+    place = targets.index(_WRITER) if _WRITER in targets else len(ours)
+    return [*ours[:place], *(node for node in nodes if node not in ours), *ours[place:]]
 
 
 def _callback(
@@ -390,6 +400,9 @@ def lightning_quiet() -> Iterator[None]:
     """Suppress Lightning's notices on the terminal; our own record covers each of them.
 
     What its callbacks print stays, because none is there unless the user asks for it.
+
+    Raises:
+        RequestError: Lightning, or a callback of its own, refuses what was asked for.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     levels = {**dict.fromkeys(names, logging.ERROR), "lightning.pytorch.callbacks": logging.INFO}
@@ -409,9 +422,27 @@ def lightning_quiet() -> Iterator[None]:
             # A checkpoint of an earlier release has the state of the mirror, then a callback.
             warnings.filterwarnings("ignore", message="Be aware that when using.*WandbMirror")
             yield
+    except (MisconfigurationException, RuntimeError) as error:
+        if not isinstance(error, MisconfigurationException) and not _is_of_callbacks(error):
+            raise
+        raise RequestError(
+            "Lightning refuses it",
+            where="trainer or callbacks",
+            found=" ".join(str(error).split()),
+            remedy="change the callback's settings, or leave it out",
+        ) from error
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _is_of_callbacks(error: BaseException) -> bool:
+    """Return whether a module of Lightning's callbacks raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return name.startswith("lightning.pytorch.callbacks")
 
 
 class _FirstSteps(Callback):

@@ -25,12 +25,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.trainer.states import TrainerFn
 
 from mens_exp.artifacts.manifest import Status
-from mens_exp.artifacts.metrics import own_metric
+from mens_exp.artifacts.metrics import METRICS, own_metric
 from mens_exp.artifacts.telemetry import own_results
 from mens_exp.config.logger import CsvLogger, OwnLogger, TensorboardLogger
 from mens_exp.config.logger import WandbLogger as WandbSettings
 from mens_exp.config.validate import settings_read
-from mens_exp.errors import RequestError, SetupError
+from mens_exp.errors import SetupError
 from mens_exp.training.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_rendering import is_point, summary_of
 
@@ -84,36 +84,42 @@ class RecordLogger(Logger):
         """Record metrics under the step in progress, whatever number Lightning counts it by.
 
         Raises:
-            RequestError: a name is one of ours or a misspelling of one, or a value is no number.
+            RequestError: a name is one of ours, or a misspelling of one.
         """
         del step
         # Lightning adds the number of its own epoch, of which a run has only one.
         self.log({name: v for name, v in metrics.items() if not (name == "epoch" and v == 0)})
 
-    def log(self, values: Mapping[str, Any], media: Mapping[str, str] | None = None) -> None:
-        """Record values, and the kinds of what only another sink can hold, such as images.
+    def log(self, data: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Record numbers, nested ones by dotted names, and the kinds of other values.
+
+        Returns:
+            What is no number, such as images and tables: only another sink can hold it.
 
         Raises:
             RequestError: as for :meth:`log_metrics`.
         """
-        numbers = {own_metric(name).name: self._number(name, v) for name, v in values.items()}
-        if not numbers and not media:
-            return
-        payload: dict[str, Any] = {"step": self.step, "values": numbers}
+        del options  # rows are those of the record
+        values = dict(_flat(data))
+        media = {name: value for name, value in values.items() if not _is_number(value)}
+        payload: dict[str, Any] = {
+            "step": self.step,
+            "values": {
+                own_metric(name).name: self._number(name, float(value))
+                for name, value in values.items()
+                if name not in media
+            },
+        }
         if self.condition != "tuned":
             payload["condition"] = self.condition
         if media:
-            payload["media"] = dict(media)
-        self.run.telemetry.emit("logged", payload)
+            payload["media"] = {name: _kind(value) for name, value in media.items()}
+        if values:
+            self.run.telemetry.emit("logged", payload)
+        return media
 
-    def _number(self, name: str, value: Any) -> float | None:
+    def _number(self, name: str, number: float) -> float | None:
         """Return a finite number, or None; the first of each metric that is not finite is noted."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise RequestError(
-                "a metric is a number", where=name, found=type(value).__name__
-            ) from error
         if math.isfinite(number):
             return number
         if name not in self._not_finite:
@@ -182,13 +188,9 @@ class RecordedRun:
         self._record = record
 
     def log(self, data: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers, nested ones by dotted names, and media, in the step in progress."""
+        """Log numbers and media in the step in progress."""
         del step, options  # rows are those of the record
-        values = dict(_flat(data))
-        media = {name: value for name, value in values.items() if not _is_number(value)}
-        kinds = {name: _kind(value) for name, value in media.items()}
-        self._record.log({n: v for n, v in values.items() if n not in media}, kinds)
-        if media:
+        if media := self._record.log(data):
             self._sink.log(media, step=self._record.step)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
@@ -407,10 +409,12 @@ class LoggerFeed(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a step with its first micro-batch."""
+        """Begin a step with its first micro-batch, and without the user's metrics of the last."""
         del batch, batch_idx
         if pl_module.at_step_boundary:
             self.record.step = trainer.global_step + 1
+            for name in pl_module.step_metrics.keys() - METRICS.keys():
+                del pl_module.step_metrics[name]
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Note what is validated; outside training, no step is in progress."""

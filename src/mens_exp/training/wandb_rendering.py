@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.logger import WandbLogger
 
+_METRICS = "metrics"  # of the user, by name
 _SIDES = tuple(map(str, Condition))  # come first, and exist even without answers
 ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
 """Columns of an answer; each further column exists if some answer has it."""
@@ -119,7 +120,12 @@ def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
             for condition, kpis in _conditions(run_dir).items()
             for key, value in kpis.items()
         },
-        **{_name_of_result(key): value for key, value in manifest.results.items()},
+        **{
+            _name_of_result(key): value
+            for key, value in manifest.results.items()
+            if key != _METRICS
+        },
+        **(manifest.results.get(_METRICS) or {}),
     }
 
 
