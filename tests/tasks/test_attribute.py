@@ -17,7 +17,7 @@ def attributed(rows_file, tmp_path_factory):
 
     def run(*overrides, code=0):
         directory = tmp_path_factory.mktemp("attribute") / "run"
-        usual = ["task=attribute", "model=tiny_llama", "trainer=cpu", "data=jsonl"]
+        usual = ["task=attribute", "logger=none", "model=tiny_llama", "trainer=cpu", "data=jsonl"]
         usual += [f"data.path={rows_file}", "data.seq_len=192", "data.val_frac=0.2"]
         arguments = [*usual, "attribute.tokens=150", *overrides, f"hydra.run.dir={directory}"]
         assert cli.main(arguments) == code

@@ -12,6 +12,7 @@ import pytest
 
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.metrics import declares, own_metric
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
@@ -19,6 +20,7 @@ from mens_exp.config.logger import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_names import agent_inputs
+from mens_exp.training.wandb_rendering import settings_of
 
 RUN_ID = "20261120T055801_abcd1234"
 SHA = "ab" * 32
@@ -179,6 +181,90 @@ def test_configuration_falls_back_to_config_yaml(run):
     started(run)
     run.close()
     assert summary(run)["config"] == {"seed": 42, "lora": {"r": 8}}
+
+
+def test_sections_of_other_tasks_are_no_part_of_the_configuration(run):
+    """Forty of them would hide what was trained."""
+    unread = {"chat": {"max_new_tokens": 9}, "serve": {"port": 1}, "push": {"message": "m"}}
+    payload = {"run_id": RUN_ID, "task": "train", "config": {**CONFIG, **unread}, "overrides": []}
+    run.telemetry.emit("run_started", payload)
+    started(run)
+    run.close()
+    assert summary(run)["config"] == CONFIG
+
+
+def test_metrics_of_the_users_are_curves_with_the_summary_that_they_declare(run):
+    """Those of the base after training are none; a bare name is one like any other."""
+    declares("probe/entropy_of_w", unit="nats", direction="min", reduction="min")(object)
+    own_metric("lr-AdamW")
+    started(run)
+    for step, value in ((1, 2.0), (2, 1.0), (3, 4.0)):
+        values = {"probe/entropy_of_w": value, "lr-AdamW": 0.1}
+        run.telemetry.emit("logged", {"step": step, "values": values})
+        run.emit_step(step)
+    other = {"step": 3, "condition": "base", "values": {"lr-AdamW": 7.0}}
+    run.telemetry.emit("logged", other)
+    run.close()
+    rows = history(run.dir.wandb)
+    assert [row["probe/entropy_of_w"] for row in rows] == [2.0, 1.0, 4.0]
+    assert {row["lr-AdamW"] for row in rows} == {0.1}
+    defined = {one["name"]: one for one in records(run.dir.wandb, "metric")}
+    assert defined["probe/entropy_of_w"]["step_metric"] == "step"
+    assert summary(run)["summary"]["probe/entropy_of_w"] == {"min": 1.0}
+
+
+def test_the_best_point_of_each_curve_is_in_the_summary(run):
+    """In the direction that its metric declares, beside the value of the adapter that was kept."""
+    run.emit_start()
+    started(run)
+    for step, loss, rate in ((1, 1.5, 0.25), (2, 1.25, 0.75), (3, 1.75, 0.5)):
+        run.emit_step(step)
+        run.emit_scorecard(step, rate)
+        run.emit_validation(step, "tuned", loss)
+    run.emit_validation(3, "base", 0.5)
+    run.close(tuned_val_loss=1.75)
+    shown = summary(run)["summary"]
+    assert (shown["best/val_loss"], shown["best/parse_rate"]) == (1.25, 0.75)
+    assert shown["tuned/val_loss"] == 1.75
+
+
+def test_shares_of_the_scorecard_are_a_panel_of_bars(run):
+    """W&B's own bar chart, which a reviewer can filter; what is unknown has no bar."""
+    started(run)
+    run.emit_step(1)
+    write_scorecard(run, compile_at_1=0.75, latency_p50_ms=9.0)
+    run.close()
+    shown = {}
+    for record in records(run.dir.wandb, "config"):
+        shown |= record.get("update", {})
+    panel = shown["_wandb.visualize.plots/kpis"]["panel_config"]
+    assert panel["panelDefId"] == "wandb/bar/v0"
+    assert table_of(run, "plots/kpis_table")["data"] == [
+        *(["parse_rate · tuned", 1.0], ["compile_pass_1 · base", 0.75]),
+        ["compile_pass_1 · tuned", 0.75],
+    ]
+
+
+def test_wandb_collects_what_it_is_asked_to_collect(run):
+    """Notes, commit, packages, and the load of the process that trains."""
+    started(run, notes="Does rank matter?", git=True, requirements=True)
+    run.close()
+    assert records(run.dir.wandb, "run")[0]["notes"] == "Does rank matter?"
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (environment, *_) = records(run.dir.wandb, "environment")
+    assert environment["git"]["commit"] == commit.strip()
+    files = offline_runs(run)[0] / "files"
+    assert "lightning==" in (files / "requirements.txt").read_text("utf-8")
+    logger = WandbLogger(system_metrics=True)
+    sampled = settings_of(logger, run.dir, run.manifest, CONFIG, "id", process=7)
+    assert (sampled["x_disable_stats"], sampled["x_stats_pid"]) == (False, 7)
+    assert (
+        settings_of(WandbLogger(console=True), run.dir, run.manifest, CONFIG, "id")["console"]
+        == "wrap"
+    )
+    later = settings_of(logger, run.dir, run.manifest, CONFIG, "id")
+    assert later["x_disable_stats"] is True  # the machine is another by then
 
 
 def test_leet_shows_each_step_with_both_axes(run):

@@ -328,5 +328,5 @@ def test_group_of_an_ad_hoc_sweep_is_its_directory(tmp_path):
 
 def test_record_that_is_still_empty_renders_as_nothing(tmp_path):
     """A run that failed at once has neither configuration nor scorecard."""
-    assert config_of(RunDir(tmp_path), []) == {}
+    assert config_of(RunDir(tmp_path), manifest_of(), []) == {}
     assert summary_of(RunDir(tmp_path), manifest_of()) == {"status": "started"}

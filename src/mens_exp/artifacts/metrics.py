@@ -85,6 +85,14 @@ _TABLE = (
         note="cumulative, tokens that carry a label",
     ),
     Metric(
+        name="data/epochs",
+        unit="1",
+        direction="none",
+        reduction="last",
+        alias=("epoch",),
+        note="passes over the training rows; absent where rows are streamed",
+    ),
+    Metric(
         name="perf/step_s",
         unit="s",
         direction="min",

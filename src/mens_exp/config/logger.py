@@ -56,6 +56,21 @@ class WandbLogger(LoggerConfig):
         aliases={"run_name": "Transformers and TRL"},
     )
     tags: list[str] = setting([], "Tags beside those made from the overrides.")
+    notes: str | None = setting(None, "Text on the run's page, such as what it is to show.")
+    system_metrics: bool = setting(
+        False,
+        "Let W&B sample the machine too, every 15 s, for its System panels. The record has a "
+        "sample of each step whatever the logger (system/…, from callbacks.memory).",
+    )
+    git: bool = setting(
+        False,
+        "Let W&B read commit and remote of the repository, and with them the command line, the "
+        "interpreter and the system.",
+    )
+    requirements: bool = setting(
+        False, "Let W&B list the installed packages; the manifest has those that matter."
+    )
+    console: bool = setting(False, "Let W&B keep what the command prints.")
     wait_s: float = setting(
         60.0,
         "Seconds to wait for the upload once the run's record is closed (unverified guess); what "

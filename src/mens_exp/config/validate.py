@@ -73,7 +73,8 @@ def settings_read(values: Mapping[str, Any], task: str) -> dict[str, Any]:
         values: a configuration as plain data; other keys than its own are kept.
         task: the task's name.
     """
-    reads = {path.partition(".")[0] for path in TASK_READS[task]} | {"seed", "task"}
+    paths = TASK_READS[task] | _read_beside(task, values.get("path"))
+    reads = {path.partition(".")[0] for path in paths} | {"seed", "task"}
     unread = RunConfig.__dataclass_fields__.keys() - reads
     return {name: value for name, value in values.items() if name not in unread}
 

@@ -118,6 +118,12 @@ class RowsDataModule(LightningDataModule):
             return None
         return round(self._train_places / len(self.blocks), 4)
 
+    def epochs_after(self, step: int) -> float | None:
+        """Return the passes over the training rows after an optimizer step; None as above."""
+        if self.rows.streamed or not len(self.blocks):
+            return None
+        return min(step * self._blocks_per_step, self._train_places) / len(self.blocks)
+
     @property
     def packing_efficiency_frac(self) -> float:
         """Fraction of the blocks' capacity filled by training tokens."""

@@ -28,7 +28,6 @@ from mens_exp.training.wandb_rendering import (
     set_config,
     settings_of,
     summary_of,
-    tables,
 )
 from mens_exp.training.wandb_sending import (
     Order,
@@ -38,6 +37,7 @@ from mens_exp.training.wandb_sending import (
     server_address,
     stop_service,
 )
+from mens_exp.training.wandb_tables import panels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,9 +129,14 @@ class WandbMirror:
             server = server_address()
             require_account(server)
         events = read_events(run.dir.telemetry)
-        config, drawn = config_of(run.dir, events), beside_config(run.dir, run.manifest)
+        config, drawn = (
+            config_of(run.dir, run.manifest, events),
+            beside_config(run.dir, run.manifest),
+        )
         self._config = config
-        settings = settings_of(self._logger, run.dir, run.manifest, config, self.id)
+        settings = settings_of(
+            self._logger, run.dir, run.manifest, config, self.id, process=os.getpid()
+        )
         shown = {**config, **drawn}
         self._sink = wandb.init(settings=wandb.Settings(**settings), config=shown)
         run.after_close(self._close)
@@ -178,7 +183,7 @@ class WandbMirror:
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
         assert self._feed is not None, "it is there with the sink"
-        self._feed.log_last(tables(self._run.dir))
+        self._feed.log_last(panels(self._run.dir))
         sink.summary.update(summary_of(self._run.dir, manifest))
         name = display_name(self._logger, self._run.dir, manifest, self._config)
         if name != sink.name:  # a study names itself at its end
