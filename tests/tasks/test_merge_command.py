@@ -335,7 +335,7 @@ def merged_run(finished, tmp_path_factory):
             cli.main(
                 [
                     "task=merge",
-                    "logger=none",
+                    "logger=wandb",
                     f"path={finished.path}",
                     f"hydra.run.dir={record.path}",
                 ]
@@ -343,6 +343,21 @@ def merged_run(finished, tmp_path_factory):
             == 0
         )
     return record, said.getvalue()
+
+
+def test_a_merge_is_mirrored_with_its_certificate(merged_run, mirrored):
+    """As the run of a merge, with what it decided and the certificate, and without weights."""
+    record, _ = merged_run
+    found = mirrored(record)
+    (run,) = (one["run"] for one in found if one["type"] == "run")
+    assert (run["job_type"], run["display_name"][:6]) == ("merge", "merge:")
+    artifacts = [one["artifact"] for one in found if one["type"] == "artifact"]
+    files = {a["type"]: [one["path"] for one in a["manifest"]["contents"]] for a in artifacts}
+    assert files == {"merged": ["parity.json"], "manifest": ["manifest.json"]}
+    told = {}
+    for one in found:
+        told |= one.get("summary", {}).get("update", {})
+    assert (told["status"], told["mode"]) == ("succeeded", "full")
 
 
 def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
