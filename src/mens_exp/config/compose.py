@@ -405,7 +405,7 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
             raise TypeError("callbacks holds no mapping")
         if group == "callbacks" or _is_several_loggers(group, node):
             root[group] = {
-                name: _under(_schema(group, values, name=str(name)), values)
+                name: _under(_schema(str(group), values, name=str(name)), values)
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:

@@ -155,8 +155,8 @@ def own_metrics(records: Records) -> list[tuple[str, str, str, str]]:
         plural = "value" if len(one.points) == 1 else "values"
         made = f"{value} ({about['reduction']} of {wording.count(len(one.points))} {plural})"
         unit = "" if about["unit"] == "1" else str(about["unit"])
-        cells = (name, made, unit, _BETTER[about["direction"]])
-        rows.append((*(wording.visible(text) for text in cells),))
+        better = _BETTER[about["direction"]]
+        rows.append((wording.visible(name), made, wording.visible(unit), better))
     return rows
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hydra.utils import get_class, instantiate
 from lightning import Callback
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import (
@@ -274,7 +274,7 @@ class ComputeFormat(Precision):
     def __init__(self, config: RunConfig) -> None:
         """Name the format of ``quant.compute_dtype`` as Lightning does."""
         is_bf16 = config.quant.compute_dtype is ComputeDtype.bf16
-        self.precision = "bf16-mixed" if is_bf16 else "32-true"  # type: ignore[assignment]
+        self.precision = "bf16-mixed" if is_bf16 else "32-true"
 
 
 def _plugins(config: RunConfig, rank: Rank) -> list[Any]:

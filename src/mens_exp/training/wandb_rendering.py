@@ -121,7 +121,8 @@ def config_of(run_dir: RunDir, manifest: Manifest, events: Sequence[Event]) -> d
     """Return the resolved configuration that the task reads, with `plan` and `facts` if known."""
     payloads = {record["event"]: record["payload"] for record in events}
     config = payloads.get("run_started", {}).get("config") or _composed(run_dir)
-    known = {name: payloads[name] for name in ("plan", "facts") if name in payloads}
+    names: tuple[str, ...] = ("plan", "facts")
+    known = {name: payloads[name] for name in names if name in payloads}
     return {**settings_read(config, manifest.task), **known}
 
 
@@ -287,7 +288,7 @@ def is_point(payload: Mapping[str, Any]) -> bool:
 
     The base model is only its starting point; the PEFT view is in the results.
     """
-    condition = payload.get("condition", "tuned")
+    condition = str(payload.get("condition", "tuned"))
     return condition == "tuned" or (condition == "base" and payload["step"] == 0)
 
 
