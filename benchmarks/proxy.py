@@ -24,7 +24,7 @@ from mens_exp.errors import Problems
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.rows.encode import Encoded
+from mens_exp.rows.documents import Encoded
 from mens_exp.training.build import build_backend, lightning_quiet
 from mens_exp.training.optimizer import build_optimizer
 

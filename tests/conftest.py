@@ -29,7 +29,7 @@ from mens_exp.artifacts import host
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.config import loader
 from mens_exp.config.compose import compose, typed
-from mens_exp.rows.encode import Encoded
+from mens_exp.rows.documents import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 
 pytest_plugins = ["family_models", "real_models", "slow_tests"]

@@ -34,6 +34,7 @@ class MensError(Exception):
     """Root of the tree; carries the four parts of a message."""
 
     exit_code: ClassVar[int] = 1
+    usual_remedy: ClassVar[str | None] = None  # for errors that state none of their own
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class MensError(Exception):
         self.where = where
         self.found = found
         self.expected = expected
-        self.remedy = remedy
+        self.remedy = remedy = self.usual_remedy if remedy is None else remedy
         parts = [what if where is None else f"{where}: {what}"]
         if found is not None:
             parts.append(f"found {found if isinstance(found, str) else repr(found)}")
@@ -102,6 +103,8 @@ class DataError(RequestError):
 
 class ModelFileError(RequestError):
     """A base model's files are missing, incomplete or contradictory."""
+
+    usual_remedy = "put the model's files back as they were, or download or make the model again"
 
 
 class Problems(RequestError):  # noqa: N818  # it holds errors, and is none of them

@@ -20,12 +20,12 @@ from mens_exp.config.compose import (
     to_yaml,
     typed,
 )
+from mens_exp.config.evaluation import NoSandbox
 from mens_exp.config.model import HfModel
-from mens_exp.config.suite import NoSandbox
 from mens_exp.config.user_config import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
-from mens_exp.planning.semantics import learned_settings
+from mens_exp.planning.contract import learned_settings
 
 STORED = Path(__file__).parents[1] / "golden" / "stored"
 

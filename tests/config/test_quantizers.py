@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mens_exp.config.quant import BUILT_IN, QuantConfig, QuantType, known, spec_named
+from mens_exp.config.quant import BUILT_IN, QUANTIZERS, QuantConfig, QuantType
 
 SOURCE = Path(__file__).parents[2] / "src" / "mens_exp"
 NAMES = {"nf4", "fp4", "int8"}
@@ -101,8 +101,8 @@ def test_the_schema_accepts_what_the_table_has():
 
 def test_a_record_of_another_quantizer_is_unknown():
     """Records come from elsewhere too, with names that nothing here has."""
-    assert known("hqq") is None
-    assert known("fp4") is spec_named("fp4")
+    assert QUANTIZERS.known("hqq") is None
+    assert QUANTIZERS.known("fp4") is QUANTIZERS.named("fp4")
 
 
 def test_a_weight_takes_the_bits_of_the_papers():

@@ -430,8 +430,8 @@ def test_sandbox_of_a_suite_that_executes_nothing_is_refused(make, key):
     assert [problem.where for problem in ineffective_overrides(config, [key, "lora.r"])] == [key]
 
 
-def test_sandbox_of_a_suite_that_executes_is_accepted(make, monkeypatch):
+def test_sandbox_of_a_suite_that_executes_is_accepted(make):
     """Its settings have an effect."""
     config = make({})
-    monkeypatch.setattr(type(config.suite), "executes", True)
+    config.suite = MiniPythonSuite()
     assert ineffective_overrides(config, ["sandbox.memory_mib"]) == []

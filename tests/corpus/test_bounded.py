@@ -16,7 +16,8 @@ from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError, MensError, SetupError
 from mens_exp.rows import encode as shards
 from mens_exp.rows.cache import RowsOnDisk, read_on_disk
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode
 from mens_exp.rows.readers import Reading, rows_digest
 from mens_exp.tokenizer.implementations import VoxTokenizer
 

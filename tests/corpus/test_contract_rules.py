@@ -7,7 +7,7 @@ import pytest
 
 from mens_exp.config.data import ContractConfig
 from mens_exp.corpus import contract_rules
-from mens_exp.rows.encode import Labelling
+from mens_exp.rows.documents import Labelling
 
 LIMITS = ContractConfig()
 LABELLING = Labelling(objective="assistant", seq_len=512)

@@ -16,7 +16,8 @@ from mens_exp.corpus.data_contract import (
 from mens_exp.corpus.row_files import Rows
 from mens_exp.rows import cache as rows_cache
 from mens_exp.rows.cache import CacheKey
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 

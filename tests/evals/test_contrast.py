@@ -8,8 +8,7 @@ from enum import Enum
 import pytest
 
 from mens_exp.evals.contrast import Guard, applied, guard, implied_by, without_seed
-from mens_exp.planning.contract import contract_of, recorded_digest
-from mens_exp.planning.semantics import learned_settings
+from mens_exp.planning.contract import contract_of, learned_settings, recorded_digest
 
 INPUTS = {"base_weights_sha256": "b", "data.rows_sha256": "r", "data.train_sha256": "t"}
 MACHINE = {"commit": "c", "packages": {"torch": "2.6"}, "cpu": {"model": "x"}}

@@ -156,7 +156,7 @@ def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
 ):
     """Accuracy of the events is the harness's own; what no task says is null with the reason."""
     suite = suite_of(directory, tmp_path)
-    answered = suite.answered(model, "tuned")
+    answered = suite.asked(model, "tuned")
     assert [event["item_id"] for event in answered.events] == [item.id for item in suite.items]
     assert len(answered.events) == 4 * 3
     by_task = {
@@ -179,8 +179,8 @@ def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
 
 def test_questions_are_turns_under_the_chat_template_of_training(directory, tmp_path, model):
     """The ids of the question are those that training and every other suite ask with."""
-    asked = suite_of(directory, tmp_path).answered(model, "tuned")
-    plain = suite_of(directory, tmp_path, chat_template=False).answered(model, "tuned")
+    asked = suite_of(directory, tmp_path).asked(model, "tuned")
+    plain = suite_of(directory, tmp_path, chat_template=False).asked(model, "tuned")
     turns = [{"role": "user", "content": CAPITALS[0]["question"]}]
     chat = model.texts.render(turns, add_generation_prompt=True)
     prompts = [
@@ -221,14 +221,14 @@ def test_an_empty_answer_that_passes_is_not_scored(directory, tmp_path):
 def test_the_first_documents_alone_and_examples_before_them(directory, tmp_path, model):
     """`suite.items` and `suite.num_fewshot` do what they say."""
     suite = suite_of(directory, tmp_path, tasks=["written"], items=2)
-    assert [event["item_id"] for event in suite.answered(model, "base").events] == [
+    assert [event["item_id"] for event in suite.asked(model, "base").events] == [
         "written/0",
         "written/1",
     ]
     path = directory / "capitals.yaml"
     path.write_text(path.read_text() + "fewshot_split: test\n")
     more = suite_of(directory, tmp_path, tasks=["capitals"], num_fewshot=2, chat_template=False)
-    prompt = more.answered(model, "base").events[0]["prompt"]
+    prompt = more.asked(model, "base").events[0]["prompt"]
     assert prompt.endswith("The capital of France is")
     assert prompt.count("The capital of") == 3
 
@@ -249,7 +249,7 @@ def test_base_and_tuned_are_asked_behind_the_same_examples(directory, tmp_path, 
     settings = {"tasks": ["capitals", "written"], "items": 3, "num_fewshot": 2}
     suite = suite_of(directory, tmp_path, chat_template=False, **settings)
     assert suite.self_test(None) is not None
-    asked = [[e["prompt"] for e in suite.answered(model, "x").events] for _ in range(2)]
+    asked = [[e["prompt"] for e in suite.asked(model, "x").events] for _ in range(2)]
     assert asked[0] == asked[1]
     theirs = simple_evaluate(
         model,
@@ -295,7 +295,7 @@ def test_answers_repeat_and_the_program_s_own_draws_are_untouched(directory, tmp
     path.write_text(path.read_text().replace("max_gen_toks", "temperature: 1.0, max_gen_toks"))
     suite = suite_of(directory, tmp_path, tasks=["written"])
     before = random.getstate()
-    texts = [[e["completion"] for e in suite.answered(model, "a").events] for _ in range(2)]
+    texts = [[e["completion"] for e in suite.asked(model, "a").events] for _ in range(2)]
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1
     assert random.getstate() == before
@@ -416,7 +416,7 @@ def test_drawing_that_is_not_known_is_refused(directory, tmp_path, model):
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace("max_gen_toks", "num_beams: 4, max_gen_toks"))
     with pytest.raises(DataError, match=r"task written: generation_kwargs.*num_beams"):
-        suite_of(directory, tmp_path, tasks=["written"]).answered(model, "base")
+        suite_of(directory, tmp_path, tasks=["written"]).asked(model, "base")
 
 
 def test_what_the_harness_cannot_load_is_told(directory, tmp_path):
@@ -440,6 +440,6 @@ def test_likelihoods_are_finite_of_base_and_tuned(directory, tmp_path, model):
     figures = []
     for block in (model.graph.base_only(), nullcontext()):
         with block:
-            figures.append(suite.answered(model, "x").figures["rolled/byte_perplexity"])
+            figures.append(suite.asked(model, "x").figures["rolled/byte_perplexity"])
     assert all(math.isfinite(one) for one in figures)
     assert figures[0] != figures[1]

@@ -9,7 +9,7 @@ from attacks import attack
 from mens_exp.artifacts import untrusted_input
 from mens_exp.config.suite import JsonlCheck, JsonlSuite
 from mens_exp.errors import ConfigError, DataError, Problems
-from mens_exp.evals.catalogue import jsonl_suite
+from mens_exp.evals.jsonl_suite import jsonl_suite
 from mens_exp.evals.suite import Answer
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

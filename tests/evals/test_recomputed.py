@@ -12,10 +12,10 @@ import pytest
 from mens_exp.artifacts.scorecard import read_item_events, write_item_events
 from mens_exp.config.suite import HumanEvalSuite, JsonlCheck, JsonlSuite, MiniPythonSuite
 from mens_exp.evals.attempts import Plan, answer_all, to_scorecard
-from mens_exp.evals.catalogue import jsonl_suite
 from mens_exp.evals.engines import Completion
+from mens_exp.evals.jsonl_suite import jsonl_suite
 from mens_exp.evals.program_suite import humaneval, mini_python
-from mens_exp.evals.recompute import EARLIER, NOT_EXECUTED, heldout_of, recomputed
+from mens_exp.evals.recompute import EARLIER, NOT_EXECUTED, recomputed
 from mens_exp.evals.scorecard_spec import HeldoutSyntax
 from mens_exp.evals.suite import Item
 
@@ -68,6 +68,10 @@ class Drawn:
             latency_ms=self.random.random() * 100,
             problem="no room for it" if text is None else None,
         )
+
+
+def heldout_of(card, lines):
+    return HeldoutSyntax.of_lines(lines, card.generation)
 
 
 def heldout():

@@ -16,7 +16,7 @@ from mens_exp.export import parity
 from mens_exp.export.certificate import Probe, probe_of_rows, probe_of_text
 from mens_exp.export.parity import compare, record_reference
 from mens_exp.model.sources import resolve
-from mens_exp.rows.encode import Labelling
+from mens_exp.rows.documents import Labelling
 from mens_exp.rows.schema import TrainingPair
 
 F32 = "quant.compute_dtype=f32"

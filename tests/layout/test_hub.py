@@ -301,3 +301,36 @@ def test_a_hub_that_sends_other_bytes_than_it_lists_is_refused(hub, model, tmp_p
     with pytest.raises(MensError, match="not what the hub has") as refused:
         resolve(model, tmp_path)
     assert name in str(refused.value)
+
+
+def rot(directory, name):
+    """Change a digit behind a name of the snapshot: the file is JSON as before."""
+    blob = (directory / name).resolve()
+    text = blob.read_text("utf-8")
+    place = next(i for i, one in enumerate(text) if one.isdigit())
+    blob.chmod(0o644)
+    blob.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :], "utf-8")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_small_file_that_rotted_in_the_cache_is_fetched_again(hub, model, tmp_path, name):
+    """Weights do not say how many heads they have, and no id is a token without its tokenizer."""
+    first = resolve(model, tmp_path)
+    before = (first.directory / name).read_bytes()
+    rot(first.directory, name)
+    assert (first.directory / name).read_bytes() != before
+    hub_snapshot.forget()
+    again = resolve(model, tmp_path)
+    assert again.made_again == (name,)
+    assert (again.directory / name).read_bytes() == before
+
+
+def test_a_small_file_that_rotted_is_refused_where_no_hub_answers(
+    hub, model, tmp_path, monkeypatch
+):
+    """Even a plan does not read it."""
+    rot(resolve(model, tmp_path).directory, "config.json")
+    away(monkeypatch)
+    with pytest.raises(ModelFileError, match=r"config\.json: is not what the hub has") as refused:
+        ours.describe(model)
+    assert "connect to the hub" in str(refused.value)

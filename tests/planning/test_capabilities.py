@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mens_exp.planning.backend_specs import BACKEND_SPECS, available
+from mens_exp.config.backend import BACKEND_SPECS
 from mens_exp.planning.capabilities import page
+from mens_exp.planning.planner import available
 
 
 def test_page_is_current():

@@ -18,8 +18,7 @@ from mens_exp.config.loader import SCHEMAS, declarations, effect_of
 from mens_exp.config.root import RunConfig
 from mens_exp.config.user_config import group_options
 from mens_exp.corpus import synthetic
-from mens_exp.planning.contract import contract_of
-from mens_exp.planning.semantics import RECORDING_CALLBACKS, learned_settings
+from mens_exp.planning.contract import RECORDING_CALLBACKS, contract_of, learned_settings
 
 # One command for each schema, so that each of its fields can be flipped on it.
 COMMANDS = {

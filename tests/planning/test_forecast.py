@@ -17,7 +17,6 @@ from mens_exp.planning.throughput_model import (
     append,
     comparison_s,
     flop_per_token,
-    learned_frac,
     ledger_path,
     quantization_s,
     time,
@@ -229,7 +228,8 @@ def test_unknown_documents_are_as_long_as_they_may_be(
 )
 def test_share_of_learned_tokens(tiny_config, objective, share):
     """Documents of fifty tokens: the last k, all, or about half, as in the main job."""
-    assert learned_frac(tiny_config(*objective).objective, 50.0) == share
+    settings = tiny_config(*objective).objective
+    assert settings.spec.supervised_frac(settings, 50.0) == share
 
 
 def test_operations_of_the_proxy_are_those_of_learned_positions(tiny_config, tmp_path):

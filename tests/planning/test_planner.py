@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
+from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, PROXY
 from mens_exp.layout.families import FAMILIES
-from mens_exp.planning.backend_specs import BACKEND_SPECS, FULL_GRAPH, PROXY
 from mens_exp.planning.contract import (
     AdapterPart,
     ArtifactPart,

@@ -5,20 +5,14 @@ import shutil
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.suite import HeldoutSyntaxSuite
 from mens_exp.errors import SetupError
 from mens_exp.planning.checks.machine import check_sandbox
 from mens_exp.planning.preflight import preflight
 
 
-def configured(sandbox):
-    texts = ["model=tiny_llama", "logger=none", f"sandbox={sandbox}"]
+def configured(sandbox, suite="mini_python"):
+    texts = ["model=tiny_llama", "logger=none", f"sandbox={sandbox}", f"suite={suite}"]
     return typed(compose([texts])[0].values)
-
-
-@pytest.fixture
-def executes(monkeypatch):
-    monkeypatch.setattr(HeldoutSyntaxSuite, "executes", True)
 
 
 @pytest.fixture
@@ -26,7 +20,7 @@ def without_tools(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
-@pytest.mark.usefixtures("executes", "without_tools")
+@pytest.mark.usefixtures("without_tools")
 @pytest.mark.parametrize(
     ("sandbox", "found"), [("bubblewrap", "no bwrap, prlimit, setpriv"), ("unsafe", "no prlimit")]
 )
@@ -38,7 +32,7 @@ def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox, found):
     assert "apt-get install" in str(problem)
 
 
-@pytest.mark.usefixtures("executes", "without_tools")
+@pytest.mark.usefixtures("without_tools")
 def test_without_a_sandbox_nothing_is_missing():
     """sandbox=none executes nothing."""
     assert list(check_sandbox(configured("none"))) == []
@@ -47,10 +41,10 @@ def test_without_a_sandbox_nothing_is_missing():
 @pytest.mark.usefixtures("without_tools")
 def test_suite_that_executes_nothing_needs_no_sandbox():
     """Its run does not ask for one."""
-    assert list(check_sandbox(configured("bubblewrap"))) == []
+    assert list(check_sandbox(configured("bubblewrap", "heldout_syntax"))) == []
 
 
-@pytest.mark.usefixtures("executes", "sandbox")
+@pytest.mark.usefixtures("sandbox")
 def test_tools_that_are_there_are_no_problem():
     """This machine has them."""
-    assert list(check_sandbox(configured("bubblewrap"))) == []
+    assert list(check_sandbox(configured("bubblewrap", "heldout_syntax"))) == []

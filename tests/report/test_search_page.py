@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from mens_exp.artifacts.sweep import JobState, SweepRecord
-from mens_exp.report.search_view import best_table, drawn_from, search_page, space_table
+from mens_exp.report.evidence_views import best_table, drawn_from, search_page, space_table
 from mens_exp.report.study_plots import search_drawings
 
 pytestmark = pytest.mark.draws

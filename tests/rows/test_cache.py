@@ -9,7 +9,7 @@ import pytest
 
 from mens_exp.rows import cache as rows_cache
 from mens_exp.rows.cache import CacheKey, TokenCounts, cache_root, encoded, peek
-from mens_exp.rows.encode import Encoded, Labelling
+from mens_exp.rows.documents import Encoded, Labelling
 
 KEY = CacheKey(
     rows_sha256="r",
@@ -159,7 +159,7 @@ def test_key_is_stored_beside_the_arrays(tmp_path):
     """So that a person can tell what a folder is."""
     encoded(tmp_path, KEY, Builder())
     meta = json.loads((KEY.directory(tmp_path) / "meta.json").read_text("utf-8"))
-    assert meta["key"] == dataclasses.asdict(KEY)
+    assert meta["key"] == KEY.record()
     assert TokenCounts(**meta["counts"]) == peek(tmp_path, KEY)
 
 

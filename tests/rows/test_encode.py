@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mens_exp.config.objective import LABELLINGS
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.errors import ConfigError, DataError
 from mens_exp.model import sources
 from mens_exp.rows.answers import messages_of, prompt_text
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import HfTokenizer
 
@@ -82,7 +83,7 @@ def test_learned_text_is_exactly_the_answer(tokenizer, prompt, response, system)
 def test_first_token_is_never_learned(tokenizer, texts, limit):
     """Nothing stands before it to predict it from, under either objective."""
     pairs = [TrainingPair(prompt=prompt, response=response) for prompt, response in texts]
-    for objective in LABELLINGS:
+    for objective in OBJECTIVES.built_in:
         documents = encoded(tokenizer, *pairs, objective=objective, seq_len=limit)
         assert not documents.supervised[documents.offsets[:-1]].any()
         assert (documents.lengths <= limit).all()
@@ -104,7 +105,7 @@ def test_unknown_objective_is_refused(tokenizer):
         encoded(tokenizer, objective="casual")
 
 
-@pytest.mark.parametrize("objective", LABELLINGS)
+@pytest.mark.parametrize("objective", list(OBJECTIVES.built_in))
 def test_objectives_of_the_configuration_are_known(tokenizer, objective):
     """What validation accepts, encoding does."""
     assert len(encoded(tokenizer, objective=objective)) == 1

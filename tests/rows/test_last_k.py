@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mens_exp.config.model import TokenizerConfig
 from mens_exp.model import sources
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 from mens_exp.tokenizer.load import load_tokenizer

@@ -16,7 +16,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mens_exp.errors import DataError
 from mens_exp.rows.answers import answer_of, answer_turn, messages_of
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.rows.schema import TrainingPair
 

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_rows import TRL, WITH_TOOLS
 
-from mens_exp.rows.encode import Labelling, encode
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode
 from mens_exp.rows.roles import role_counts, supervised_tokens
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.rows.shapes import Role

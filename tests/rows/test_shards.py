@@ -12,7 +12,8 @@ import pytest
 from mens_exp.errors import DataError, Problems, SetupError
 from mens_exp.rows import encode as shards
 from mens_exp.rows.cache import CacheKey, encoded_parts
-from mens_exp.rows.encode import Labelling, encode, encode_parts
+from mens_exp.rows.documents import Labelling
+from mens_exp.rows.encode import encode, encode_parts
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mens_exp.config.suite import BubblewrapSandbox, NoSandbox, SandboxConfig, UnsafeSandbox
+from mens_exp.config.evaluation import BubblewrapSandbox, NoSandbox, SandboxConfig, UnsafeSandbox
 from mens_exp.errors import SetupError
 from mens_exp.sandbox.bubblewrap import Bubblewrap, _visible_options
 from mens_exp.sandbox.opening import limits_of, open_sandbox, probe, probed

@@ -51,6 +51,8 @@ from typing import Any
 # Variables whose values are frozen by an import: two commands that differ in them share no server.
 READ_AT_IMPORT = ("ATEN_", "BNB_", "DATASETS_", "HF_", "HUGGING", "MALLOC_", "MKL_", "NUMEXPR_")
 READ_AT_IMPORT += ("ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
+SITE = "MENS_EXP_TEST_SITE"  # a directory that a server finds installed packages in
+READ_AT_IMPORT += (SITE,)
 SET_BY_FORKS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}  # as the command line sets it
 EXTERNAL = (
@@ -121,7 +123,13 @@ class ForkServer:
                 env={
                     **DEFAULTS,
                     **{k: v for k, v in environment.items() if not k.startswith("COVERAGE")},
-                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), _source()]),
+                    "PYTHONPATH": os.pathsep.join(
+                        [
+                            str(Path(__file__).parent),
+                            _source(),
+                            *filter(None, [environment.get(SITE)]),
+                        ]
+                    ),
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
                     "MKL_NUM_THREADS": "1",

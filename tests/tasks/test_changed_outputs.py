@@ -8,8 +8,14 @@ import shutil
 import pytest
 
 from mens_exp import cli
+from mens_exp.artifacts.digest import refuse_changed_adapter, refuse_changed_model
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.model import HfModel
+from mens_exp.errors import DataError, RequestError
+from mens_exp.model.sources import resolve
+from mens_exp.tasks.inputs import definition_of
+from mens_exp.tasks.inputs import refuse_changed as refuse_changed_inputs
 
 V3, PEFT = "adapter/adapter.safetensors", "adapter/peft/adapter_model.safetensors"
 
@@ -102,3 +108,120 @@ def test_merged_weights_that_were_flipped_are_not_served(finished, tmp_path, cap
     flip(run / "merged" / "model.safetensors")
     said = refused(capsys, tmp_path, "task=serve", f"path={run / 'merged'}")
     assert "merged/model.safetensors: is not what its run wrote" in said
+
+
+@pytest.fixture(scope="module")
+def outputs(finished, tmp_path_factory):
+    """A merged model and a PEFT directory away from any run; only to be copied."""
+    root = tmp_path_factory.mktemp("outputs")
+    merge = ["task=merge", f"path={finished.path}", f"out={root / 'model'}", "parity.tokens=64"]
+    assert cli.main([*merge, "parity.accept=true", f"hydra.run.dir={root / 'a' / 'merge'}"]) == 0
+    export = ["task=export", f"path={finished.path}", "format=peft", f"out={root / 'peft'}"]
+    assert cli.main([*export, f"hydra.run.dir={root / 'a' / 'export'}"]) == 0
+    return root
+
+
+@pytest.fixture
+def output(outputs, tmp_path):
+    """Copy one of them, to be spoiled."""
+    return lambda name: shutil.copytree(outputs / name, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_merged_model_that_differs_from_its_certificate_is_no_base(output, cache, name):
+    """No manifest is above it; parity.json next to it states the hashes."""
+    model = output("model")
+    resolve(HfModel(id=str(model)), cache)
+    flip(model / name)
+    with pytest.raises(DataError, match="is not what its run wrote") as refused:
+        resolve(HfModel(id=str(model)), cache)
+    assert refused.value.where == str(model / name)
+    assert "delete parity.json" in str(refused.value)
+    (model / "parity.json").unlink()
+    refuse_changed_model(model)
+
+
+def test_a_merged_model_s_card_may_be_edited(output):
+    """People write there; the weights are what they were."""
+    model = output("model")
+    flip(model / "README.md")
+    refuse_changed_model(model)
+
+
+def test_a_certificate_that_cannot_be_read_vouches_for_nothing(output):
+    """One flipped bit must not switch the check off."""
+    model = output("model")
+    text = (model / "parity.json").read_text("utf-8")
+    (model / "parity.json").write_text(text.replace(":", ";", 1), "utf-8")
+    with pytest.raises(DataError, match="cannot be read, so the files next to it"):
+        refuse_changed_model(model)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("task=serve", "path={model}"), ("task=export", "format=gguf", "path={model}")],
+    ids=["serve", "gguf"],
+)
+def test_commands_refuse_a_merged_model_that_differs_from_its_certificate(
+    output, capsys, tmp_path, command
+):
+    """Its tokenizer, too: other ids are other words."""
+    model = output("model")
+    (model / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes() + b" ")
+    said = refused(capsys, tmp_path, *(text.format(model=model) for text in command))
+    assert "tokenizer.json: is not what its run wrote" in said
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_exported_adapter_that_differs_from_its_certificate_is_refused(output, name):
+    """Where its run is not at hand, the certificate still is."""
+    peft = output("peft")
+    refuse_changed_adapter(peft)
+    flip(peft / name)
+    with pytest.raises(DataError, match="is not what its run wrote"):
+        refuse_changed_adapter(peft)
+
+
+def test_a_base_of_another_configuration_is_refused_by_every_reader(
+    tiny_base, train_in, tmp_path, capsys
+):
+    """The same weights with another epsilon are another model, and their hash does not say so."""
+    base = shutil.copytree(tiny_base.directory, tmp_path / "base")
+    run = train_in(tmp_path / "run", "model=hf", f"model.id={base}", "trainer.max_steps=1")
+    config = json.loads((base / "config.json").read_text("utf-8"))
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}), "utf-8")
+    suite = ["suite=heldout_syntax", "suite.items=1", "logger=none"]
+    for number, command in enumerate(
+        [
+            ["task=evaluate", *suite],
+            ["task=chat", "prompt=hello"],
+            ["task=merge"],
+            ["task=export", "format=peft"],
+        ]
+    ):
+        said = refused(capsys, tmp_path / str(number), *command, f"path={run.path}")
+        assert "inputs.base_config_sha256: is not what the run was trained on" in said
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=2"]) == 2
+    assert "base_config_sha256" in capsys.readouterr().err
+    assert cli.main(["task=inspect", f"path={run.path}", "inspect.verify=true"]) == 4
+    assert "base_config_sha256" in capsys.readouterr().err
+    (base / "config.json").write_text("{", "utf-8")
+    assert cli.main(["task=inspect", f"path={run.path}", "inspect.verify=true"]) == 4
+
+
+def test_code_of_a_base_is_recorded_where_it_is_run(tiny_base, cache, tmp_path):
+    """A model that was made here has none, and its files have a list of their own."""
+    assert definition_of(tiny_base) == {}
+    base = shutil.copytree(tiny_base.directory, tmp_path / "base")
+    (base / "modeling_own.py").write_text("one = 1\n", "utf-8")
+    plain, trusting = (
+        resolve(HfModel(id=str(base), trust_remote_code=code), cache) for code in (False, True)
+    )
+    before = definition_of(trusting)
+    assert definition_of(plain).keys() == {"base_config_sha256"}
+    (base / "modeling_own.py").write_text("one = 2\n", "utf-8")
+    assert definition_of(plain) == definition_of(plain)
+    with pytest.raises(RequestError, match="base_code_sha256: is not what the run was trained on"):
+        refuse_changed_inputs(before, definition_of(trusting))

@@ -79,7 +79,8 @@ def test_answers_grow_by_a_token_each(talk):
 
 def test_a_prompt_is_encoded_as_in_training(talk):
     """The ids before the answer of a training row are those that a chat begins with."""
-    from mens_exp.rows.encode import Labelling, encode
+    from mens_exp.rows.documents import Labelling
+    from mens_exp.rows.encode import encode
     from mens_exp.rows.schema import TrainingPair
 
     row = TrainingPair(prompt="What is two?", response="2", system="Be brief.")

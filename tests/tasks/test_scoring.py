@@ -4,12 +4,12 @@ import pytest
 
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.evaluation import NoSandbox
 from mens_exp.config.suite import (
     HeldoutSyntaxSuite,
     JsonlCheck,
     JsonlSuite,
     MiniPythonSuite,
-    NoSandbox,
     NoSuite,
 )
 from mens_exp.rows.schema import TrainingPair

@@ -58,23 +58,43 @@ def digest(obj: object) -> str:
     return sha256_bytes(canonical_json(obj))
 
 
-_ADAPTER = {".json", ".safetensors"}
+CERTIFICATE = "parity.json"  # in a written directory, or after the name of a written file
+_ADAPTER = {".jinja", ".json", ".safetensors"}
+_CARD = ".md"  # of a model, for its owner to edit
 _DEPTH = 3  # adapter/peft/adapter_model.safetensors is the deepest
 
 
-def refuse_changed_outputs(*files: Path) -> None:
-    """Refuse files of a run that differ from what the run wrote.
+def refuse_changed_outputs(*files: Path) -> dict[Path, str]:
+    """Refuse files that differ from what a run, a merge or an export wrote.
 
-    Files outside runs are not checked, nor are files without a recorded hash, nor those of a run
-    that is still in progress.
+    The hashes are those of the run's manifest and of the certificate next to an output. Files
+    without a recorded hash are not checked, nor are those of a run that is still in progress.
 
     Args:
         files: files about to be read; a missing one is left to its reader.
 
+    Returns:
+        The hashes of the files that a record states, by absolute path.
+
     Raises:
-        Problems: the hashes of files differ from those in the manifest of their run.
+        Problems: the hashes of files differ from the recorded ones.
     """
-    Problems.raise_if([error for file in files for error in _changed(file)])
+    hashes: dict[Path, str] = {}
+    Problems.raise_if([error for file in files for error in _changed(file, hashes)])
+    return hashes
+
+
+def refuse_changed_model(directory: Path) -> dict[Path, str]:
+    """Refuse a model directory if a file other than its card differs from what was written.
+
+    Returns:
+        The hashes of the files that a record states, by absolute path.
+
+    Raises:
+        Problems: the hashes of files differ from the recorded ones.
+    """
+    files = [file for file in sorted(directory.glob("*")) if file.suffix != _CARD]
+    return refuse_changed_outputs(*files)
 
 
 def refuse_changed_adapter(directory: Path) -> None:
@@ -84,42 +104,76 @@ def refuse_changed_adapter(directory: Path) -> None:
         directory: the directory of the adapter, in a run or elsewhere.
 
     Raises:
-        Problems: the hashes of files differ from those in the manifest of their run.
+        Problems: the hashes of files differ from the recorded ones.
     """
     files = [file for file in sorted(directory.glob("*")) if file.suffix in _ADAPTER]
     configs = [parent / "config.yaml" for parent in directory.absolute().parents[:_DEPTH]]
     refuse_changed_outputs(*files, *configs)
 
 
-def _changed(file: Path) -> Iterator[DataError]:
+def _changed(file: Path, hashes: dict[Path, str]) -> Iterator[DataError]:
     if not file.is_file():
         return
     place = file.absolute()
-    for directory in place.parents[:_DEPTH]:
-        expected = _outputs(directory).get(place.relative_to(directory).as_posix())
-        if expected is None:
-            continue
-        found = sha256_file(place)
-        if found != expected:
+    for record, expected in _records(place):
+        if place not in hashes:
+            hashes[place] = sha256_file(place)
+        if hashes[place] != expected:
+            on_purpose = f"; if you changed it on purpose, delete {record.name}"
             yield DataError(
                 "is not what its run wrote",
                 where=str(file),
-                found=found,
-                expected=f"{expected}, as {directory / 'manifest.json'} has it",
-                remedy="put the file back as it was, or make it again",
+                found=hashes[place],
+                expected=f"{expected}, as {record} has it",
+                remedy="put the file back as it was, or make it again"
+                + (on_purpose if record.name.endswith(CERTIFICATE) else ""),
             )
-        return
+            return
 
 
-def _outputs(directory: Path) -> dict[str, Any]:
-    """Return the hashes recorded by the run at this path; empty while it is in progress."""
+def _records(place: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each record that states a hash of a file, and the hash."""
+    beside = place.with_name(f"{place.name}.{CERTIFICATE}")
+    if (expected := _certified(beside).get("")) is not None:
+        yield beside, expected
+    for directory in place.parents[:_DEPTH]:
+        name = place.relative_to(directory).as_posix()
+        for record, read in (("manifest.json", _outputs), (CERTIFICATE, _certified)):
+            expected = None if name == record else read(directory / record).get(name)
+            if expected is not None:
+                yield directory / record, expected
+
+
+def _outputs(record: Path) -> dict[str, Any]:
+    """Return the hashes recorded by a run's manifest; empty while it is in progress."""
     try:
-        manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
+        manifest = json.loads(record.read_text("utf-8"))
         outputs = manifest["outputs"]
         is_at_work = manifest["status"] == Status.STARTED
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return outputs if isinstance(outputs, dict) and not is_at_work else {}
+
+
+def _certified(record: Path) -> dict[str, Any]:
+    """Return the hashes of a certificate's files, by relative path; empty if there is none.
+
+    Raises:
+        DataError: it cannot be read, so nothing can be compared with it.
+    """
+    try:
+        certificate = json.loads(record.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            "cannot be read, so the files next to it cannot be checked",
+            where=str(record),
+            found=str(error),
+            remedy="put it back as it was, or delete it to use files that nothing vouches for",
+        ) from error
+    files = certificate.get("files") if isinstance(certificate, dict) else None
+    return files if isinstance(files, dict) else {}
 
 
 CHECKPOINT_DIGESTS = "sha256.json"

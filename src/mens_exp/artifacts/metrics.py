@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from mens_exp.errors import MensError, RequestError, expected_name, nearest
@@ -241,7 +241,27 @@ _DURING = (
     _during("tokens_out", "none", "mean tokens of an answer", "tokens"),
 )
 METRICS: dict[str, Metric] = {entry.name: entry for entry in (*_TABLE, *_DURING)}
+BUILT_IN = frozenset(METRICS)  # those of objectives join the table when they are built
+OF_OBJECTIVES = ("train", "val")  # the areas in which an objective's metrics are reported
 _BY_ALIAS = {alias: entry for entry in _TABLE for alias in entry.alias}
+
+
+def declare(metrics: Iterable[Metric]) -> None:
+    """Add the metrics of an objective to the table, in both of its areas.
+
+    Raises:
+        MensError: there is another metric of that name.
+    """
+    for one in metrics:
+        for area in OF_OBJECTIVES:
+            entry = replace(one, name=f"{area}/{one.name}")
+            if METRICS.setdefault(entry.name, entry) != entry:
+                raise MensError(
+                    "there is another metric of this name",
+                    where=f"metrics of an objective: {one.name}",
+                    found=entry.name,
+                    remedy="give it another name",
+                )
 
 
 def metric(name: str) -> Metric:
@@ -367,17 +387,16 @@ def _numbers(name: str) -> list[str]:
 
 
 def declaration(name: str) -> dict[str, Any] | None:
-    """Return what a record keeps of a user's metric, since its readers may lack the code.
+    """Return what a record keeps of a metric that is not built in: readers may lack the code.
 
-    None for a metric of ours.
+    None for a metric that is.
 
     Raises:
         MensError: no such metric exists.
     """
-    own = _OWN.get(name)
-    if own is None:
-        metric(name)
+    if name in BUILT_IN:
         return None
+    own = _OWN.get(name) or metric(name)
     return {name: value for name, value in asdict(own).items() if name != "alias"}
 
 

@@ -57,7 +57,12 @@ def parse_json(data: bytes, where: str) -> Any:
             data.decode("utf-8"), object_pairs_hook=_unrepeated, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
-        raise DataError("not JSON", where=where, found=str(error)) from error
+        raise DataError(
+            "not JSON",
+            where=where,
+            found=str(error),
+            remedy="put the file back as it was, or make it again",
+        ) from error
 
 
 def check_type(value: object, hint: Any, where: str) -> list[DataError]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from mens_exp.artifacts.atomic import json_line, write_bytes
 from mens_exp.artifacts.credentials import screened
-from mens_exp.artifacts.metrics import METRICS, declaration, reduced
+from mens_exp.artifacts.metrics import BUILT_IN, declaration, reduced
 from mens_exp.artifacts.record import check_type, cut_torn_end, parse_json, read_lines, write_lines
 from mens_exp.errors import DataError, MensError, Problems, expected_name
 
@@ -224,6 +224,8 @@ def own_series(events: Iterable[Event]) -> dict[str, OwnSeries]:
                 continue
             case "step":
                 values = payload
+            case "validation" if payload["condition"] == "tuned":
+                values = payload
             case "logged" if "condition" not in payload:
                 values = payload["values"]
             case _:
@@ -289,8 +291,8 @@ def _refuse(record: Event) -> None:
 
 
 def _metrics_in(payload: Mapping[str, Any]) -> list[str]:
-    """Return the names of metrics in a payload, other than ours."""
-    names = [key for key in payload if "/" in key and key not in METRICS]
+    """Return the names of metrics in a payload that are not built in."""
+    names = [key for key in payload if "/" in key and key not in BUILT_IN]
     return [*names, *payload.get("values", ())]
 
 

@@ -17,7 +17,6 @@ from mens_exp.backends.frozen_base import frozen_weights, load_base
 from mens_exp.backends.lora import LoraBackend
 from mens_exp.backends.saved_model import write_model
 from mens_exp.config.backend import trains_base
-from mens_exp.config.objective import CrossEntropyConfig, LastKObjective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,13 +43,8 @@ def objective_note(objective: ObjectiveConfig, *, is_chatml: bool) -> str:
         objective: the supervised tokens and the loss.
         is_chatml: whether the chat template in force is ChatML.
     """
-    if isinstance(objective, LastKObjective):
-        learned = f"last_k{objective.k}"
-    elif objective.labels == "assistant":
-        learned = f"masked_{'chatml' if is_chatml else 'chat_template'}"
-    else:
-        learned = objective.labels
-    loss = "ce" if isinstance(objective, CrossEntropyConfig) else objective.name
+    learned = objective.spec.learned(objective, is_chatml=is_chatml)
+    loss = "ce" if objective.spec.is_likelihood else objective.name
     return f"burn_lora_{learned}_{loss}"
 
 

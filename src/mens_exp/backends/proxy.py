@@ -23,7 +23,6 @@ from mens_exp.backends.generation import Draw, StopWatch, Trace, evaluating
 from mens_exp.backends.protocol import NonPeftBackend
 from mens_exp.backends.saved_model import provenance_of
 from mens_exp.config.backend import Composition, ProxyConfig
-from mens_exp.config.objective import LastKObjective
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, SetupError
 from mens_exp.layout.checkpoint_files import read_directory
@@ -165,7 +164,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         table_VD = self.embedding_VD.to(device).float()
         self.lm_head = Projection(table_VD, config, name=HEAD, draws_as=HEAD)
         self.compute_dtype = compute_dtype(config.quant)
-        self.k = config.objective.k if isinstance(config.objective, LastKObjective) else None
+        self.k = config.objective.spec.last_tokens(config.objective)
 
     @property
     def projections(self) -> dict[str, Projection]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.data.batch import Batch
     from mens_exp.layout.peft_format import Stack
-    from mens_exp.rows.encode import Encoded
+    from mens_exp.rows.documents import Encoded
 
 _CHUNK = 48  # tokens; gives several chunks of a head, the last one shorter
 _FILLED = 0.02  # standard deviation of a filled B, as is usual for weights

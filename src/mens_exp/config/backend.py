@@ -1,4 +1,7 @@
-"""The graph to train."""
+"""Settings of `backend`, and the backends: what each requires of a contract.
+
+The table lists the trainable graphs; the config groups determine which of them are available.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting, when
+from mens_exp.config.quant import QUANTIZERS, names_for
 
 
 class Composition(Enum):
@@ -90,6 +94,11 @@ class ProxyConfig(BackendConfig):
     )
 
 
+def has_frozen_base(backend: BackendConfig, source: str) -> bool:
+    """Return whether the base's weights stay as they are; see :func:`trains_base`."""
+    return not isinstance(backend, FullConfig) and not trains_base(backend, source)
+
+
 def trains_base(backend: BackendConfig, source: str) -> bool:
     """Return whether base weights are trained in addition to the adapter.
 
@@ -100,3 +109,100 @@ def trains_base(backend: BackendConfig, source: str) -> bool:
     if not isinstance(backend, BurnConfig):
         return False
     return source == "random" if backend.train_base is None else backend.train_base
+
+
+FULL_GRAPH = "full_graph"
+PROXY = "lm_head_proxy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSpec:
+    """One trainable graph.
+
+    Attributes:
+        name: the backend that implements it.
+        method: adapter method, ``lora`` or ``qlora``; ``full`` has no adapter.
+        targets: what the adapter sits on: the full causal graph, or the proxy stack.
+        graph_id: name of the graph in records; the proxy's depends on its composition.
+        depth: a human-readable description of the part of the model that is computed.
+        needs_layout: whether it reads weights by name, which requires a known family.
+        tokenizers: accepted tokenizers; other token ids mean nothing to pretrained weights.
+    """
+
+    name: str
+    method: str
+    targets: str
+    graph_id: str
+    depth: str
+    needs_layout: bool
+    tokenizers: tuple[str, ...] = ("hf",)
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Names of the quantizers of its base weights; ``none`` leaves them as they are."""
+        return names_for(self.name)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base weights are quantized."""
+        return "none" not in self.bases
+
+    def takes(self, base: str) -> bool:
+        """Tell whether the base weights may be stored by a quantizer, installed ones included."""
+        spec = QUANTIZERS.known(base)
+        return spec is not None and self.name in spec.backends
+
+
+BACKEND_SPECS: dict[str, BackendSpec] = {
+    kernel.name: kernel
+    for kernel in (
+        BackendSpec(
+            name="qlora",
+            method="qlora",
+            targets=FULL_GRAPH,
+            graph_id="full_causal",
+            depth="full causal model",
+            needs_layout=False,
+        ),
+        BackendSpec(
+            name="proxy",
+            method="qlora",
+            targets=PROXY,
+            graph_id="proxy_stack_v1_residual",
+            depth="embedding, one projection a layer, head: no attention",
+            needs_layout=True,
+        ),
+        BackendSpec(
+            name="lora",
+            method="lora",
+            targets=FULL_GRAPH,
+            graph_id="full_causal",
+            depth="full causal model",
+            needs_layout=False,
+        ),
+        BackendSpec(
+            name="burn",
+            method="lora",
+            targets=FULL_GRAPH,
+            graph_id="burn_full_causal",
+            depth="full causal model, f32 research lane",
+            needs_layout=True,
+            tokenizers=("hf", "vox"),
+        ),
+        BackendSpec(
+            name="full",
+            method="full",
+            targets=FULL_GRAPH,
+            graph_id="full_causal",
+            depth="full causal model, every weight trained",
+            needs_layout=False,
+        ),
+    )
+}
+
+
+def spec_for(method: str, *, quantized: bool, targets: str) -> BackendSpec | None:
+    """Return the first backend that supports a method on a base; None if there is none."""
+    asked = (method, quantized, targets)
+    fitting = (k for k in BACKEND_SPECS.values() if (k.method, k.quantized, k.targets) == asked)
+    return next(fitting, None)

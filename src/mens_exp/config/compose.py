@@ -349,23 +349,22 @@ def from_yaml(path: Path) -> DictConfig:
         root = _under_schemas(stored)
         missing = OmegaConf.missing_keys(root)
     except DataError as error:
-        raise ConfigError(
-            "the stored configuration cannot be read",
-            where=str(path),
-            found=f"{error.what}: {error.found}",
-        ) from error
+        raise _unreadable(path, f"{error.what}: {error.found}") from error
     except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise ConfigError(
-            "the stored configuration cannot be read", where=str(path), found=lines[0]
-        ) from error
+        raise _unreadable(path, lines[0]) from error
     if missing:
-        raise ConfigError(
-            "the stored configuration cannot be read",
-            where=str(path),
-            found=f"no {', '.join(sorted(missing))}",
-        )
+        raise _unreadable(path, f"no {', '.join(sorted(missing))}")
     return root
+
+
+def _unreadable(path: Path, found: str) -> ConfigError:
+    return ConfigError(
+        "the stored configuration cannot be read",
+        where=str(path),
+        found=found,
+        remedy="put the file back as its run wrote it",
+    )
 
 
 def _mapping_in(path: Path) -> DictConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,7 +11,10 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import TRAINING, Effect, section, setting, unless, when
 
-_LEARNS_ENDS = unless("objective.labels", "last_k", why="which learns the end of a text as it is")
+_LEARNS_ENDS = dataclasses.replace(
+    unless("objective.labels", "last_k", why="which learns the end of a text as it is"),
+    holds=lambda config: not config.objective.spec.learns_ends,
+)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,14 +23,18 @@ from typing import TYPE_CHECKING, Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.config import (
     backend,
     data,
+    evaluation,
     logger,
     lora,
     model,
@@ -51,10 +55,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hydra._internal.config_repository import IConfigRepository
+    from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.default_element import ResultDefault
     from hydra.core.override_parser.types import Override
-    from hydra.plugins.config_source import ConfigResult
     from omegaconf import Container
+
+    from mens_exp.config.plugins import Registry
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "task": {"task": task.TaskConfig},
@@ -99,20 +105,11 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "tensorboard": logger.TensorboardLogger,
         "none": logger.NoLogger,
     },
-    "suite": {
-        "heldout_syntax": suite.HeldoutSyntaxSuite,
-        "mini_python": suite.MiniPythonSuite,
-        "humaneval": suite.HumanEvalSuite,
-        "rust": suite.RustSuite,
-        "jsonl": suite.JsonlSuite,
-        "lm_eval": suite.LmEvalSuite,
-        "scorecard_spec": suite.ScorecardSpecSuite,
-        "none": suite.NoSuite,
-    },
+    "suite": {name: spec.schema for name, spec in suite.SUITES.built_in.items()},
     "sandbox": {
-        "bubblewrap": suite.BubblewrapSandbox,
-        "unsafe": suite.UnsafeSandbox,
-        "none": suite.NoSandbox,
+        "bubblewrap": evaluation.BubblewrapSandbox,
+        "unsafe": evaluation.UnsafeSandbox,
+        "none": evaluation.NoSandbox,
     },
     "policy": {
         "burn_production": promotion.BurnProductionPolicy,
@@ -141,6 +138,9 @@ DISCRIMINATORS = {
     "sandbox": "name",
     "policy": "name",
 }
+
+# Groups of which installed packages add schemas; each spec has its own.
+REGISTRIES: dict[str, Registry[Any]] = {"suite": suite.SUITES}
 
 # Names of schemas in the records of earlier runs.
 _EARLIER = {"model": {"directory": "hf"}}
@@ -230,6 +230,63 @@ def contract_parts(path: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts))
 
 
+_SCHEME = "mens-installed"
+
+
+class InstalledSource(ConfigSource):
+    """Config source of the schemas that installed packages add; one is imported when it is read."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the scheme of this source."""
+        return _SCHEME
+
+    def available(self) -> bool:
+        """Return true: there is always a registry to ask."""
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the schema of an installed object."""
+        group, name = _schema_at(config_path) or ("", "")
+        node = _open(REGISTRIES[group].named(name).schema)
+        return ConfigResult(
+            self.provider, config_path, node, {"package": None}, is_schema_source=True
+        )
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether an installed package adds such a schema."""
+        return _schema_at(config_path) is not None
+
+    def is_group(self, config_path: str) -> bool:
+        """Return whether these are the schemas of a group that has some."""
+        group = config_path.removeprefix("schema/")
+        return group in REGISTRIES and bool(REGISTRIES[group].installed_names())
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the schemas of a group."""
+        group = config_path.removeprefix("schema/")
+        if results_filter is ObjectType.GROUP or group not in REGISTRIES:
+            return []
+        return sorted(REGISTRIES[group].installed_names())
+
+
+def _schema_at(config_path: str) -> tuple[str, str] | None:
+    """Return the group and the name of an installed schema."""
+    first, _, rest = config_path.removesuffix(".yaml").partition("/")
+    group, _, name = rest.partition("/")
+    is_one = first == "schema" and group in REGISTRIES
+    return (group, name) if is_one and name in REGISTRIES[group].installed_names() else None
+
+
+class InstalledSearchPath(SearchPathPlugin):
+    """Search-path plugin that adds the schemas of installed packages."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add them, if there are any."""
+        if any(registry.installed_names() for registry in REGISTRIES.values()):
+            search_path.append("installed", f"{_SCHEME}://")
+
+
 _LAST = "root"  # registered last, so its presence means that all are registered
 
 
@@ -242,7 +299,9 @@ def register() -> None:
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
     # Installed plugins register theirs when Hydra first searches for plugins; ours must come after.
-    Plugins.instance()
+    plugins = Plugins.instance()
+    plugins.register(InstalledSource)
+    plugins.register(InstalledSearchPath)
     earlier = {name: sweep.LAUNCHERS[now] for name, now in sweep.EARLIER.items()}
     for name, launcher_schema in {**sweep.LAUNCHERS, **earlier}.items():
         store.store(group="hydra/launcher", name=name, node=launcher_schema)
@@ -286,13 +345,16 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
 
     Raises:
         KeyError: no known schema matches the values.
+        SetupError: an installed package claims the name, and what it offers cannot be used.
     """
     schemas = SCHEMAS[group]
     if group == "callbacks":
         return schemas.get(name or "", trainer.CallbackConfig)
     if group in DISCRIMINATORS:
         value = values[DISCRIMINATORS[group]]
-        return schemas[_EARLIER.get(group, {}).get(value, value)]
+        name = _EARLIER.get(group, {}).get(value, value)
+        added = REGISTRIES[group].known(name) if group in REGISTRIES else None
+        return schemas[name] if added is None else added.schema
     return schemas[group]
 
 

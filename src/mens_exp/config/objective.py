@@ -1,15 +1,32 @@
-"""The supervised tokens, and the loss over them."""
+"""Settings of `objective`, and the objectives: what planning, encoding and records ask of each.
+
+Nothing here imports torch. The loss is of the class that `_target_` names;
+:mod:`mens_exp.objective.causal` has what such a class is given. :attr:`ObjectiveSpec.documents`
+names the object that makes documents of rows (:mod:`mens_exp.rows.documents`).
+
+An installed package adds an objective under the entry point group ``mens_exp.objectives``
+(:mod:`mens_exp.config.plugins`). Its name is the value of `objective.name`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Effect, plain, setting
+from mens_exp.config.plugins import Registry
+from mens_exp.errors import ConfigError
 
-LABELLINGS = ("assistant", "causal", "last_k")  # the labelings that rows/encode implements
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.artifacts.metrics import Metric
+
+_MASKED = 0.5  # share of tokens that are answers, as in the main job
 
 
 class Turns(Enum):
@@ -28,6 +45,24 @@ class ObjectiveConfig:
     labels: str = setting(
         MISSING, "Which tokens are supervised: assistant, causal or last_k; set by the option."
     )
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        """The objective; that of a user's own class is over the tokens that `labels` names."""
+        found = OBJECTIVES.known(self.name)
+        if found is not None and isinstance(self, found.schema):
+            return found
+        labelled = OBJECTIVES.known(self.labels) or OBJECTIVES.named("assistant")
+        return dataclasses.replace(
+            labelled,
+            name=self.name,
+            schema=type(self),
+            selects=frozenset(),
+            in_chunks=False,
+            is_likelihood=False,
+            needs_reference=False,
+            metrics=(),
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,3 +109,158 @@ class LastKObjective(CrossEntropyConfig):
         ge=0,
         le=64,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSpec:
+    """One objective; the defaults are those of a loss of your own over answers.
+
+    Attributes:
+        name: value of `objective.name`, and the name in records.
+        schema: its settings.
+        documents: ``module:name`` of the :class:`mens_exp.rows.documents.RowDocuments` that makes
+            documents of a row and says which of their tokens are supervised.
+        selects: its settings that select tokens; the others are arguments of its class.
+        truncation: side on which a document that is too long is cut, unless `data` says.
+        in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
+        is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens.
+        learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
+        needs_reference: whether it compares with the base, which runs in a pass of its own.
+        metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
+    """
+
+    name: str
+    schema: type[ObjectiveConfig]
+    documents: str = "mens_exp.rows.documents:ASSISTANT"
+    selects: frozenset[str] = frozenset()
+    truncation: str = "right"
+    in_chunks: bool = False
+    is_likelihood: bool = False
+    learns_ends: bool = False
+    needs_reference: bool = False
+    metrics: tuple[Metric, ...] = ()
+
+    def selected(self, settings: Any) -> dict[str, Any]:
+        """Return the settings that select tokens, as plain values; they are part of a cache key."""
+        return {name: plain(getattr(settings, name)) for name in sorted(self.selects)}
+
+    def arguments(self, settings: Any) -> dict[str, Any]:
+        """Return the settings that are arguments of its class."""
+        common = {field.name for field in dataclasses.fields(ObjectiveConfig)}
+        names = {field.name for field in dataclasses.fields(settings)} - common - self.selects
+        return {name: getattr(settings, name) for name in sorted(names)}
+
+    def head_positions(self, settings: Any, positions: int) -> int:
+        """Return the positions whose logits exist at the same time.
+
+        Args:
+            settings: the `objective` group.
+            positions: those of a micro-batch.
+        """
+        return settings.chunk_tokens if self.in_chunks else positions
+
+    def supervised_frac(self, settings: Any, typical: float) -> float:
+        """Estimate the fraction of tokens that are supervised.
+
+        Args:
+            settings: the `objective` group.
+            typical: number of tokens in a typical document.
+        """
+        del settings, typical
+        return _MASKED
+
+    def last_tokens(self, settings: Any) -> int | None:
+        """Return the number of last tokens that are supervised (0: all after the prompt), if so."""
+        del settings
+        return None
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the supervised tokens as the seeds do in ``training_objective_note``."""
+        del settings
+        return f"masked_{'chatml' if is_chatml else 'chat_template'}"
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield the problems of its own settings, for documents of at most ``seq_len`` tokens."""
+        del settings, seq_len
+        yield from ()
+
+
+class _EveryToken(ObjectiveSpec):
+    """Every token is supervised."""
+
+    def supervised_frac(self, settings: Any, typical: float) -> float:
+        """Return all of them."""
+        del settings, typical
+        return 1.0
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the objective."""
+        del settings, is_chatml
+        return "causal"
+
+
+class _LastTokens(ObjectiveSpec):
+    """The end of each text is supervised."""
+
+    def supervised_frac(self, settings: Any, typical: float) -> float:
+        """Return the last tokens' share of a typical document."""
+        k = self.last_tokens(settings)
+        return min(1.0, k / typical) if k else _MASKED
+
+    def last_tokens(self, settings: Any) -> int | None:
+        """Return their number; a class of the user's has all after the prompt."""
+        return settings.k if "k" in self.selects else None
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the objective, with the number of tokens."""
+        del is_chatml
+        k = self.last_tokens(settings)
+        return "last_k" if k is None else f"last_k{k}"
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield more tokens than a document has."""
+        k = self.last_tokens(settings)
+        if k is not None and k > seq_len:
+            yield ConfigError(
+                "more last tokens than a sequence has",
+                where="objective.k",
+                found=k,
+                expected=f"at most data.seq_len ({seq_len})",
+                remedy="lower objective.k, or raise data.seq_len",
+            )
+
+
+OBJECTIVES = Registry(
+    kind="objective",
+    group="mens_exp.objectives",
+    spec=ObjectiveSpec,
+    built_in={
+        spec.name: spec
+        for spec in (
+            _EveryToken(
+                name="causal",
+                schema=CausalObjective,
+                documents="mens_exp.rows.documents:CAUSAL",
+                in_chunks=True,
+                is_likelihood=True,
+            ),
+            ObjectiveSpec(
+                name="assistant",
+                schema=AssistantObjective,
+                selects=frozenset({"turns"}),
+                in_chunks=True,
+                is_likelihood=True,
+            ),
+            _LastTokens(
+                name="last_k",
+                schema=LastKObjective,
+                documents="mens_exp.rows.documents:LAST_K",
+                selects=frozenset({"k"}),
+                truncation="left",
+                in_chunks=True,
+                is_likelihood=True,
+                learns_ends=True,
+            ),
+        )
+    },
+)

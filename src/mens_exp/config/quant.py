@@ -3,31 +3,25 @@
 Nothing here imports torch. The object that loads, dequantizes and describes weights is named by
 :attr:`QuantizerSpec.binding`, and :mod:`mens_exp.quant.binding` imports it.
 
-An installed package adds a quantizer under the entry point group ``mens_exp.quantizers``. The name
-of the entry point is the value of `quant.quant_type`; it points to a :class:`QuantizerSpec` of that
-name. It is imported only when a run asks for it.
+An installed package adds a quantizer under the entry point group ``mens_exp.quantizers``
+(:mod:`mens_exp.config.plugins`). Its name is the value of `quant.quant_type`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import re
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from mens_exp.config.evaluation import OWN_GRAPH_ANSWERS
 from mens_exp.config.fields import Condition, Effect, setting, unless, value_at, when
-from mens_exp.config.suite import OWN_GRAPH_ANSWERS
-from mens_exp.errors import SetupError
+from mens_exp.config.plugins import Registry
 
-GROUP = "mens_exp.quantizers"
 NESTED_BLOCK = 256  # scales that share a scale in bitsandbytes; asserted in tests/quant
 
 _F32 = 32  # bits of a scale
-_NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # a choice of the schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,52 +178,9 @@ BUILT_IN: dict[str, QuantizerSpec] = {
 }
 
 
-@functools.cache
-def _installed() -> dict[str, list[EntryPoint]]:
-    """Return what installed packages register, by name, nothing of it imported."""
-    found: dict[str, list[EntryPoint]] = {}
-    for one in entry_points(group=GROUP):
-        if _NAME.fullmatch(one.name):
-            found.setdefault(one.name, []).append(one)
-    return found
-
-
-def installed_names() -> tuple[str, ...]:
-    """Return the names that installed packages add to the quantizers that are built in."""
-    return tuple(sorted(_installed().keys() - BUILT_IN.keys()))
-
-
-@functools.cache
-def known(name: str) -> QuantizerSpec | None:
-    """Return the quantizer of a name, as a record has it; None where nothing here has it.
-
-    Raises:
-        SetupError: an installed package claims the name, and what it offers cannot be used.
-    """
-    offers = _installed().get(name, [])
-    sources = [f"{one.value} of {one.dist.name if one.dist else 'a package'}" for one in offers]
-    if name in BUILT_IN:
-        sources.insert(0, "mens_exp")
-    if len(sources) > 1:
-        raise SetupError(
-            f"several quantizers are called {name}",
-            where=f"entry points of {GROUP}",
-            found=", ".join(sources),
-            expected="one",
-            remedy="uninstall the other packages, or rename their entry points",
-        )
-    return _loaded(offers[0]) if offers else BUILT_IN.get(name)
-
-
-def spec_named(name: str) -> QuantizerSpec:
-    """Return the quantizer of a name that the schema accepts.
-
-    Raises:
-        SetupError: an installed package claims the name, and what it offers cannot be used.
-    """
-    spec = known(name)
-    assert spec is not None, "the schema accepts no other name"
-    return spec
+QUANTIZERS = Registry(
+    kind="quantizer", group="mens_exp.quantizers", spec=QuantizerSpec, built_in=BUILT_IN
+)
 
 
 def names_for(backend: str) -> tuple[str, ...]:
@@ -242,30 +193,6 @@ def names_that_read(setting: str) -> tuple[str, ...]:
     return tuple(name for name, spec in BUILT_IN.items() if setting in spec.settings)
 
 
-def _loaded(offer: EntryPoint) -> QuantizerSpec:
-    where = f"entry point {offer.name} of {GROUP}"
-    remedy = f"repair or uninstall {offer.dist.name if offer.dist else 'the package'}"
-    try:
-        spec = offer.load()
-    except Exception as error:
-        raise SetupError(
-            "an installed quantizer cannot be imported",
-            where=where,
-            found=f"{type(error).__name__}: {error}",
-            expected=offer.value,
-            remedy=remedy,
-        ) from error
-    if not isinstance(spec, QuantizerSpec) or spec.name != offer.name:
-        raise SetupError(
-            "an installed quantizer is none",
-            where=where,
-            found=repr(spec),
-            expected=f"a QuantizerSpec with the name {offer.name}",
-            remedy=remedy,
-        )
-    return spec
-
-
 class QuantType(Enum):
     """Name of a quantizer; :mod:`mens_exp.config.quant` knows what each of them does."""
 
@@ -273,12 +200,12 @@ class QuantType(Enum):
     fp4 = "fp4"
     int8 = "int8"
     none = "none"
-    vars().update({name: name for name in installed_names()})
+    vars().update({name: name for name in QUANTIZERS.installed_names()})
 
     @property
     def spec(self) -> QuantizerSpec:
         """The quantizer."""
-        return spec_named(self.value)
+        return QUANTIZERS.named(self.value)
 
 
 UNLESS_TOLD = QuantType.nf4  # what 4-bit trainers take
@@ -306,7 +233,7 @@ def _where_read(name: str, otherwise: Condition) -> Condition:
     """Return the condition that the quantizer reads a setting; its words are another's."""
 
     def holds(config: Any) -> bool:
-        spec = known(value_at(config, _KEY))
+        spec = QUANTIZERS.known(value_at(config, _KEY))
         return otherwise.holds(config) if spec is None else name in spec.settings
 
     return dataclasses.replace(otherwise, holds=holds)

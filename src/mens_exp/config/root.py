@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.corpus import COUNTS_TOKENS, CorpusConfig
 from mens_exp.config.data import DataConfig
+from mens_exp.config.evaluation import GRAPH_ANSWERS, OWN_GRAPH_ANSWERS, EvalConfig, SandboxConfig
 from mens_exp.config.fields import TRAINING, Condition, Effect, section, setting, unless, when
 from mens_exp.config.logger import LoggerConfig, NoLogger, WandbLogger
 from mens_exp.config.lora import LoraConfig
@@ -19,13 +20,7 @@ from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig, ScheduleConfig
 from mens_exp.config.promotion import DECIDES, CompareConfig, PolicyConfig, PromoteConfig
 from mens_exp.config.quant import QuantConfig
-from mens_exp.config.suite import (
-    GRAPH_ANSWERS,
-    OWN_GRAPH_ANSWERS,
-    EvalConfig,
-    SandboxConfig,
-    SuiteConfig,
-)
+from mens_exp.config.suite import SuiteConfig, by_suite
 from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (
     EXPORT,
@@ -69,9 +64,15 @@ _BY_PATH = Condition(
     needs="no adapter=<safetensors>",
     tasks=frozenset({"merge"}),
 )
-_HOLDS_ROWS_OUT = when("suite.name", "heldout_syntax", tasks={"evaluate"})
+_HOLDS_ROWS_OUT = by_suite(
+    when("suite.name", "heldout_syntax", tasks={"evaluate"}), lambda suite: suite.from_rows
+)
+_BRINGS_NO_MODELS = by_suite(
+    unless("suite.name", "scorecard_spec", tasks={"evaluate"}),
+    lambda suite: not suite.brings_models,
+)
 _EXECUTES = Condition(
-    holds=lambda config: config.suite.executes,
+    holds=lambda config: config.suite.spec.executes,
     words=lambda config: f"with suite={config.suite.name}, which executes nothing",
     needs="a suite that executes programs",
     tasks=TRAINING | {"evaluate"},
@@ -141,7 +142,7 @@ class RunConfig:
             "compare",
             "promote",
         },
-        only_if=(unless("suite.name", "scorecard_spec", tasks={"evaluate"}), _BY_PATH, DECIDES),
+        only_if=(_BRINGS_NO_MODELS, _BY_PATH, DECIDES),
         idle=None,
     )
     prompt: str | None = setting(
@@ -271,7 +272,10 @@ class RunConfig:
         EvalConfig,
         changes=Effect.NOTHING,
         read_by=TRAINING | {"evaluate"},
-        only_if=unless("suite.name", "none", needs="a suite, such as suite=mini_python"),
+        only_if=by_suite(
+            unless("suite.name", "none", needs="a suite, such as suite=mini_python"),
+            lambda suite: suite.scores,
+        ),
     )
     chat: ChatConfig = section(ChatConfig, changes=Effect.NOTHING, read_by={"chat"})
     push: PushConfig = section(PushConfig, changes=Effect.NOTHING, read_by={"push"})

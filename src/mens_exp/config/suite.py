@@ -1,14 +1,25 @@
-"""Evaluation suites, answer generation, and the sandbox that executes the answers."""
+"""Settings of `suite`, and the suites: what planning, rules, tasks and reports ask of each.
+
+The object that freezes the items and judges answers is named by :attr:`SuiteSpec.suite`; it extends
+:class:`mens_exp.evals.suite.Suite`. An installed package adds a suite under the entry point group
+``mens_exp.suites`` (:mod:`mens_exp.config.plugins`). Its name is the value of `suite.name`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Condition, setting, unless, when
+from mens_exp.config.fields import Condition, setting, when
+from mens_exp.config.plugins import Registry
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 class JsonlCheck(Enum):
@@ -25,10 +36,12 @@ class JsonlCheck(Enum):
 class SuiteConfig:
     """Settings common to all suites."""
 
-    executes: ClassVar[bool] = False
-    """Whether the suite executes model output, and so needs a sandbox."""
-
     name: str = setting(MISSING, "Name of the suite; set by the option.")
+
+    @property
+    def spec(self) -> SuiteSpec:
+        """The suite."""
+        return SUITES.named(self.name)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,8 +79,6 @@ class AnsweredSuite(SuiteConfig):
 class MiniPythonSuite(AnsweredSuite):
     """Small tasks, including repairs, from families excluded from training; checked by tests."""
 
-    executes: ClassVar[bool] = True
-
     name: str = "mini_python"
     items: int = setting(16, "Tasks, drawn by the generator, the same for every seed.", ge=1)
     repair_frac: float = setting(0.25, "Share of tasks that are to be repaired.", ge=0, le=1)
@@ -78,8 +89,6 @@ class MiniPythonSuite(AnsweredSuite):
 @dataclass(kw_only=True, slots=True)
 class HumanEvalSuite(AnsweredSuite):
     """HumanEval, or a file in its format or in MBPP's: functions to write, checked by tests."""
-
-    executes: ClassVar[bool] = True
 
     name: str = "humaneval"
     path: str | None = setting(
@@ -92,8 +101,6 @@ class HumanEvalSuite(AnsweredSuite):
 @dataclass(kw_only=True, slots=True)
 class RustSuite(AnsweredSuite):
     """Rust functions in MultiPL-E's format, compiled with rustc and checked by their tests."""
-
-    executes: ClassVar[bool] = True
 
     name: str = "rust"
     path: str | None = setting(None, "MultiPL-E's JSONL of language rs.")
@@ -169,165 +176,199 @@ class ScorecardSpecSuite(SuiteConfig):
     batch_size: int = setting(8, "Requests to a server under way at once.", ge=1)
 
 
-class EngineKind(Enum):
-    """The engine that generates the answers."""
+@dataclass(frozen=True, kw_only=True)
+class SuiteSpec:
+    """One suite; the defaults are those of a suite of your own with frozen items.
 
-    hf = "hf"
-    vllm = "vllm"
-    openai = "openai"
+    Attributes:
+        name: value of `suite.name`, and the name in records.
+        schema: its settings.
+        suite: ``module:name`` of the class that freezes the items and judges answers; None where
+            nothing is scored.
+        executes: whether it executes what models write, and so needs a sandbox.
+        measures_success: whether it judges more than whether an answer parses.
+        from_rows: whether its items are rows that the run holds out.
+        path: the kind of path that it must be given, ``file`` or ``directory``; None for none.
+        asked_by: the program that asks and judges by itself, in words; None where we ask.
+        brings_models: whether its file names the models to score.
+        settles: settings of `eval` that it decides by itself, and so without effect.
+        settled_by: completes the refusal of such a setting.
+        figures: whether it states figures of its own, in addition to our KPIs.
+        language: language of its answers as training rows; None where they are no code.
+        title: what its answers are called in reports; None names the suite.
+    """
+
+    name: str
+    schema: type[SuiteConfig]
+    suite: str | None = None
+    executes: bool = False
+    measures_success: bool = True
+    from_rows: bool = False
+    path: str | None = None
+    asked_by: str | None = None
+    brings_models: bool = False
+    settles: frozenset[str] = frozenset()
+    settled_by: str = ""
+    figures: bool = False
+    language: str | None = None
+    title: str | None = None
+
+    @property
+    def scores(self) -> bool:
+        """Whether anything is scored."""
+        return self.suite is not None
+
+    @property
+    def has_items(self) -> bool:
+        """Whether its items depend on its own settings alone."""
+        return self.suite is not None and not self.from_rows and not self.brings_models
+
+    def reads_files(self, settings: Any) -> bool:
+        """Return whether there are files to be read before any work."""
+        return getattr(settings, "path", None) is not None
+
+    def is_yours(self, settings: Any) -> bool:
+        """Return whether its tasks are the user's own, so that answers may become training rows."""
+        del settings
+        return False
+
+    def function(self, settings: Any) -> str | None:
+        """Return the user's function that judges answers, ``<file>.py:<name>``; None for none."""
+        del settings
+        return None
+
+    def problems(self, settings: Any, task: str) -> Iterator[ConfigError]:
+        """Yield the problems of its own settings in a task."""
+        del settings, task
+        yield from ()
 
 
-def asks_a_server(config: Any) -> bool:
-    """Return whether a server answers, or the models named by a specification."""
-    return config.eval.engine is EngineKind.openai or config.suite.name == "scorecard_spec"
+class _Benchmark(SuiteSpec):
+    """HumanEval: the package's own file, unless another one is named."""
+
+    def reads_files(self, settings: Any) -> bool:
+        """Return true: the tasks are in a file, named or not."""
+        del settings
+        return True
+
+    def is_yours(self, settings: Any) -> bool:
+        """Return whether a file is named."""
+        return settings.path is not None
 
 
-def _answered(config: Any) -> str:
-    return f"with suite={config.suite.name} and eval.engine={config.eval.engine.value}"
+class _Yours(SuiteSpec):
+    """Tasks in a file of the user's own."""
+
+    def is_yours(self, settings: Any) -> bool:
+        """Return true."""
+        del settings
+        return True
 
 
-GRAPH_ANSWERS = Condition(
-    holds=lambda config: not asks_a_server(config),
-    words=_answered,
-    needs="eval.engine=hf, and a suite without models of its own",
-    tasks=frozenset({"evaluate"}),
+class _Rows(_Yours):
+    """The user's rows, which may be judged by a function of the user's."""
+
+    def function(self, settings: Any) -> str | None:
+        """Return the named function."""
+        found: str | None = settings.function
+        return found
+
+    def problems(self, settings: Any, task: str) -> Iterator[ConfigError]:
+        """Yield a missing function, and a task that may not call one."""
+        if settings.check is not JsonlCheck.function:
+            return
+        if settings.function is None:
+            yield ConfigError(
+                "suite.check=function has no function",
+                where="suite.function",
+                expected="<file>.py:<name>",
+            )
+        if task != "evaluate":
+            # A stored configuration may come from someone else, and must not name code to be run.
+            yield ConfigError(
+                "a function of yours is called by task=evaluate alone",
+                where="suite.check",
+                found="function",
+                expected="another check, or task=evaluate",
+            )
+
+
+_SAMPLING = frozenset({"temperature", "top_p", "samples", "seed"})
+_OF_CONDITIONS = frozenset({"engine", "base_url", "model"})
+
+SUITES = Registry(
+    kind="suite",
+    group="mens_exp.suites",
+    spec=SuiteSpec,
+    built_in={
+        spec.name: spec
+        for spec in (
+            SuiteSpec(
+                name="heldout_syntax",
+                schema=HeldoutSyntaxSuite,
+                suite="mens_exp.evals.scorecard_spec:HeldoutSyntax",
+                measures_success=False,
+                from_rows=True,
+                title="Held-out completions",
+            ),
+            SuiteSpec(
+                name="mini_python",
+                schema=MiniPythonSuite,
+                suite="mens_exp.evals.program_suite:MiniPython",
+                executes=True,
+            ),
+            _Benchmark(
+                name="humaneval",
+                schema=HumanEvalSuite,
+                suite="mens_exp.evals.program_suite:ProgramSuite",
+                executes=True,
+                language="python",
+            ),
+            _Yours(
+                name="rust",
+                schema=RustSuite,
+                suite="mens_exp.evals.rust_suite:RustProgramSuite",
+                executes=True,
+                path="file",
+                language="rust",
+            ),
+            _Rows(
+                name="jsonl",
+                schema=JsonlSuite,
+                suite="mens_exp.evals.jsonl_suite:Jsonl",
+                path="file",
+            ),
+            SuiteSpec(
+                name="lm_eval",
+                schema=LmEvalSuite,
+                suite="mens_exp.evals.harness_suite:Harness",
+                path="directory",
+                asked_by="lm-evaluation-harness",
+                settles=_SAMPLING | {"max_retries"},
+                settled_by="whose task files say it",
+                figures=True,
+            ),
+            SuiteSpec(
+                name="scorecard_spec",
+                schema=ScorecardSpecSuite,
+                suite="mens_exp.evals.scorecard_spec:SpecSuite",
+                path="file",
+                brings_models=True,
+                settles=_OF_CONDITIONS | {"max_retries"},
+                settled_by="which says it of each condition",
+            ),
+            SuiteSpec(name="none", schema=NoSuite),
+        )
+    },
 )
-OWN_GRAPH_ANSWERS = Condition(
-    holds=lambda config: config.eval.engine is not EngineKind.vllm,
-    words=_answered,
-    needs="eval.engine=hf",
-    tasks=frozenset({"evaluate"}),
-)
-_SERVER_ANSWERS = Condition(
-    holds=asks_a_server,
-    words=lambda config: f"with eval.engine={config.eval.engine.value}",
-    needs="eval.engine=openai",
-)
-_SUITE_LEAVES_IT_OPEN = unless("suite.name", "lm_eval", why="whose task files say it")
-_NO_SPECIFICATION = unless("suite.name", "scorecard_spec", why="which says it of each condition")
-_DRAWS = unless("eval.temperature", 0, needs="eval.temperature above 0")
 
 
-@dataclass(kw_only=True, slots=True)
-class EvalConfig:
-    """Generation settings for the answers to a suite's items, the same for every suite."""
-
-    engine: EngineKind = setting(
-        EngineKind.hf,
-        "hf: the graph at hand, base and tuned in one process; vllm: vLLM on a GPU, with the "
-        "published base weights (task=evaluate); openai: an OpenAI-compatible server "
-        "(task=evaluate).",
-        only_if=_NO_SPECIFICATION,
-    )
-    base_url: str | None = setting(
-        None,
-        "The server's address, http://<host>:<port>/v1 (engine=openai).",
-        only_if=(_NO_SPECIFICATION, _SERVER_ANSWERS),
-    )
-    model: str | None = setting(
-        None,
-        "The server's name of the model (engine=openai).",
-        only_if=(_NO_SPECIFICATION, _SERVER_ANSWERS),
-    )
-    api_key_env: str | None = setting(
-        None,
-        "The environment variable that holds the server's key; null sends none (engine=openai).",
-        only_if=_SERVER_ANSWERS,
-    )
-    temperature: float = setting(
-        0.0,
-        "0 takes the likeliest token; above, tokens are drawn.",
-        ge=0,
-        le=10,
-        only_if=_SUITE_LEAVES_IT_OPEN,
-    )
-    top_p: float = setting(
-        1.0,
-        "Tokens are drawn from the fewest that have this share of the probability.",
-        gt=0,
-        le=1,
-        only_if=(_SUITE_LEAVES_IT_OPEN, _DRAWS),
-    )
-    samples: int = setting(
-        1,
-        "Answers drawn for each item; pass@k has this k (Chen et al. 2021).",
-        ge=1,
-        le=1000,
-        only_if=_SUITE_LEAVES_IT_OPEN,
-    )
-    max_retries: int = setting(
-        0,
-        "How often an answer is sent back with its errors.",
-        ge=0,
-        le=8,
-        only_if=(_SUITE_LEAVES_IT_OPEN, _NO_SPECIFICATION),
-    )
-    keep_passing: str | None = setting(
-        None,
-        "Write the answers that pass to this file as training rows, for data=jsonl (rejection "
-        "sampling; task=evaluate, with a suite of tasks of your own that no model is scored by). "
-        "The tuned model alone is asked, where there is one.",
-    )
-    keep_per_prompt: int = setting(
-        4,
-        "Answers kept of one prompt at most, no two alike (unverified guess).",
-        ge=1,
-        only_if=unless("eval.keep_passing", None, needs="eval.keep_passing=<file>"),
-    )
-    seed: int = setting(
-        0,
-        "Seed of drawn tokens: each item, sample and attempt has a stream of its own.",
-        ge=0,
-        only_if=(_SUITE_LEAVES_IT_OPEN, _DRAWS),
-    )
+def title_of(name: str | None) -> str:
+    """Return what the answers to a suite are called in reports; None is the usual suite."""
+    spec = SUITES.known(HeldoutSyntaxSuite().name if name is None else name)
+    return f"Answers to {name}" if spec is None or spec.title is None else spec.title
 
 
-@dataclass(kw_only=True, slots=True)
-class SandboxConfig:
-    """Settings common to all sandboxes."""
-
-    name: str = setting(MISSING, "Name of the sandbox; set by the option.")
-
-
-@dataclass(kw_only=True, slots=True)
-class NoSandbox(SandboxConfig):
-    """Execute no generated code: figures that need it are null; syntax is still measured."""
-
-    name: str = "none"
-
-
-@dataclass(kw_only=True, slots=True)
-class ExecutingSandbox(SandboxConfig):
-    """Resource limits of each program."""
-
-    memory_mib: int = setting(
-        512, "Memory of one program, all its processes together, in MiB.", ge=64, le=65_536
-    )
-    cpu_s: float = setting(
-        10.0, "Processor time of one program, all its processes together, in s.", gt=0, le=3_600
-    )
-    wall_s: float = setting(
-        10.0, "Time until the whole process tree of one program is killed, in s.", gt=0, le=3_600
-    )
-    output_kib: int = setting(
-        256, "Longest stdout, and longest stderr, of one program, in KiB.", ge=1, le=65_536
-    )
-    file_mib: int = setting(16, "What one program may write into files, in MiB.", ge=1, le=65_536)
-    workers: int | None = setting(
-        None, "Programs executed at once; null is one for each processor.", ge=1, le=1_024
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class BubblewrapSandbox(ExecutingSandbox):
-    """No network, a read-only root, a private /tmp and no home; probed before use."""
-
-    name: str = "bubblewrap"
-    processes: int = setting(32, "Processes and threads of one program at once.", ge=1, le=4_096)
-
-
-@dataclass(kw_only=True, slots=True)
-class UnsafeSandbox(ExecutingSandbox):
-    """No isolation: programs can read, write and send what you can. Not valid for promotion."""
-
-    name: str = "unsafe"
+def by_suite(condition: Condition, holds: Callable[[SuiteSpec], bool]) -> Condition:
+    """Return a condition on the suite's name, asked of the suite instead; its words stay."""
+    return dataclasses.replace(condition, holds=lambda config: holds(config.suite.spec))

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.config.suite import ExecutingSandbox
+from mens_exp.config.evaluation import ExecutingSandbox
 from mens_exp.corpus.rust import first_error, parse_rust
 from mens_exp.sandbox.opening import limits_of, open_sandbox
 from mens_exp.sandbox.program import (
@@ -26,7 +26,7 @@ from mens_exp.sandbox.program import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from mens_exp.config.suite import SandboxConfig
+    from mens_exp.config.evaluation import SandboxConfig
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.sandbox.program import Execution
 

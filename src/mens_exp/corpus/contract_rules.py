@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TokenPart,
     )
     from mens_exp.config.data import ContractConfig
-    from mens_exp.rows.encode import Labelling
+    from mens_exp.rows.documents import Labelling
 
 _SETTINGS = "data.contract"
 _MOST_OFF = 2  # rows; under a budget of tokens the last rows drawn leave a source that far behind
@@ -26,8 +26,8 @@ _SHOW = "look at task=plan data.show=3"
 
 def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> Iterator[GateError]:
     """Yield violations by the training documents."""
-    answers = labelling.objective == "assistant"
-    ends = labelling.objective == "last_k"  # learns a few tokens by design, and adds no end marker
+    rows = labelling.rows
+    ends = rows.as_rendered  # it learns a few tokens by design, and adds no end marker
     if part["trained_frac"] < limits.min_supervised_frac and not ends:
         yield GateError(
             "too few tokens are learned",
@@ -80,7 +80,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
             remedy=f"{_SHOW}, and report it: masks do not stand where the answers are",
         )
     foreign = _foreign(part)
-    if answers and foreign:
+    if rows.only_answers and foreign:
         yield GateError(
             "what the user or the system said is learned as an answer",
             where="objective.labels",
@@ -92,7 +92,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
 
 def notes_of_tokens(part: TokenPart, labelling: Labelling) -> Iterator[str]:
     """Yield notes that cause no refusal."""
-    if labelling.objective != "last_k" and part["ends"] == 0:
+    if not labelling.rows.as_rendered and part["ends"] == 0:
         yield (
             f"no document's answer ends within data.seq_len={labelling.seq_len}: "
             "no end marker is learned, and the model will not learn to stop"

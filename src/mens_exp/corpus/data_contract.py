@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.corpus.row_files import Rows
     from mens_exp.corpus.split import HashPrefixes
     from mens_exp.rows.cache import CacheKey, TokenCounts
-    from mens_exp.rows.encode import Encoded, Labelling
+    from mens_exp.rows.documents import Encoded, Labelling
     from mens_exp.rows.roles import PieceEncoder, RoleCounts
     from mens_exp.rows.schema import TrainingPair
 
@@ -188,11 +188,12 @@ def _prompts(
     """Compare the beginnings of the first documents with what evaluation would give the model.
 
     Returns:
-        How many were compared, and how many begin otherwise. None is compared where so many rows
-        have nothing to learn that the first documents' rows would be a long search.
+        How many were compared, and how many begin otherwise. None is compared where documents begin
+        otherwise by design, or where so many rows have nothing to learn that the first documents'
+        rows would be a long search.
     """
     rows = _PROMPTS + documents.dropped
-    if rows > _MOST_ROWS:
+    if rows > _MOST_ROWS or not labelling.rows.follows_prompts:
         return 0, 0
     conversations = [
         messages_of(pair, k) for pair in train[:rows] for k in range(len(pair.exchanges))
@@ -202,10 +203,10 @@ def _prompts(
     for number in range(min(_PROMPTS, len(documents))):
         part = slice(documents.offsets[number], documents.offsets[number + 1])
         ids = tuple(documents.ids[part].tolist())
-        if len(ids) >= labelling.seq_len:
+        if len(ids) >= labelling.document_tokens:
             continue  # it may have been cut anywhere
         checked += 1
-        if labelling.objective == "assistant":
+        if labelling.rows.only_answers:
             otherwise += ids[: _last_answer(documents.supervised[part])] not in prompts
         else:
             otherwise += not any(ids[: len(prompt)] == prompt for prompt in prompts)

@@ -14,11 +14,9 @@ from mens_exp.config.data import (
     OnBadRow,
     RowsData,
     SyntheticData,
-    Truncation,
     WrittenData,
 )
 from mens_exp.config.mix import in_source, sources_of
-from mens_exp.config.objective import AssistantObjective, LastKObjective, Turns
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import mixed
 from mens_exp.corpus.row_files import (
@@ -37,7 +35,7 @@ from mens_exp.corpus.split import Side, asked, assert_disjoint, filtered, refuse
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.rows import readers
 from mens_exp.rows.cache import CacheKey
-from mens_exp.rows.encode import Labelling
+from mens_exp.rows.documents import Labelling
 from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:
@@ -242,16 +240,15 @@ def _mixed(
 
 def labelling_of(config: RunConfig) -> Labelling:
     """Return how a configuration labels rows, as ids and masks."""
-    objective = config.objective
-    turns = objective.turns if isinstance(objective, AssistantObjective) else Turns.all
-    ends = isinstance(objective, LastKObjective)
-    usual = Truncation.left if ends else Truncation.right
+    settings, spec = config.objective, config.objective.spec
+    selected = spec.selected(settings)
+    truncation = config.data.truncation
     return Labelling(
-        objective=objective.labels,
-        turns=turns.value,
+        objective=settings.labels,
         seq_len=config.data.seq_len,
-        truncation=(config.data.truncation or usual).value,
-        k=objective.k if isinstance(objective, LastKObjective) else 0,
+        truncation=spec.truncation if truncation is None else truncation.value,
+        **{name: selected.pop(name) for name in ("turns", "k") if name in selected},
+        options=tuple(selected.items()),
     )
 
 

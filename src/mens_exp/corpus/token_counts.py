@@ -20,7 +20,7 @@ from mens_exp.rows.encode import encode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from mens_exp.rows.encode import Encoded, Labelling
+    from mens_exp.rows.documents import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.load import Tokenizer
 

@@ -12,7 +12,7 @@ Packed blocks are cached on disk if packing takes longer than opening them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, overload
 
@@ -26,7 +26,7 @@ from mens_exp.rows import files
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mens_exp.rows.encode import Encoded
+    from mens_exp.rows.documents import Encoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,9 @@ class Batch:
     one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened ``[B·T]``
     hidden states, and ``targets_M`` holds the token that each must predict. A filler batch is for
     a process that would otherwise be idle while others take a stream's last micro-batches.
-    ``document_M`` is the document number of each target, if known.
+    ``document_M`` is the document number of each target, if known; documents that stay together
+    have consecutive numbers. ``extra`` holds further values of each target, ``[M]``, which an
+    objective asked for.
     """
 
     input_ids_BT: torch.Tensor
@@ -50,15 +52,17 @@ class Batch:
     index: int
     is_filler: bool = False
     document_M: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
         """Move the tensors to a device."""
         moved: dict[str, Any] = {
-            field.name: value.to(device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
+            one.name: value.to(device)
+            for one in fields(self)
+            if isinstance(value := getattr(self, one.name), torch.Tensor)
         }
-        return replace(self, **moved)
+        extra = {name: values.to(device) for name, values in self.extra.items()}
+        return replace(self, **moved, extra=extra)
 
 
 def packed_batch(
@@ -96,6 +100,7 @@ def packed_batch(
         tokens=len(ids),
         index=index,
         document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
+        extra=_extra(documents, chosen, supervised),
     )
 
 
@@ -121,7 +126,19 @@ def padded_batch(
         tokens=len(ids),
         index=index,
         document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
+        extra=_extra(documents, chosen, supervised),
     )
+
+
+def _extra(
+    documents: Encoded, chosen: Sequence[int], supervised: np.ndarray
+) -> dict[str, torch.Tensor]:
+    """Return the further values of the targets of some documents."""
+    bounds = [(documents.offsets[i], documents.offsets[i + 1]) for i in chosen]
+    return {
+        name: torch.from_numpy(np.concatenate([values[s:e] for s, e in bounds])[supervised])
+        for name, values in documents.extra.items()
+    }
 
 
 def _gather(documents: Encoded, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -163,6 +180,26 @@ class Blocks(Sequence[np.ndarray]):
     def of(self, chosen: np.ndarray) -> Blocks:
         """Return the same blocks with document ``i`` replaced by ``chosen[i]``."""
         return Blocks(order=chosen[self.order], bounds=self.bounds)
+
+    def of_units(self, together: int) -> Blocks:
+        """Return the blocks of documents, given those of units of so many documents."""
+        if together == 1:
+            return self
+        order = (self.order[:, None] * together + np.arange(together)).reshape(-1)
+        return Blocks(order=order, bounds=self.bounds * together)
+
+
+def blocks_of(documents: Encoded, *, packing: bool, capacity: int) -> Blocks:
+    """Return the blocks of documents; those that stay together are in one block.
+
+    Args:
+        documents: the documents.
+        packing: pack them; otherwise each unit has a block of its own.
+        capacity: tokens of a packed block.
+    """
+    units = documents.units
+    blocks = pack(units, capacity) if packing else single(len(units))
+    return blocks.of_units(documents.together)
 
 
 def single(documents: int) -> Blocks:
@@ -304,29 +341,36 @@ class _Supply:
 _CACHED_FROM: Final = 50_000  # documents; measured: packing fewer takes under 0.05 s
 
 
-def cached_blocks(root: Path, content_sha256: str, lengths: np.ndarray, capacity: int) -> Blocks:
+def cached_blocks(
+    root: Path, content_sha256: str, lengths: np.ndarray, capacity: int, *, together: int = 1
+) -> Blocks:
     """Pack documents, or open the cached result of packing them.
 
     Args:
         root: the cache directory.
         content_sha256: hash of the documents, which determines their lengths.
-        lengths: tokens of each document.
+        lengths: tokens of each document, or of each unit of documents that stay together.
         capacity: tokens per block.
+        together: documents of a unit.
     """
     if len(lengths) < _CACHED_FROM:
-        return pack(lengths, capacity)
-    key = {"content": content_sha256, "capacity": capacity, "method": PACKING_METHOD}
+        return pack(lengths, capacity).of_units(together)
+    key: dict[str, Any] = {
+        "content": content_sha256,
+        "capacity": capacity,
+        "method": PACKING_METHOD,
+        **({"together": together} if together > 1 else {}),
+    }
     directory = root / "packed" / digest(key)[:32]
     found = _open_blocks(directory)
-    if found is not None:
-        return found
-    with file_lock(root / f".{directory.name}.lock"):
-        found = _open_blocks(directory)
-        if found is None:
-            found = pack(lengths, capacity)
-            pieces = {"order": [found.order], "bounds": [found.bounds]}
-            files.store_arrays(directory, pieces, lambda _: {"key": key})
-    return found
+    if found is None:
+        with file_lock(root / f".{directory.name}.lock"):
+            found = _open_blocks(directory)
+            if found is None:
+                found = pack(lengths, capacity)
+                pieces = {"order": [found.order], "bounds": [found.bounds]}
+                files.store_arrays(directory, pieces, lambda _: {"key": key})
+    return found.of_units(together)
 
 
 def _open_blocks(directory: Path) -> Blocks | None:

@@ -15,7 +15,7 @@ from mens_exp.config.data import RowsData
 from mens_exp.corpus.mix import RowStream, validates_apart
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
-from mens_exp.data.batch import Blocks, cached_blocks, pack, single
+from mens_exp.data.batch import Blocks, blocks_of, cached_blocks, pack, single
 from mens_exp.data.stream import MicroBatches, StreamedMicroBatches
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded_parts
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.config.data import DataConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
-    from mens_exp.rows.encode import Encoded
+    from mens_exp.rows.documents import Encoded
     from mens_exp.tokenizer.load import Tokenizer
 
 
@@ -84,10 +84,16 @@ class RowsDataModule(LightningDataModule):
         )
 
     def _train_blocks(self, cache: Path) -> Blocks:
-        lengths, data = self.train_documents.lengths, self.config.data
+        documents, data = self.train_documents, self.config.data
         if not data.packing:
-            return single(len(lengths))
-        return cached_blocks(cache, self.train_counts.sha256, lengths, data.seq_len)
+            return blocks_of(documents, packing=False, capacity=data.seq_len)
+        return cached_blocks(
+            cache,
+            self.train_counts.sha256,
+            documents.units,
+            data.seq_len,
+            together=documents.together,
+        )
 
     @property
     def max_steps(self) -> int:
@@ -155,7 +161,7 @@ class RowsDataModule(LightningDataModule):
     def validated_ids(self) -> np.ndarray:
         """The supervised tokens of the validation documents, ``[n] int32``."""
         documents = self.val_documents
-        chosen = _sample(documents.lengths, self.config.data.val_max_tokens)
+        chosen = _sample(documents, self.config.data.val_max_tokens)
         bounds = [documents.offsets[i : i + 2] for i in chosen]
         parts = [documents.ids[a:b][documents.supervised[a:b]] for a, b in bounds]
         return np.concatenate(parts)
@@ -219,10 +225,11 @@ def sampled_stream(
     data: DataConfig, documents: Encoded, most_tokens: int, *, pad_id: int
 ) -> MicroBatches:
     """Build one pass over an unbiased sample of documents with about this many tokens."""
-    chosen = np.array(_sample(documents.lengths, most_tokens))
-    lengths = documents.lengths[chosen]
-    blocks = pack(lengths, data.seq_len) if data.packing else single(len(chosen))
-    stream = _stream(data, documents, blocks.of(chosen), seed=None, pad_id=pad_id)
+    chosen = _sample(documents, most_tokens)
+    lengths = documents.lengths[chosen].reshape(-1, documents.together).sum(axis=1)
+    blocks = pack(lengths, data.seq_len) if data.packing else single(len(lengths))
+    blocks = blocks.of_units(documents.together).of(chosen)
+    stream = _stream(data, documents, blocks, seed=None, pad_id=pad_id)
     stream.total = math.ceil(len(stream.blocks) / stream.micro_batch_size)
     return stream
 
@@ -242,12 +249,13 @@ def _stream(
     )
 
 
-def _sample(lengths: np.ndarray, limit: int) -> list[int]:
-    """Select documents until they contain ``limit`` tokens, in ascending order.
+def _sample(documents: Encoded, limit: int) -> np.ndarray:
+    """Select documents until they contain ``limit`` tokens, in ascending order; whole units.
 
     The selection is independent of the run's seed and of packing, so that arms validate on the same
     documents. It is unbiased, unlike the first packed blocks, which hold the longest documents.
     """
-    order = np.random.Generator(np.random.Philox(0)).permutation(len(lengths))
-    count = int(np.searchsorted(np.cumsum(lengths[order]), limit)) + 1
-    return sorted(int(i) for i in order[:count])
+    units, together = documents.units, documents.together
+    order = np.random.Generator(np.random.Philox(0)).permutation(len(units))
+    count = int(np.searchsorted(np.cumsum(units[order]), limit)) + 1
+    return (np.sort(order[:count])[:, None] * together + np.arange(together)).reshape(-1)

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.corpus.split import Side
-from mens_exp.data.batch import Batch, Blocks, pack, packed_batch, padded_batch, single
+from mens_exp.data.batch import Batch, Blocks, blocks_of, packed_batch, padded_batch
 from mens_exp.errors import DataError, RequestError
-from mens_exp.rows.encode import Encoded
+from mens_exp.rows.documents import Encoded
 from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:
@@ -341,9 +341,7 @@ def _added(counts: dict[str, int], documents: Encoded) -> dict[str, int]:
 
 
 def _blocks(documents: Encoded, data: DataConfig) -> Blocks:
-    if data.packing:
-        return pack(documents.lengths, data.seq_len)
-    return single(len(documents))
+    return blocks_of(documents, packing=data.packing, capacity=data.seq_len)
 
 
 def _together(picked: Sequence[_Picked]) -> tuple[Encoded, list[range]]:
@@ -357,5 +355,9 @@ def _together(picked: Sequence[_Picked]) -> tuple[Encoded, list[range]]:
         offsets=np.cumsum([0, *lengths], dtype=np.int64),
         truncated=0,
         dropped=0,
+        extra={
+            name: np.concatenate([of.extra[name][start:end] for of, start, end in bounds])
+            for name in picked[0][0].extra
+        },
     )
     return documents, [range(a, b) for a, b in pairwise(ends)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.fields import Effect, shown
 from mens_exp.config.loader import effect_of
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, expected_name
 from mens_exp.evals.contrast import without_seed
@@ -238,7 +239,9 @@ def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
 
 def _learned(trial: Trial) -> list[Any]:
     """Describe the tokens over which a run's losses are computed."""
-    return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", "turns", "k")]
+    spec = OBJECTIVES.known(str(trial.settings.get("objective.labels")))
+    selects = sorted(spec.selects) if spec is not None else ()
+    return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", *selects)]
 
 
 def _pairs(overrides: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from mens_exp.evals.completion_styles import GRADING
 from mens_exp.evals.engines import Request, seed_of
 from mens_exp.evals.kpis import summarise
 from mens_exp.evals.observations import kpi_named, observations, scores
-from mens_exp.evals.suite import Answer
+from mens_exp.evals.suite import Answer, Suite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.evals.engines import Completion, Engine
     from mens_exp.evals.observations import Score
-    from mens_exp.evals.suite import Item, Judgement, Runner, SelfTest, Suite
+    from mens_exp.evals.suite import Item, Judgement, Runner, SelfTest
     from mens_exp.tokenizer.templates import Message
 
 
@@ -313,15 +313,33 @@ class Measured:
     events: list[ItemEvent]
 
 
-class FirstItems:
+class FirstItems(Suite):
     """A suite restricted to its first items, with unchanged grading."""
 
     def __init__(self, suite: Suite, items: int) -> None:
         """Take the first ``items`` of ``suite``, or all where it has fewer."""
         self._suite = suite
-        self.items: Sequence[Item] = suite.items[:items]
-        self.name, self.digest = suite.name, suite.digest
-        self.needs_sandbox = suite.needs_sandbox
+        self._items = suite.items[:items]
+
+    @property
+    def name(self) -> str:
+        """The name of the whole suite."""
+        return self._suite.name
+
+    @property
+    def digest(self) -> str:
+        """The digest of the whole suite."""
+        return self._suite.digest
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The first items."""
+        return self._items
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether judging executes what models write."""
+        return self._suite.needs_sandbox
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Judge as the whole suite does."""

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
 # What a declared factor of a group may move among the content hashes of the inputs.
 _MOVES: dict[str, tuple[str, ...]] = {
-    "model": ("base_weights_sha256", "tokenizer_sha256", "chat_template_sha256"),
+    "model": (
+        *("base_weights_sha256", "base_config_sha256", "base_code_sha256"),
+        *("tokenizer_sha256", "chat_template_sha256"),
+    ),
     "tokenizer": ("tokenizer_sha256", "chat_template_sha256"),
     "data": ("data.",),
     "objective": (),
 }
+# Hashes that runs of an earlier release lack.
+_LATER = frozenset({"base_config_sha256", "base_code_sha256"})
 _ENCODED = ("data.train_sha256", "data.val_sha256")
 # Settings of `data` that cut the same rows in another way.
 _CUT = frozenset({"data.seq_len", "data.micro_batch_size", "data.packing", "data.truncation"})
@@ -71,7 +76,9 @@ def guard(
     if not found and recorded_digest(made) != recorded_digest(mine):
         found = ["a part of the contract that no setting tells"]
     hashes = dict(arm["inputs"]), dict(reference["inputs"])
-    names = sorted(hashes[0].keys() | hashes[1].keys())
+    names = sorted((hashes[0].keys() | hashes[1].keys()) - _LATER) + sorted(
+        hashes[0].keys() & hashes[1].keys() & _LATER
+    )
     changed = [name for name in names if hashes[0].get(name) != hashes[1].get(name)]
     allowed = _moved_by([*factors, *_implied_apart(arm, reference, factors, implied)])
     moved = tuple(name for name in changed if allowed(name))

@@ -26,13 +26,15 @@ from mens_exp.errors import ConfigError, DataError, MensError, MissingExtra
 from mens_exp.evals.attempts import judged_once
 from mens_exp.evals.engines import Completion
 from mens_exp.evals.harness_files import read_task_files
-from mens_exp.evals.suite import Item, Judgement, SelfTest
+from mens_exp.evals.suite import Answered, Item, Judgement, SelfTest, Suite
+from mens_exp.planning.preflight import writable_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.config.suite import LmEvalSuite
+    from mens_exp.evals.engines import GraphEngine
     from mens_exp.evals.harness_model import Asked
     from mens_exp.evals.suite import Answer, Runner
 
@@ -185,19 +187,6 @@ _RIGHT: Final = ("exact_match", "acc", "em", "acc_norm", "acc_bytes", "acc_mutua
 _SEEDS: Final = (0, 1234, 1234)  # random, numpy, examples: the harness's own
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """The results of one model.
-
-    Attributes:
-        events: one for each document of each task.
-        figures: ``<task>/<metric>`` -> what the harness makes of all documents.
-    """
-
-    events: list[ItemEvent]
-    figures: dict[str, float]
-
-
 def files_of(config: LmEvalSuite, *, calls_functions: bool) -> str:
     """Read the task files without running what they name; return their digest.
 
@@ -297,14 +286,23 @@ def _refuse_own_answers(name: str, task: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Harness:
+class Harness(Suite):
     """The loaded tasks; they ask a model by themselves, and judge what it says."""
 
     config: LmEvalSuite
     loaded: Any
     digest: str
     name: str = "lm_eval"
-    needs_sandbox: bool = False
+
+    @classmethod
+    def opened(cls, settings: LmEvalSuite, *, calls_functions: bool) -> Harness:
+        """Load the tasks and their data."""
+        return lm_eval_suite(settings, writable_cache(), calls_functions=calls_functions)
+
+    @classmethod
+    def check(cls, settings: LmEvalSuite, *, calls_functions: bool) -> None:
+        """Read the task files without running what they name."""
+        files_of(settings, calls_functions=calls_functions)
 
     @property
     def tasks(self) -> dict[str, Any]:
@@ -328,7 +326,19 @@ class Harness:
         del answers, runner
         raise AssertionError("the harness asks and judges by itself")
 
-    def answered(self, model: Any, condition: str) -> Answered:
+    def answered(self, engine: GraphEngine, condition: str) -> Answered:
+        """Evaluate our model on every document of every task; see :meth:`asked`."""
+        from mens_exp.evals.harness_model import GraphModel
+
+        model = GraphModel(
+            engine.backend,
+            engine.tokenizer,
+            max_new_tokens=self.config.max_new_tokens,
+            batch_size=self.config.batch_size,
+        )
+        return self.asked(model, condition)
+
+    def asked(self, model: Any, condition: str) -> Answered:
         """Evaluate a model on every document of every task.
 
         Args:

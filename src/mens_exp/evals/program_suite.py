@@ -20,7 +20,7 @@ from mens_exp.errors import DataError
 from mens_exp.evals.answer_quality import NO_SANDBOX, judge_by_reading
 from mens_exp.evals.completion_styles import assemble, code_of
 from mens_exp.evals.grading import Checked, ProgramTask, Verdict, check_all
-from mens_exp.evals.suite import Item, SelfTest, tasks_in
+from mens_exp.evals.suite import Item, SelfTest, Suite, tasks_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -207,13 +207,19 @@ def humaneval(config: HumanEvalSuite) -> ProgramSuite:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramSuite:
+class ProgramSuite(Suite):
     """The suite over tasks, by id."""
 
     tasks: dict[str, ProgramTask]
     max_new_tokens: int
     name: str = "humaneval"
     needs_sandbox: bool = True
+
+    @classmethod
+    def opened(cls, settings: HumanEvalSuite, *, calls_functions: bool) -> ProgramSuite:
+        """Read the tasks."""
+        del calls_functions  # it calls none
+        return humaneval(settings)
 
     @property
     def items(self) -> list[Item]:
@@ -334,13 +340,19 @@ def mini_python(config: MiniPythonSuite) -> MiniPython:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MiniPython:
+class MiniPython(Suite):
     """The suite over drawn tasks, by id."""
 
     tasks: dict[str, Task]
     max_new_tokens: int
     name: str = "mini_python"
     needs_sandbox: bool = True
+
+    @classmethod
+    def opened(cls, settings: MiniPythonSuite, *, calls_functions: bool) -> MiniPython:
+        """Draw the tasks."""
+        del calls_functions  # it calls none
+        return mini_python(settings)
 
     @property
     def items(self) -> list[Item]:

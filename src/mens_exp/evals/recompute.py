@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.record import check_type
 from mens_exp.artifacts.scorecard import ItemEvent, event_of_today
+from mens_exp.config.suite import SUITES
 from mens_exp.errors import DataError
 from mens_exp.evals.attempts import graded_digest
 from mens_exp.evals.completion_styles import GRADING
 from mens_exp.evals.kpis import summarise
-from mens_exp.evals.scorecard_spec import HeldoutSyntax
-from mens_exp.evals.suite import Answer, Item
+from mens_exp.evals.suite import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from mens_exp.artifacts.scorecard import Scorecard
-    from mens_exp.evals.suite import Judgement, Suite
+    from mens_exp.evals.suite import Item, Judgement, Suite
 
 NOT_EXECUTED: Final = "verdicts of answers that were executed were not executed again"
 EARLIER: Final = "answers that were repaired are not in the record, so that only the last was read"
@@ -37,7 +37,6 @@ _ROUNDING: Final = 1e-9
 _FIELDS: Final = tuple(ItemEvent.__annotations__)
 _MOST_PROBLEMS: Final = 20
 _MOST_CHARACTERS: Final = 80  # of a value in a message
-_HARNESS: Final = "lm_eval"  # the one suite that states figures of its own, all with a slash
 # Field of a line -> field of the judgement that reading the last answer gives.
 _READ: Final = {
     "parses": "compiles",
@@ -74,18 +73,6 @@ class Recomputed:
 def graded_as_today(scorecard: Scorecard) -> bool:
     """Tell whether answers were graded by the version of grading that this program has."""
     return bool(scorecard.generation.get("grading") == GRADING)
-
-
-def heldout_of(scorecard: Scorecard, lines: Sequence[Line]) -> Suite:
-    """Return suite=heldout_syntax over the items of lines, which are all that its digest is of."""
-    first: dict[str, Item] = {}
-    for line in lines:
-        name = str(line.get("item_id"))
-        messages = ({"role": "user", "content": str(line.get("prompt"))},)
-        reference = str(line.get("reference"))
-        first.setdefault(name, Item(id=name, messages=messages, reference=reference))
-    limit = scorecard.generation.get("max_new_tokens")
-    return HeldoutSyntax(items=list(first.values()), max_new_tokens=limit)  # type: ignore[arg-type]  # another one has another digest
 
 
 def recomputed(
@@ -203,10 +190,10 @@ def _figures(
         samples=max(1, _samples(scorecard, lines)),
         max_retries=retries if isinstance(retries, int) else 0,
     )
-    lacking = []
+    lacking, spec = [], SUITES.known(scorecard.suite)
     for name, value in stated.items():
         again = computed.get(name)
-        is_other = scorecard.suite == _HARNESS and "/" in name
+        is_other = "/" in name and (spec is None or spec.figures)
         if value is not None and again is None and (is_other or not is_strict):
             lacking.append(name)
         elif not _alike(value, again):
@@ -290,7 +277,8 @@ def _answers(
     """Let the suite read every answer again, without executing any."""
     found_digest = graded_digest(suite)
     if found_digest != scorecard.suite_digest:
-        if isinstance(suite, HeldoutSyntax):
+        spec = SUITES.known(suite.name)
+        if spec is not None and spec.from_rows:
             found.problems.append(
                 DataError(
                     "the items are not those of the suite's digest",

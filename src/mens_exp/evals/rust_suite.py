@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import digest
+from mens_exp.corpus.rust import RustFormatter
 from mens_exp.errors import DataError
 from mens_exp.evals.answer_quality import NO_SANDBOX, judge_by_reading
-from mens_exp.evals.completion_styles import Style, blocks_in, code_of, last_with
+from mens_exp.evals.completion_styles import (
+    Style,
+    blocks_in,
+    code_of,
+    last_with,
+    outside_reasoning,
+)
 from mens_exp.evals.grading import Verdict
 from mens_exp.evals.rust_grading import (
     LINTS,
@@ -29,12 +36,20 @@ from mens_exp.evals.rust_grading import (
     probe_problem,
 )
 from mens_exp.evals.rust_values import signatures
-from mens_exp.evals.suite import Item, SelfTest, tasks_in
-from mens_exp.sandbox.program import Toolchain, call_all, find_clippy, find_rust, least_rust_limits
+from mens_exp.evals.suite import Item, SelfTest, Suite, tasks_in
+from mens_exp.sandbox.program import (
+    Toolchain,
+    call_all,
+    find_clippy,
+    find_rust,
+    find_rustfmt,
+    least_rust_limits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.config.suite import RustSuite
     from mens_exp.evals.rust_values import Signature
     from mens_exp.evals.suite import Answer, Judgement, Runner
@@ -323,7 +338,7 @@ def rust_suite(config: RustSuite) -> RustProgramSuite:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RustProgramSuite:
+class RustProgramSuite(Suite):
     """The suite over tasks, by name; it brings no references."""
 
     tasks: dict[str, RustTask]
@@ -332,6 +347,12 @@ class RustProgramSuite:
     clippy: Clippy | None = None
     name: str = "rust"
     needs_sandbox: bool = True
+
+    @classmethod
+    def opened(cls, settings: RustSuite, *, calls_functions: bool) -> RustProgramSuite:
+        """Read the tasks, and find the compiler."""
+        del calls_functions  # it calls none
+        return rust_suite(settings)
 
     @property
     def items(self) -> list[Item]:
@@ -390,6 +411,24 @@ class RustProgramSuite:
             stubs=len(tasks),
             stubs_passed=[one.task for one in stubs if one.verdict is Verdict.PASSED],
         )
+
+    def check_keeping(self) -> None:
+        """Find rustfmt, which detects equal answers."""
+        find_rustfmt(self.toolchain)
+
+    def canonical(self, events: Sequence[ItemEvent], runner: Runner | None) -> list[str]:
+        """Return answers as rustfmt lays them out, without comments."""
+        assert runner is not None, "without one nothing passes"
+        formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
+        tasks = [self.tasks[event["item_id"]] for event in events]
+        texts = [outside_reasoning(event["completion"]) for event in events]
+        programs = [
+            assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
+            for task, text in zip(tasks, texts, strict=True)
+        ]
+        # A continuation includes the prompt's documentation, which a complete function may omit.
+        bare = list(map(without_comments, programs))
+        return [one.text for one in formatter.formatted(bare)]
 
     def _checked(
         self, tasks: Sequence[RustTask], texts: Sequence[str], runner: Runner

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from mens_exp.artifacts.digest import digest
@@ -19,16 +20,16 @@ from mens_exp.artifacts.record import check_type, parse_json, read_bytes
 from mens_exp.errors import DataError, Problems
 from mens_exp.evals.answer_quality import judge_by_reading, parsed
 from mens_exp.evals.completion_styles import code_and_place
-from mens_exp.evals.engines import Completion
-from mens_exp.evals.suite import Item
+from mens_exp.evals.engines import Completion, Generation, ServerEngine
+from mens_exp.evals.suite import Item, Suite
 from mens_exp.rows.answers import messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
-    from mens_exp.config.suite import HeldoutSyntaxSuite
-    from mens_exp.evals.engines import Request
+    from mens_exp.config.evaluation import EvalConfig
+    from mens_exp.config.suite import HeldoutSyntaxSuite, ScorecardSpecSuite
+    from mens_exp.evals.engines import Engine, Request
     from mens_exp.evals.suite import Answer, Judgement, Runner, SelfTest
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.load import Tokenizer
@@ -156,12 +157,20 @@ def _wrong(where: str, found: object, expected: str) -> DataError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpecSuite:
+class SpecSuite(Suite):
     """The tasks of a specification."""
 
     spec: Spec
+    beside: Path | None = None  # the directory that fixtures are relative to
     name: str = "scorecard_spec"
-    needs_sandbox: bool = False
+
+    @classmethod
+    def opened(cls, settings: ScorecardSpecSuite, *, calls_functions: bool) -> SpecSuite:
+        """Read the specification."""
+        del calls_functions  # it calls none
+        assert settings.path is not None, "validation has asked for it"
+        path = Path(settings.path).expanduser()
+        return cls(spec=read_spec(path), beside=path.parent)
 
     @property
     def items(self) -> list[Item]:
@@ -179,6 +188,42 @@ class SpecSuite:
     def digest(self) -> str:
         """SHA-256 of the tasks, the retries and the version of the prompts; not of the models."""
         return digest({name: value for name, value in self.spec.items() if name != "conditions"})
+
+    @property
+    def retries(self) -> int:
+        """Repairs of an answer, as the specification says."""
+        return self.spec["max_retries"]
+
+    @property
+    def conditions(self) -> list[dict[str, Any]]:
+        """The conditions, as the specification has them."""
+        return [dict(condition) for condition in self.spec["conditions"]]
+
+    def engines(self, settings: ScorecardSpecSuite, sampling: EvalConfig) -> dict[str, Engine]:
+        """Return a server, or the answers that were made before, for each condition.
+
+        Raises:
+            DataError: a fixture is invalid.
+        """
+        return {one["id"]: self._engine(one, settings, sampling) for one in self.spec["conditions"]}
+
+    def _engine(
+        self, condition: SpecCondition, settings: ScorecardSpecSuite, sampling: EvalConfig
+    ) -> Engine:
+        if condition["mode"] == Mode.FIXTURE_FILE:
+            assert self.beside is not None, "it was read from a file"
+            return FixtureEngine(self.beside / condition["fixture"], self.spec["tasks"])
+        return ServerEngine(
+            base_url=condition["base_url"],
+            model=condition["model_id"],
+            generation=Generation(
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            ),
+            api_key_env=sampling.api_key_env,
+        )
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Read each answer and search for its task's expected texts."""
@@ -304,13 +349,43 @@ def choose_items(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldoutSyntax:
+class HeldoutSyntax(Suite):
     """The suite over chosen items."""
 
     items: list[Item]
     max_new_tokens: int
     name: str = "heldout_syntax"
-    needs_sandbox: bool = False
+
+    @classmethod
+    def of_rows(
+        cls,
+        settings: HeldoutSyntaxSuite,
+        heldout: Sequence[TrainingPair],
+        tokenizer: Tokenizer,
+        *,
+        max_positions: int,
+    ) -> HeldoutSyntax | str:
+        """Choose the rows that are asked."""
+        if not heldout:
+            return "no row is held out; see data.heldout_frac"
+        items = choose_items(heldout, tokenizer, settings, max_positions=max_positions)
+        if not items:
+            return f"no held-out answer is under suite.max_new_tokens={settings.max_new_tokens}"
+        return cls(items=items, max_new_tokens=settings.max_new_tokens)
+
+    @classmethod
+    def of_lines(
+        cls, lines: Sequence[Mapping[str, Any]], generation: Mapping[str, Any]
+    ) -> HeldoutSyntax:
+        """Return the suite over the items of lines, which are all that its digest is of."""
+        first: dict[str, Item] = {}
+        for line in lines:
+            name = str(line.get("item_id"))
+            messages = ({"role": "user", "content": str(line.get("prompt"))},)
+            reference = str(line.get("reference"))
+            first.setdefault(name, Item(id=name, messages=messages, reference=reference))
+        limit: Any = generation.get("max_new_tokens")  # another one has another digest
+        return cls(items=list(first.values()), max_new_tokens=limit)
 
     @property
     def digest(self) -> str:
@@ -322,11 +397,6 @@ class HeldoutSyntax:
         """Parse each answer."""
         del runner
         return [_judge(one.text) for one in answers]
-
-    def self_test(self, runner: Runner | None) -> SelfTest | None:
-        """Return None: a reference is any row's answer, whether it is Python or not."""
-        del runner
-        return None
 
 
 def _judge(completion: str) -> Judgement:

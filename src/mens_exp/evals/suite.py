@@ -1,4 +1,6 @@
-"""The suite interface: frozen items, grading of answers, and a self-test.
+"""Suites: frozen items, grading of answers, and a self-test.
+
+:mod:`mens_exp.config.suite` has what is known of a suite before it is opened, and names its class.
 
 The module also contains the sandbox runner for programs, and the reader of benchmark files (one
 JSON object per line, gzipped or not).
@@ -13,15 +15,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from mens_exp.artifacts.record import parse_json, read_bytes
-from mens_exp.errors import DataError, Problems
-from mens_exp.evals.completion_styles import outside_reasoning
+from mens_exp.config.plugins import named_class
+from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.evals.completion_styles import code_of, outside_reasoning
 from mens_exp.rows.files import bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from mens_exp.artifacts.scorecard import ItemEvent
+    from mens_exp.config.evaluation import EvalConfig
+    from mens_exp.config.suite import SuiteConfig, SuiteSpec
+    from mens_exp.evals.engines import Engine, GraphEngine
+    from mens_exp.rows.schema import TrainingPair
     from mens_exp.sandbox.program import Execution, Limits, Program, Sandbox
+    from mens_exp.tokenizer.load import Tokenizer
     from mens_exp.tokenizer.templates import Message
 
 
@@ -169,30 +178,176 @@ class SelfTest:
         return None
 
 
-class Suite(Protocol):
-    """A frozen set of items and the grading of their answers."""
+class Suite:
+    """A frozen set of items and the grading of their answers.
+
+    What is not overridden is that of a suite that we ask, and that judges answers by reading them.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def opened(cls, settings: Any, *, calls_functions: bool) -> Suite:
+        """Freeze the items that the suite's settings choose.
+
+        Args:
+            settings: the `suite` group.
+            calls_functions: whether Python that the user's files name may run in this process.
+
+        Raises:
+            MensError: its files cannot be read, or there are not so many items.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, settings: Any, *, calls_functions: bool) -> None:
+        """Read the suite's files before any work; see :meth:`opened`."""
+        cls.opened(settings, calls_functions=calls_functions)
+
+    @classmethod
+    def of_rows(
+        cls,
+        settings: Any,
+        heldout: Sequence[TrainingPair],
+        tokenizer: Tokenizer,
+        *,
+        max_positions: int,
+    ) -> Suite | str:
+        """Freeze items made of rows that a run holds out, or return the reason why there are none.
+
+        Args:
+            settings: the `suite` group.
+            heldout: the rows.
+            tokenizer: with the chat template of training.
+            max_positions: maximum number of tokens of the model.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def of_lines(cls, lines: Sequence[Mapping[str, Any]], generation: Mapping[str, Any]) -> Suite:
+        """Return the suite over the items of a run's event lines, where those are all it is of.
+
+        Args:
+            lines: the lines of events.jsonl.
+            generation: how answers were made, as in the scorecard.
+        """
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
         """The suite's name, as `suite=` has it."""
+        raise NotImplementedError
 
     @property
     def digest(self) -> str:
         """SHA-256 of everything that scores depend on: items, tests, limits."""
+        raise NotImplementedError
 
     @property
     def items(self) -> Sequence[Item]:
         """The items, in a fixed order."""
+        raise NotImplementedError
 
     @property
     def needs_sandbox(self) -> bool:
         """Whether judging executes what models write."""
+        return False
+
+    @property
+    def retries(self) -> int | None:
+        """Number of times that an answer is sent back with its errors; None leaves it to `eval`."""
+        return None
+
+    @property
+    def conditions(self) -> list[dict[str, Any]]:
+        """Descriptions of the models that the suite brings, for the scorecard."""
+        return []
+
+    @property
+    def tools(self) -> dict[str, str]:
+        """Versions of the programs that judge, for the scorecard."""
+        return {}
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
         """Judge answers, in their order; without a runner nothing is executed."""
+        raise NotImplementedError
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Grade the suite's own references and empty stubs; None if there are none."""
+        del runner
+        return None
+
+    def answered(self, engine: GraphEngine, condition: str) -> Answered | None:
+        """Ask a model and judge its answers by the suite's own means; None leaves both to us.
+
+        Args:
+            engine: the model.
+            condition: the model's name in the events.
+        """
+        del engine, condition
+        return None
+
+    def engines(self, settings: Any, sampling: EvalConfig) -> dict[str, Engine]:
+        """Return what answers for the models that the suite brings, by condition.
+
+        Args:
+            settings: the `suite` group.
+            sampling: the `eval` section.
+        """
+        raise NotImplementedError
+
+    def check_keeping(self) -> None:
+        """Check that answers can be told apart where they are kept as rows.
+
+        Raises:
+            SetupError: a program that this takes is not installed.
+        """
+
+    def canonical(self, events: Sequence[ItemEvent], runner: Runner | None) -> list[str]:
+        """Return the code of answers in a form in which equal answers are equal."""
+        del runner
+        return [code_of(outside_reasoning(event["completion"])) for event in events]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """The answers to a suite that asks by itself.
+
+    Attributes:
+        events: one for each item.
+        figures: the suite's own figures, in addition to our KPIs.
+    """
+
+    events: list[ItemEvent]
+    figures: dict[str, float]
+
+
+def suite_class(spec: SuiteSpec) -> type[Suite]:
+    """Return the class that a suite names; the suite scores something.
+
+    Raises:
+        SetupError: it cannot be imported, or is none.
+    """
+    assert spec.suite is not None, "the caller has asked whether it scores"
+    return named_class(spec.suite, Suite, of=f"the suite {spec.name}")
+
+
+def frozen_suite(settings: SuiteConfig, *, calls_functions: bool = False) -> Suite:
+    """Return a suite whose items depend only on its own settings; see :meth:`Suite.opened`."""
+    return suite_class(settings.spec).opened(settings, calls_functions=calls_functions)
+
+
+def file_problems(settings: SuiteConfig, *, calls_functions: bool = False) -> list[MensError]:
+    """List problems of a suite's files, before any work is done; see :meth:`Suite.opened`."""
+    if not settings.spec.scores or not settings.spec.reads_files(settings):
+        return []
+    try:
+        suite_class(settings.spec).check(settings, calls_functions=calls_functions)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
+        return [error]
+    return []
 
 
 _MOST_PROBLEMS: Final = 20

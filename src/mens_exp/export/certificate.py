@@ -18,7 +18,7 @@ import numpy as np
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_tensors import MAGNITUDE
 from mens_exp.artifacts.certificate import ProbeRecord, TensorError
-from mens_exp.artifacts.digest import digest, sha256_file
+from mens_exp.artifacts.digest import CERTIFICATE, digest, sha256_file
 from mens_exp.errors import DataError, GateError
 from mens_exp.rows.encode import encode
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.rows.encode import Labelling
+    from mens_exp.rows.documents import Labelling
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.load import Tokenizer
 
@@ -199,7 +199,6 @@ def _error(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) -> T
 
 
 CARD_NAME = "README.md"
-PARITY_NAME = "parity.json"
 _LISTED = 4
 
 
@@ -211,7 +210,7 @@ def hashes_of(directory: Path) -> dict[str, str]:
     return {
         path.relative_to(directory).as_posix(): sha256_file(path)
         for path in files
-        if path != directory / PARITY_NAME
+        if path != directory / CERTIFICATE
     }
 
 
@@ -222,7 +221,7 @@ def rejected_place(out: Path) -> Path:
 
 def certificate_place(out: Path) -> Path:
     """Return the path of a certificate: inside a directory, or next to a file."""
-    return out / PARITY_NAME if out.is_dir() else out.with_name(f"{out.name}.{PARITY_NAME}")
+    return out / CERTIFICATE if out.is_dir() else out.with_name(f"{out.name}.{CERTIFICATE}")
 
 
 def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card: str = "") -> None:
@@ -241,7 +240,7 @@ def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card
     aside = rejected_place(out)
     if temporary.is_dir():
         _tell(temporary, certificate, card)
-        certificate.write(temporary / PARITY_NAME)
+        certificate.write(temporary / CERTIFICATE)
     else:
         certificate.write(certificate_place(out if kept else aside))
     if kept:
@@ -256,7 +255,7 @@ def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card
         where=str(aside),
         found="; ".join(over[:_LISTED]) + more,
         expected="within parity.budget",
-        remedy=f"read {PARITY_NAME} there; parity.accept=true keeps it on record all the same",
+        remedy=f"read {CERTIFICATE} there; parity.accept=true keeps it on record all the same",
     )
 
 

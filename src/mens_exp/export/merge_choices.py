@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.config.quant import UNLESS_TOLD, known
+from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
 from mens_exp.config.task import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
 from mens_exp.layout.adapter_base import (
@@ -20,8 +20,8 @@ from mens_exp.layout.adapter_base import (
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import HEAD, base_key
 from mens_exp.layout.targets import linear_modules
-from mens_exp.planning.backend_specs import SUBSET_MERGE
 from mens_exp.planning.messages import needs_verified_layout
+from mens_exp.planning.planner import SUBSET_MERGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +111,7 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         _refuse_unverified(inputs)
     tied = _tied_head(layers, inputs)
     Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
-    spec = known(inputs.manifest.quant["base_quant"])
+    spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
     if spec is None and asked.base is not MergeBase.original:
         raise _unknown_quantizer(inputs)
     if spec is not None and spec.is_kept:
@@ -338,7 +338,7 @@ def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer |
     """Return the quantizer of the base during training, as far as recorded."""
     if quantizer is not None or inputs.manifest.quantizer is not None:
         return quantizer or inputs.manifest.quantizer
-    spec = known(inputs.manifest.quant["base_quant"])
+    spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
     return _assumed(inputs) if spec is not None and spec.is_made_again else None
 
 
@@ -362,7 +362,7 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
 
 
 def _named(header: str) -> str:
-    spec = known(header)
+    spec = QUANTIZERS.known(header)
     return header if spec is not None and spec.is_made_again else UNLESS_TOLD.value
 
 

@@ -363,7 +363,8 @@ def _bare(config: RunConfig) -> MergeInputs:
     assert config.adapter.file is not None, "validation has asked for them"
     assert config.merge.meta is not None, "validation has asked for them"
     file, meta = Path(config.adapter.file).expanduser(), Path(config.merge.meta).expanduser()
-    refuse_changed_outputs(file, meta)
+    shards = tuple(Path(shard).expanduser() for shard in config.merge.base_shard)
+    refuse_changed_outputs(file, meta, *shards)
     manifest, tensors = read_adapter_files(file, meta)
     return MergeInputs(
         where=str(file),
@@ -371,7 +372,7 @@ def _bare(config: RunConfig) -> MergeInputs:
         manifest=manifest,
         tensors=tensors,
         sha256=sha256_file(file),
-        shards=tuple(Path(shard).expanduser() for shard in config.merge.base_shard),
+        shards=shards,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import hashlib
 import json
 import logging
 import re
@@ -23,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.errors import MensError, ModelFileError, SetupError
 from mens_exp.layout.checkpoint_files import (
     INDEX,
@@ -124,6 +126,12 @@ def download(model: HfModel) -> Path:
     return files.directory
 
 
+def repaired_files(model: HfModel) -> tuple[str, ...]:
+    """Return the small files of a model that this process found damaged and downloaded again."""
+    commit = commit_of(model.id, model.revision)
+    return files_of(model.id, commit, code=model.trust_remote_code).damaged
+
+
 def download_again(model: HfModel, shards: Sequence[str]) -> None:
     """Download shards again that are damaged in huggingface_hub's cache.
 
@@ -148,18 +156,26 @@ _SMALL = (
     "tokenizer.model",
 )
 _CODE = ("*.py",)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 _PATIENCE_S = 10.0  # huggingface_hub's own timeout, where it has one
 _AT_ONCE = 8  # shards whose headers are read in parallel; as in huggingface_hub
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubFiles:
-    """One commit of a model: the directory of its files, its shards' sizes, and missing shards."""
+    """One commit of a model.
+
+    Attributes:
+        directory: directory of its files.
+        weights: size of each shard.
+        missing: size of each shard that is not here.
+        damaged: small files that were damaged in the cache, and downloaded again.
+    """
 
     directory: Path
     weights: dict[str, int]
     missing: dict[str, int]
+    damaged: tuple[str, ...]
 
 
 def commit_of(repo_id: str, revision: str | None, kind: Kind = MODEL) -> str:
@@ -229,8 +245,10 @@ def forget() -> None:
 def files_of(model_id: str, commit: str, *, code: bool) -> HubFiles:
     """Download the small files of a commit, and find its shards.
 
+    Small files that are damaged in the cache are downloaded again.
+
     Raises:
-        ModelFileError: there are no safetensors.
+        ModelFileError: there are no safetensors, or a small file stays damaged.
         SetupError: the hub cannot be reached, and the cache does not hold all of it.
     """
     from huggingface_hub import snapshot_download
@@ -243,14 +261,24 @@ def files_of(model_id: str, commit: str, *, code: bool) -> HubFiles:
                 model_id, revision=commit, allow_patterns=patterns, local_files_only=away
             )
         )
+        small = [file.name for one in patterns for file in sorted(directory.glob(one))]
+        damaged = damaged_files(directory, small)
+        if damaged and not away:
+            snapshot_download(
+                model_id,
+                revision=commit,
+                allow_patterns=list(map(glob.escape, damaged)),
+                force_download=True,
+            )
+    refuse_damaged(directory, damaged_files(directory, damaged))
     names = _whole(directory)
     if names is not None:
         sizes = {name: (directory / name).stat().st_size for name in names}
-        return HubFiles(directory=directory, weights=sizes, missing={})
+        return HubFiles(directory=directory, weights=sizes, missing={}, damaged=tuple(damaged))
     listed = _listed(model_id, commit)
     sizes = {name: listed.get(name, 0) for name in _shards(model_id, directory, listed)}
     absent = {name: size for name, size in sizes.items() if not (directory / name).is_file()}
-    return HubFiles(directory=directory, weights=sizes, missing=absent)
+    return HubFiles(directory=directory, weights=sizes, missing=absent, damaged=tuple(damaged))
 
 
 def fetch(model_id: str, commit: str, files: HubFiles) -> None:
@@ -276,19 +304,48 @@ def fetch(model_id: str, commit: str, files: HubFiles) -> None:
     files_of.cache_clear()
 
 
-def damaged_shards(directory: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Return the shards of a snapshot whose content differs from the Hub's.
+def damaged_files(
+    directory: Path, names: Iterable[str], hashes: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the files of a snapshot whose content differs from the Hub's.
 
-    huggingface_hub names the file behind a shard by the SHA-256 listed on the Hub. A shard whose
-    file has another kind of name, such as a plain copy, is not considered damaged.
+    huggingface_hub names the file behind each one by the hash listed on the Hub: SHA-256 for large
+    files, Git's SHA-1 for others. A file with another kind of name, such as a plain copy, is not
+    considered damaged.
 
     Args:
         directory: directory of the snapshot.
-        hashes: hashes of the shards' contents, by name.
+        names: the files' names.
+        hashes: SHA-256 hashes that have been computed already, by name.
     """
-    blobs = {name: (directory / name).resolve().name for name in hashes}
-    listed = {name: blob for name, blob in blobs.items() if _SHA256.fullmatch(blob)}
-    return sorted(name for name, blob in listed.items() if blob != hashes[name])
+    known = hashes or {}
+    return sorted(name for name in names if _is_damaged(directory / name, known.get(name)))
+
+
+def _is_damaged(file: Path, sha256: str | None) -> bool:
+    listed = file.resolve().name
+    if _SHA256.fullmatch(listed):
+        return listed != (sha256 or sha256_file(file))
+    if _GIT_SHA1.fullmatch(listed):
+        data = file.read_bytes()
+        state = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+        return listed != state.hexdigest()
+    return False
+
+
+def refuse_damaged(directory: Path, damaged: Sequence[str]) -> None:
+    """Refuse files that differ from the Hub's and could not be downloaded again.
+
+    Raises:
+        ModelFileError: there are some.
+    """
+    if damaged:
+        raise ModelFileError(
+            "is not what the hub has, by its hash",
+            where=str(directory / damaged[0]),
+            remedy="connect to the hub to download it again; if you are connected, check the disk "
+            "and what answers in the place of the hub",
+        )
 
 
 def fetch_again(model_id: str, commit: str, shards: Sequence[str]) -> None:

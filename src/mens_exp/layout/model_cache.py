@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest, sha256_file
@@ -19,6 +19,9 @@ from mens_exp.errors import MissingExtra, ModelFileError
 from mens_exp.layout import hub
 from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _MARK = "mens_exp_base.json"
 _VERSIONS = {"bundled": 1, "random": 2}  # increment when the same source gives different files
@@ -49,9 +52,18 @@ def hash_weights(directory: Path) -> str:
     return digest(hash_shards(directory))
 
 
-def hash_shards(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of every shard of a directory, keyed by name."""
-    return {shard.name: sha256_file(shard) for shard in read_directory(directory).shards}
+def hash_shards(directory: Path, known: Mapping[Path, str] | None = None) -> dict[str, str]:
+    """Return the SHA-256 of every shard of a directory, keyed by name.
+
+    Args:
+        directory: the directory.
+        known: hashes that have been computed already, by absolute path.
+    """
+    hashes = known or {}
+    return {
+        shard.name: hashes.get(shard.absolute()) or sha256_file(shard)
+        for shard in read_directory(directory).shards
+    }
 
 
 def record_files(directory: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.digest import digest, refuse_changed_outputs
+from mens_exp.artifacts.digest import digest, refuse_changed_model
 from mens_exp.artifacts.host import file_lock
 from mens_exp.config.model import BundledModel, HfModel, ModelConfig, RandomModel
 from mens_exp.errors import MissingExtra, ModelFileError
@@ -38,7 +38,7 @@ from mens_exp.layout.model_cache import (
 from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import torch
@@ -144,46 +144,37 @@ def _from_hub(model: HfModel) -> BaseModel:
     if directory is not None:
         directory = directory.resolve()
         stamps = _stamps(directory)
-        refuse_changed_outputs(directory / "config.json", *(directory / name for name in stamps))
+        hashes = hash_shards(directory, refuse_changed_model(directory))
         return BaseModel(
             stamps=stamps,
             directory=directory,
             name=directory.name,
             source="directory",
-            weights_sha256=hash_weights(directory),
+            weights_sha256=digest(hashes),
             license=license_of(directory),
             trust_remote_code=model.trust_remote_code,
         )
+    repaired = hub.repaired_files(model)
     directory = hub.download(model)
     stamps = _stamps(directory)
     hashes = hash_shards(directory)
-    damaged = hub.damaged_shards(directory, hashes)
+    damaged = hub.damaged_files(directory, hashes, hashes)
     if damaged:
         hub.download_again(model, damaged)
         stamps = _stamps(directory)
         hashes = hash_shards(directory)
-        _refuse_damaged(directory, hub.damaged_shards(directory, hashes))
+        hub.refuse_damaged(directory, hub.damaged_files(directory, hashes, hashes))
     return BaseModel(
         directory=directory,
         name=model.id,
         source="hub",
         stamps=stamps,
         weights_sha256=digest(hashes),
-        made_again=tuple(damaged),
+        made_again=(*repaired, *damaged),
         license=license_of(directory),
         revision=hub.commit_of(model.id, model.revision),
         trust_remote_code=model.trust_remote_code,
     )
-
-
-def _refuse_damaged(directory: Path, damaged: Sequence[str]) -> None:
-    """Refuse shards that differ from the Hub's list although they were just downloaded."""
-    if damaged:
-        raise ModelFileError(
-            "is not what the hub has, by its hash",
-            where=str(directory / damaged[0]),
-            remedy="check the disk, and what answers in the place of the hub",
-        )
 
 
 def _writer(model: BundledModel | RandomModel) -> Callable[[Path], None]:

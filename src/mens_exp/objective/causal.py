@@ -1,4 +1,6 @@
-"""Next-token cross entropy as a sum and a count, without materializing all logits.
+"""Objectives: the loss of a micro-batch as a sum and a count, and next-token cross entropy.
+
+:mod:`mens_exp.config.objective` has what is known of an objective without torch.
 
 The gradient is computed in the same pass, a few rows at a time. torch makes several passes over
 f32 copies of all logits; with a vocabulary of 49,152 these cost more than the head's matrix
@@ -10,30 +12,77 @@ Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from mens_exp.data.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
     """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens.
 
-    ``losses_M`` are the individual token losses, f32 without a gradient. An objective may return
-    them when gradients are disabled; validation then records a loss for every document.
+    ``count`` may be of something else than tokens, such as pairs of answers; the step divides by
+    it. ``losses_M`` are the individual token losses, f32 without a gradient. An objective may
+    return them when gradients are disabled; validation then records a loss for every document.
+    ``metrics`` are sums over what is counted, by the names that the objective declares.
     """
 
     total: torch.Tensor
     count: int
     losses_M: torch.Tensor | None = None
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Objective(Protocol):
-    """Interface of an objective: maps supervised hidden states to a loss sum and token count."""
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A micro-batch that has passed through the model.
+
+    Attributes:
+        batch: the micro-batch, on the model's device.
+        hidden_MD: hidden states at the supervised positions.
+        head: maps ``[C, D]`` to logits ``[C, V]``.
+        reference: the same of the base alone, without gradients, if the objective needs it.
+    """
+
+    batch: Batch
+    hidden_MD: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor]
+    reference: Passed | None = None
+
+
+class Objective:
+    """The loss of a micro-batch.
+
+    A class whose loss is one of tokens alone need not extend this: its instances are called as
+    `TokenLoss` says.
+    """
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the loss of a micro-batch."""
+        raise NotImplementedError
+
+
+class OverTokens(Objective):
+    """An objective over tokens alone."""
+
+    def __init__(self, each: TokenLoss) -> None:
+        """Hand on to ``each``."""
+        self.each = each
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the loss over all targets."""
+        return self.each(passed.hidden_MD, passed.batch.targets_M, passed.head)
+
+
+class TokenLoss(Protocol):
+    """Interface of a loss over tokens: maps supervised hidden states to a loss sum and count."""
 
     def __call__(
         self,
@@ -42,6 +91,30 @@ class Objective(Protocol):
         head: Callable[[torch.Tensor], torch.Tensor],
     ) -> LossSum:
         """Return the loss over all M targets; ``head`` maps ``[C, D]`` to ``[C, V]`` logits."""
+
+
+def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
+    """Return the cross entropy of each target with a gradient, f32 ``[M]``, in nats.
+
+    For losses that weigh tokens or sum them by document. Logits of a chunk are made again in the
+    backward pass instead of kept.
+
+    Args:
+        passed: the micro-batch.
+        chunk_tokens: positions whose logits exist at the same time.
+    """
+
+    def of_chunk(hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+        logits_CV = passed.head(hidden_CD).float()
+        return torch.nn.functional.cross_entropy(logits_CV, targets_C, reduction="none")
+
+    hidden_MD, targets_M = passed.hidden_MD, passed.batch.targets_M
+    pieces = [
+        slice(start, start + chunk_tokens) for start in range(0, len(targets_M), chunk_tokens)
+    ]
+    return torch.cat(
+        [checkpoint(of_chunk, hidden_MD[i], targets_M[i], use_reentrant=False) for i in pieces]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from mens_exp.config.backend import BACKEND_SPECS, BackendSpec
 from mens_exp.config.quant import BUILT_IN, names_that_read
 from mens_exp.config.user_config import group_options
 from mens_exp.layout.families import FAMILIES
-from mens_exp.planning.backend_specs import BACKEND_SPECS, BackendSpec, available, readers_of_names
 from mens_exp.planning.contract import (
     AdapterPart,
     ArtifactPart,
@@ -22,7 +22,7 @@ from mens_exp.planning.contract import (
     QuantPart,
 )
 from mens_exp.planning.messages import COMPARISON
-from mens_exp.planning.planner import Environment, Gate, refusals
+from mens_exp.planning.planner import Environment, Gate, available, readers_of_names, refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -1,36 +1,41 @@
 """The fine-tune contract: the meaning of a run, independent of where and how it is recorded.
 
 Two runs with the same digest learn the same thing from the same data. The parts contain the values
-that determine which backend runs. `settings` holds every setting that changes what is learned, so
-that no field can be forgotten (:mod:`mens_exp.planning.semantics`).
+that determine which backend runs. `settings` holds every setting that changes what is learned: a
+declaration states whether it does, so that no field can be forgotten. A setting of a user's own
+class is unknown here and counts as one that does, so that two runs are considered different rather
+than wrongly considered equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest, sha256_file
-from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, ProxyConfig
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
+from mens_exp.config.fields import Effect
+from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel
-from mens_exp.config.objective import LastKObjective
+from mens_exp.config.trainer import Selection
 from mens_exp.corpus import synthetic
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
 from mens_exp.layout.checkpoint_files import attribution_required, license_of
 from mens_exp.layout.families import family_in
 from mens_exp.layout.shape import family_for
-from mens_exp.planning.backend_specs import BACKEND_SPECS, FULL_GRAPH
-from mens_exp.planning.semantics import learned_settings
 from mens_exp.rows.files import resolve_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mens_exp.config.root import RunConfig
 
@@ -244,7 +249,7 @@ def _proxy_part(config: RunConfig) -> dict[str, Any]:
         "require_full_proxy_stack": backend.require_full_stack,
         "lm_head_only": backend.lm_head_only,
         "proxy_max_layers": backend.max_layers,
-        "ce_last_k": objective.k or None if isinstance(objective, LastKObjective) else None,
+        "ce_last_k": objective.spec.last_tokens(objective) or None,
     }
 
 
@@ -341,3 +346,133 @@ def origin_of(config: RunConfig) -> ProvenancePart:
         license_class=licence,
         attribution_required=attribution_required(licence),
     )
+
+
+_OURS = "mens_exp.training.callbacks."
+# Callbacks that only observe, save or stop a failing run; any other is part of the contract.
+RECORDING_CALLBACKS = frozenset(
+    _OURS + name
+    for name in (
+        "adapter_writer.AdapterWriter",
+        "checkpoint.Checkpoint",
+        "digests.Digests",
+        "facts.ManifestFacts",
+        "finite_guard.FiniteGuard",
+        "memory.MemoryWatch",
+        "progress.Progress",
+        "scorecard.Scorecard",
+        "telemetry.TelemetryWriter",
+        "throughput.Throughput",
+    )
+)
+# Validation affects what is learned if it selects the adapter or ends the run.
+_WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
+_LIMIT = "trainer.limit_val_batches"  # likewise
+# Settings that earlier releases lack. They are left out where they are null, so that a stored
+# configuration means what it meant.
+_LATER = frozenset(
+    f"trainer.{name}"
+    for name in (
+        *("benchmark", "gradient_clip_algorithm", "max_time", "min_steps", "plugins"),
+        *("precision", "sync_batchnorm"),
+    )
+)
+
+
+def learned_settings(config: RunConfig) -> dict[str, Any]:
+    """Return every setting that changes what is learned, as plain JSON values by dotted path."""
+    found = {
+        path: value
+        for field in dataclasses.fields(config)
+        if field.name != "callbacks"
+        for path, value in _leaves(getattr(config, field.name), field.name)
+        if effect_of(path) is Effect.TRAINING and not (value is None and path in _LATER)
+    }
+    active = {
+        path: value
+        for name, callback in config.callbacks.items()
+        if callback._target_ not in RECORDING_CALLBACKS  # Hydra's own spelling
+        for path, value in _leaves(callback, f"callbacks.{name}")
+    }
+    if active or config.adapter.select is Selection.best:
+        interval, most = config.trainer.val_check_interval, config.data.val_max_tokens
+        found |= dict(zip(_WITH_SELECTION, (interval, most), strict=True))
+        if config.trainer.limit_val_batches is not None:
+            found[_LIMIT] = config.trainer.limit_val_batches
+    return found | active | dict(_of_kpi(config))
+
+
+def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that determine the choice of the adapter, if a KPI makes it."""
+    if config.adapter.select is not Selection.best or config.adapter.metric == "val/loss":
+        return
+    yield "adapter.metric", config.adapter.metric
+    for group in ("suite", "eval", "sandbox"):
+        yield from _leaves(getattr(config, group), group)
+    for name, callback in config.callbacks.items():
+        if callback._target_ == f"{_OURS}scorecard.Scorecard":  # Hydra's own spelling
+            yield from _leaves(callback, f"callbacks.{name}")
+
+
+def recorded_settings(config: RunConfig) -> dict[str, Any]:
+    """Return every setting that affects only what is done or recorded, not what is learned."""
+    found = {
+        path: value
+        for field in dataclasses.fields(config)
+        if field.name != "callbacks"
+        for path, value in _leaves(getattr(config, field.name), field.name)
+        if effect_of(path) is Effect.NOTHING
+    }
+    named = config.callbacks.items()
+    return found | {p: v for name, one in named for p, v in _leaves(one, f"callbacks.{name}")}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+        for name, entry in value.items():  # several loggers
+            yield from _leaves(entry, f"{path}.{name}")
+    else:
+        yield path, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+# Overrides of these cannot change anything that is learned.
+_APART = ("task=", "hydra.", "path=", "out=")
+
+
+def non_default_settings(
+    config: RunConfig, overrides: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+    """Return the learning-relevant settings that differ from the defaults, by dotted path.
+
+    Args:
+        config: the run.
+        overrides: its overrides, as typed, or None if unknown. If none of them can change a
+            setting, the defaults are not composed, which would take a third of a second.
+
+    Returns:
+        ``found``, and ``default`` if the setting exists there, for each.
+    """
+    if overrides is not None and all(text.lstrip("+").startswith(_APART) for text in overrides):
+        return {}
+    usual = _usual()
+    return {
+        path: ({"default": usual[path]} if path in usual else {}) | {"found": found}
+        for path, found in sorted(learned_settings(config).items())
+        if path not in usual or usual[path] != found
+    }
+
+
+@functools.cache
+def _usual() -> dict[str, Any]:
+    return learned_settings(typed(compose([[]])[0].values))

@@ -308,11 +308,17 @@ def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: M
         return throughput_model.proxy_flop_per_token(
             linears + shape.vocab_size * shape.hidden_size,
             adapter,
-            learned_frac=throughput_model.learned_frac(config.objective, documents.typical),
+            learned_frac=config.objective.spec.supervised_frac(config.objective, documents.typical),
             micro_batch_tokens=config.data.micro_batch_size * config.data.seq_len,
         )
     again = recomputes(config, shape, machine.kind)
-    return throughput_model.flop_per_token(shape, adapter, linears=linears, again=again)
+    return throughput_model.flop_per_token(
+        shape,
+        adapter,
+        linears=linears,
+        again=again,
+        reference=config.objective.spec.needs_reference,
+    )
 
 
 def _ratios(known: list[Entry]) -> list[float]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig, trains_base
 from mens_exp.config.model import HfModel, checkpointing_wanted
-from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
@@ -221,13 +220,14 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **_sums_of_experts(config, shape, width=width, again=again),
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
+        **_reference(config, shape, width),
         "head chunk": _head_positions(config) * shape.vocab_size * _LOGITS,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
         else _CUDA_FRAMEWORK,
     }
     if on_cpu:
-        components |= {"completions": _COMPLETIONS} if config.suite.name != "none" else {}
+        components |= {"completions": _COMPLETIONS} if config.suite.spec.scores else {}
         components["weights file, mapped"] = _MAPPED * shape.parameters
     components |= _comparison(config, shape, components, kept)
     if is_in_parts(config):
@@ -249,6 +249,14 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
     )
+
+
+def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
+    """Return the states of the base at supervised positions, where the objective compares them."""
+    if not config.objective.spec.needs_reference:
+        return {}
+    positions = config.data.seq_len * config.data.micro_batch_size
+    return {"reference": positions * shape.hidden_size * width}
 
 
 def compares(config: RunConfig) -> bool:
@@ -371,10 +379,9 @@ def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict
 
 
 def _head_positions(config: RunConfig) -> int:
-    """Return the positions whose logits exist at the same time; all for an unknown objective."""
-    if isinstance(config.objective, CrossEntropyConfig):
-        return config.objective.chunk_tokens
-    return config.data.seq_len * config.data.micro_batch_size
+    """Return the positions whose logits exist at the same time."""
+    positions = config.data.seq_len * config.data.micro_batch_size
+    return config.objective.spec.head_positions(config.objective, positions)
 
 
 EXPERTS_DENSE = "experts, not quantized"
@@ -418,7 +425,7 @@ def in_parts(
         many, resting = config.trainer.devices, sum(parts.get(name, 0) for name in _RESTING)
         peak = (alone + (many - 1) * resting) // many
     else:  # loaded in host memory, and scored by the first process only
-        peak = alone if config.suite.name != "none" else 0
+        peak = alone if config.suite.spec.scores else 0
     return parts | {WHOLE: max(0, peak - sum(parts.values()))}
 
 

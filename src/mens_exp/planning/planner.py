@@ -10,20 +10,14 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.backend import BACKEND_SPECS, PROXY, BackendSpec, spec_for
 from mens_exp.config.model import HfModel
+from mens_exp.config.user_config import group_options
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import family_for, graph_name, shape_of
 from mens_exp.planning import messages
-from mens_exp.planning.backend_specs import (
-    BACKEND_SPECS,
-    PROXY,
-    BackendSpec,
-    available,
-    readers_of_names,
-    spec_for,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +27,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.planning.contract import FineTuneContract
 
+SUBSET_MERGE = "task=merge merge.mode=subset"
 MOBILE_EDGE_NOTE = (
     "deployment_target=mobile_edge: converting the merged model (LiteRT, Core ML) is the "
     "operator's, with their own tools; this run leaves the adapter and its manifest"
@@ -320,3 +315,19 @@ def _keys(config: RunConfig, shape: Shape) -> frozenset[str] | None:
         for layer in range(shape.num_hidden_layers)
         for path in shape.projections(layer)
     )
+
+
+def available() -> frozenset[str]:
+    """Return the backends that the config groups offer, built-in and user-defined."""
+    return frozenset(group_options().get("backend", ()))
+
+
+def readers_of_names() -> tuple[str, ...]:
+    """Return the settings, as typed, that read weights by name and so require a known family."""
+    here = available()
+    backends = (
+        f"backend={one.name}" + (" with tokenizer=hf" if len(one.tokenizers) > 1 else "")
+        for one in BACKEND_SPECS.values()
+        if one.needs_layout and one.name in here
+    )
+    return (*backends, SUBSET_MERGE, "task=export format=gguf")

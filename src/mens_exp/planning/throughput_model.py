@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.host import file_lock
 from mens_exp.config.backend import ProxyConfig
-from mens_exp.config.objective import LastKObjective
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.planning.machine import cores
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
@@ -201,7 +199,12 @@ class Throughput:
 
 
 def flop_per_token(
-    shape: Shape, adapter: int, *, linears: int | None = None, again: bool = False
+    shape: Shape,
+    adapter: int,
+    *,
+    linears: int | None = None,
+    again: bool = False,
+    reference: bool = False,
 ) -> float:
     """Return training operations per token.
 
@@ -214,11 +217,13 @@ def flop_per_token(
         adapter: number of trained parameters.
         linears: weights of the linear layers that a token passes through; None means all.
         again: whether activations are recomputed.
+        reference: whether the base runs in a pass of its own, without gradients.
     """
     through = shape.linear_parameters if linears is None else linears
     head = shape.vocab_size * shape.hidden_size
     twice = 2 * (through + adapter) if again else 0
-    return twice + 4 * through + 6 * adapter + 4 * head * _SUPERVISED
+    apart = 2 * through + 2 * head * _SUPERVISED if reference else 0
+    return twice + 4 * through + 6 * adapter + 4 * head * _SUPERVISED + apart
 
 
 def proxy_flop_per_token(
@@ -237,18 +242,6 @@ def proxy_flop_per_token(
     """
     positions = learned_frac + _PROXY_POSITIONS / micro_batch_tokens
     return positions * (4 * weights + 6 * adapter)
-
-
-def learned_frac(objective: ObjectiveConfig, typical: float) -> float:
-    """Estimate the fraction of tokens that an objective supervises.
-
-    Args:
-        objective: the `objective` group.
-        typical: number of tokens in a typical document.
-    """
-    if isinstance(objective, LastKObjective) and objective.k:
-        return min(1.0, objective.k / typical)
-    return 1.0 if objective.labels == "causal" else _SUPERVISED
 
 
 def throughput_of(

@@ -8,11 +8,10 @@ Shapes: O outputs and I inputs of a layer.
 
 from __future__ import annotations
 
-import importlib
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.errors import SetupError
+from mens_exp.config.plugins import named_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -106,27 +105,10 @@ def binding_of(spec: QuantizerSpec) -> Binding:
     """
     if spec.name in _LOADED:
         return _LOADED[spec.name]
-    module, _, name = spec.binding.partition(":")
-    found: Any = None
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise _unusable(spec, f"{type(error).__name__}: {error}") from error
-    if not isinstance(found, Binding):
-        raise _unusable(spec, repr(found))
+    found = named_object(spec.binding, Binding, of=f"the quantizer {spec.name}")
     return _LOADED.setdefault(spec.name, found)
 
 
 def loaded_bindings() -> tuple[Binding, ...]:
     """Return the bindings that were asked for in this process, in that order."""
     return tuple(_LOADED.values())
-
-
-def _unusable(spec: QuantizerSpec, found: str) -> SetupError:
-    return SetupError(
-        f"the quantizer {spec.name} has no binding",
-        where=spec.binding,
-        found=found,
-        expected="an object of a class that extends mens_exp.quant.binding.Binding",
-        remedy="repair or uninstall the package that registers it",
-    )

@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import mens_exp
-from mens_exp.config.quant import known
+from mens_exp.config.quant import QUANTIZERS
 from mens_exp.report import sections, summary, wording
 from mens_exp.report.summary import Cell, Pair
 
@@ -240,7 +240,10 @@ def _loading(records: Records) -> str:
             "from safetensors.numpy import load_file\n\n"
             'matrices = load_file("adapter/adapter.safetensors")  # PEFT has no such graph'
         )
-    spec, double = known(_quant(records)), bool(records.manifest.facts.get("double_quant"))
+    spec, double = (
+        QUANTIZERS.known(_quant(records)),
+        bool(records.manifest.facts.get("double_quant")),
+    )
     config = "" if spec is None else spec.loading_arguments(double_quant=double)
     configured = ", BitsAndBytesConfig" if "BitsAndBytesConfig(" in config else ""
     imports = f"AutoModelForCausalLM, AutoTokenizer{configured}"

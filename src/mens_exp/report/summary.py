@@ -15,6 +15,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import parse_json
 from mens_exp.artifacts.scorecard import ItemEvent, Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import Event, read_events
+from mens_exp.config.suite import SUITES, title_of
 from mens_exp.errors import DataError
 from mens_exp.report import wording
 
@@ -242,7 +243,8 @@ def pairs(records: Records) -> list[Pair]:
 
 def expects_answers(records: Records) -> bool:
     """Tell whether a run without a scorecard may have one yet, or was to have one."""
-    return records.status != "succeeded" and records.manifest.choices.get("suite") != "none"
+    spec = SUITES.known(records.manifest.choices.get("suite") or "")
+    return records.status != "succeeded" and (spec is None or spec.scores)
 
 
 def _of_tasks(records: Records) -> list[Pair]:
@@ -305,9 +307,7 @@ def parse_rate(records: Records) -> Pair:
     if base is not None and tuned is not None:
         change, verdict = wording.points(tuned - base), _verdict(tuned - base)
     return Pair(
-        label="Held-out completions that parse"
-        if card is None or card.suite == "heldout_syntax"
-        else f"Answers to {card.suite} that parse",
+        label=f"{title_of(None if card is None else card.suite)} that parse",
         unit="",
         base=_parse_cell(records, "base", base),
         tuned=_parse_cell(records, "tuned", tuned),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from mens_exp.artifacts.atomic import write_json, write_text
+from mens_exp.config.suite import title_of
 from mens_exp.report import attribution_view, rendering, sections, summary, wording
 from mens_exp.report.rendering import rendered
 from mens_exp.report.summary import load
@@ -203,9 +204,7 @@ def _crossed(records: Records) -> list[tuple[str, str, int]]:
 
 def _answers_title(records: Records) -> str:
     card = records.scorecard
-    if card is None or card.suite == "heldout_syntax":
-        return "Held-out completions"
-    return f"Answers to {wording.visible(card.suite)}"
+    return wording.visible(title_of(None if card is None else card.suite))
 
 
 def _no_items(records: Records) -> str:

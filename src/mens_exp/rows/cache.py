@@ -29,7 +29,8 @@ from mens_exp.artifacts.host import file_lock
 from mens_exp.errors import DataError, SetupError
 from mens_exp.rows import files
 from mens_exp.rows.decode import decoded_line
-from mens_exp.rows.encode import ENCODING_VERSION, Encoded, Labelling
+from mens_exp.rows.documents import Encoded, Labelling, arrays_of, opened
+from mens_exp.rows.encode import ENCODING_VERSION
 from mens_exp.rows.files import COMPRESSED, Line, chunks, first_byte, lines, open_file
 from mens_exp.rows.readers import RowReader
 from mens_exp.rows.schema import TrainingPair
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
     from mens_exp.rows.readers import FileOfRows, Reading
 
-_ARRAYS = ("ids", "supervised", "offsets")
 _OF_PARTS = ("truncated", "dropped", "unrolled", "short")
 _COUNTS = ("documents", "tokens", "supervised_tokens", *_OF_PARTS)
 
@@ -67,8 +67,12 @@ class CacheKey:
 
     def directory(self, root: Path) -> Path:
         """Return the directory of this key."""
-        name = digest({**asdict(self), "version": ENCODING_VERSION})
+        name = digest({**self.record(), "version": ENCODING_VERSION})
         return root / "encoded" / name[:32]
+
+    def record(self) -> dict[str, Any]:
+        """Return the parts of the key as plain JSON."""
+        return asdict(self) | {"labelling": self.labelling.record()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,17 +117,17 @@ def encoded_parts(
         SetupError: the stored documents cannot be read back.
     """
     directory = key.directory(root)
-    found = _open(directory)
+    found = _open(directory, key)
     if found is not None:
         return found
     with file_lock(root / f".{directory.name}.lock"):
         atomic.remove_stale(directory.parent)  # this process holds the lock
-        found = _open(directory)  # another process may have built it
+        found = _open(directory, key)  # another process may have built it
         if found is None:
             kept = directory.with_suffix(".parts")
             _store(directory, key, build(kept))
             shutil.rmtree(kept, ignore_errors=True)
-            found = _open(directory)
+            found = _open(directory, key)
     if found is None:
         raise SetupError(
             "encoded documents cannot be read back as they were written",
@@ -133,19 +137,13 @@ def encoded_parts(
     return found
 
 
-def _open(directory: Path) -> tuple[Encoded, TokenCounts] | None:
+def _open(directory: Path, key: CacheKey) -> tuple[Encoded, TokenCounts] | None:
     found = files.open_arrays(directory)
     counts = None if found is None else _counts_in(found[1])
     if found is None or counts is None:
         return None
-    documents = Encoded(
-        **{name: found[0][name] for name in _ARRAYS},
-        truncated=counts.truncated,
-        dropped=counts.dropped,
-        unrolled=counts.unrolled,
-        short=counts.short,
-    )
-    return documents, counts
+    of_parts = {name: getattr(counts, name) for name in _OF_PARTS}
+    return opened(found[0], of_parts, together=key.labelling.rows.together), counts
 
 
 def _counts_in(meta: dict[str, Any]) -> TokenCounts | None:
@@ -157,15 +155,14 @@ def _counts_in(meta: dict[str, Any]) -> TokenCounts | None:
 
 def _store(directory: Path, key: CacheKey, parts: Sequence[Encoded]) -> None:
     offsets, counts = _summed(parts)
-    pieces = {
-        "ids": _Pieces(parts, "ids"),
-        "supervised": _Pieces(parts, "supervised"),
-        "offsets": offsets,
+    pieces: dict[str, Sequence[np.ndarray]] = {
+        name: _Pieces(parts, name) for name in arrays_of(parts[0])
     }
+    pieces["offsets"] = offsets
     files.store_arrays(
         directory,
         pieces,
-        lambda sha256: {"key": asdict(key), "counts": asdict(replace(counts, sha256=sha256))},
+        lambda sha256: {"key": key.record(), "counts": asdict(replace(counts, sha256=sha256))},
     )
 
 
@@ -185,8 +182,7 @@ class _Pieces(Sequence[np.ndarray]):
     def __getitem__(self, index: int | slice) -> np.ndarray | _Pieces:
         if isinstance(index, slice):
             return _Pieces(self._parts[index], self._name)
-        array: np.ndarray = getattr(self._parts[index], self._name)
-        return array
+        return arrays_of(self._parts[index])[self._name]
 
 
 def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:

@@ -24,86 +24,26 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 
-from mens_exp.errors import ConfigError, DataError, MensError, Problems, SetupError, expected_name
+from mens_exp.errors import DataError, MensError, Problems, SetupError
 from mens_exp.rows import files
-from mens_exp.rows.answers import Answer, TextEncoder, answer_of
+from mens_exp.rows.documents import Document, Encoded, Ending, Labelling, arrays_of, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
 ENCODING_VERSION = 4  # increment when ids, masks or counts of the same row change
-_OBJECTIVES = ("assistant", "causal", "last_k")
 _ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
 _MOST_PROBLEMS = 20
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
-
-_Document = tuple[list[int], list[bool]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Labelling:
-    """The settings that determine ids and masks, besides rows and tokenizer.
-
-    Attributes:
-        objective: ``assistant`` supervises answers and their end markers, ``causal`` every token,
-            ``last_k`` the end of the rendered text, with nothing appended to it.
-        seq_len: maximum tokens of a document.
-        turns: supervise ``all`` answers of a conversation, or the ``last``.
-        truncation: the side that is truncated, ``right`` or ``left``.
-        k: number of tokens that ``last_k`` supervises; 0 means every token after the prompt.
-    """
-
-    objective: str
-    seq_len: int
-    turns: str = "all"
-    truncation: str = "right"
-    k: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
-    """Documents as flat arrays; document ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
-
-    ``supervised[t]`` means that token ``t`` is a target, predicted from the tokens before it.
-    ``truncated`` and ``dropped`` count documents that lost some or all tokens to the limit. Of the
-    dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
-    ``unrolled`` counts documents beyond the first of their row.
-    """
-
-    ids: np.ndarray  # [tokens] int32
-    supervised: np.ndarray  # [tokens] bool
-    offsets: np.ndarray  # [documents + 1] int64
-    truncated: int
-    dropped: int
-    unrolled: int = 0
-    short: int = 0
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens in each document, ``[documents] int64``."""
-        return np.diff(self.offsets)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Own:
-    """The document that ends with one answer; ``ids[start:end]`` is the answer and its end."""
-
-    ids: list[int]
-    start: int
-    end: int
 
 
 def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling) -> Encoded:
@@ -120,44 +60,33 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
             nothing marks the answer's end; the row is named.
         Problems: several rows have such problems.
         ConfigError: an unknown objective.
+        SetupError: an installed objective cannot be used.
     """
-    if labelling.objective not in _OBJECTIVES:
-        raise ConfigError(
-            "unknown labelling rule",
-            where="objective.labels",
-            found=labelling.objective,
-            expected=expected_name(labelling.objective, _OBJECTIVES),
-        )
-    parts = []
+    parts, rows = [], labelling.rows
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
         some = list(pairs[start : start + _ROWS_AT_ONCE])  # this reads rows that are on disk
-        documents: list[_Document] = []
+        documents: list[Document] = []
         unrolled = 0
-        for owns in _owns(some, encoder, labelling):
-            mine = _documents(owns) if labelling.objective != "last_k" else _end(owns, labelling.k)
-            if labelling.objective == "causal":
-                mine = [(ids, [True] * len(ids)) for ids, _ in mine]
+        for owns in _endings(some, encoder, labelling):
+            mine = rows.documents(owns, labelling)
             documents += mine
-            unrolled += len(mine) - 1
+            unrolled += len(mine) // rows.together - 1
         # Lists of numbers take about ten times the memory of arrays, and are not truncated yet.
         parts.append(_flatten(documents, labelling, encoder.bos_id, unrolled))
-    return _joined(parts)
+    return _joined(parts, labelling)
 
 
-def _owns(
+def _endings(
     pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
-) -> Iterator[list[_Own]]:
-    """Yield, for each row, the documents of its supervised answers, oldest first."""
+) -> Iterator[list[Ending]]:
+    """Yield, for each row, the text up to each of its supervised answers, oldest first."""
+    rows = labelling.rows
     problems: list[MensError] = []
     answers: list[Answer] = []
     counts: list[int] = []
-    last_only = labelling.objective != "assistant" or labelling.turns == "last"
     for pair in pairs:
-        total = len(pair.exchanges)
         try:
-            mine = [
-                answer_of(pair, i, encoder) for i in range(total - 1 if last_only else 0, total)
-            ]
+            mine = rows.rendered(pair, encoder, labelling)
         except DataError as problem:
             problems.append(problem)
             mine = []
@@ -167,9 +96,10 @@ def _owns(
             break
     Problems.raise_if(problems)
     special = encoder.special_ids
-    as_rendered = labelling.objective == "last_k"
     documents = (
-        _own(*parts, special, encoder.eos_id, as_rendered=as_rendered, is_ended=one.is_ended)
+        _ending(
+            *parts, special, encoder.eos_id, as_rendered=rows.as_rendered, is_ended=one.is_ended
+        )
         for one, parts in zip(answers, _ids(answers, encoder), strict=True)
     )
     for pair, count in zip(pairs, counts, strict=True):
@@ -207,7 +137,7 @@ def _ids(
             yield before, body, closing
 
 
-def _own(
+def _ending(
     prompt: list[int],
     body: list[int],
     closing: list[int],
@@ -216,7 +146,7 @@ def _own(
     *,
     as_rendered: bool,
     is_ended: bool,
-) -> _Own | None:
+) -> Ending | None:
     """Join the parts; the answer and its closing, up to the first control token, are supervised.
 
     A closing without a control token ends with the end-of-sequence token, since generation would
@@ -233,53 +163,32 @@ def _own(
         closing = [*closing, eos_id]
         end = len(closing)
     start = len(prompt)
-    return _Own(ids=prompt + body + closing, start=start, end=start + len(body) + end)
+    return Ending(ids=prompt + body + closing, start=start, end=start + len(body) + end)
 
 
-def _end(owns: Sequence[_Own], k: int) -> list[_Document]:
-    """Supervise the last ``k`` tokens of a row's text, or with 0 all tokens after its prompt."""
-    last = owns[-1]
-    first = max(last.end - k, 0) if k else last.start
-    return [(last.ids[: last.end], [place >= first for place in range(last.end)])]
-
-
-def _documents(owns: Sequence[_Own]) -> list[_Document]:
-    """Supervise each answer once, in the longest document that has it as generation saw it."""
-    documents: list[_Document] = []
-    left = list(owns)
-    while left:
-        whole = left.pop()
-        mask = [False] * len(whole.ids)
-        changed = []
-        for own in [*left, whole]:
-            if own.ids[: own.end] == whole.ids[: own.end]:
-                mask[own.start : own.end] = [True] * (own.end - own.start)
-            else:
-                changed.append(own)
-        documents.append((whole.ids, mask))
-        left = changed
-    return documents[::-1]
-
-
-def _cut(
-    ids: list[int], learned: list[bool], labelling: Labelling, bos_id: int | None
-) -> _Document:
-    """Truncate a document that is too long, together with its mask."""
-    limit = labelling.seq_len
+def _cut(whole: Document, limit: int, truncation: str, bos_id: int | None) -> Document:
+    """Truncate a document that is too long, together with its mask and its further values."""
+    ids = whole.ids
     if len(ids) <= limit:
-        return ids, learned
-    if labelling.truncation == "right":
-        return ids[:limit], learned[:limit]
+        return whole
+    if truncation == "right":
+        extra = {name: values[:limit] for name, values in whole.extra.items()}
+        return Document(ids[:limit], whole.learned[:limit], extra)
     # A token that starts every turn (ChatML's) is not a begin of sequence, whatever its name.
     kept = int(ids[0] == bos_id and bos_id not in ids[1:])
     rest = len(ids) - limit + kept
     # The first token after the cut would be predicted from a token that never preceded it.
-    return ids[:kept] + ids[rest:], [False] * (kept + 1) + learned[rest + 1 :]
+    return Document(
+        ids[:kept] + ids[rest:],
+        [False] * (kept + 1) + whole.learned[rest + 1 :],
+        {name: values[:kept] + values[rest:] for name, values in whole.extra.items()},
+    )
 
 
-def _joined(parts: Sequence[Encoded]) -> Encoded:
+def _joined(parts: Sequence[Encoded], labelling: Labelling) -> Encoded:
     """Concatenate the documents of all parts."""
     lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
+    no_values = np.zeros(0, np.float32)
     return Encoded(
         ids=np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]),
         supervised=np.concatenate([np.zeros(0, bool), *(part.supervised for part in parts)]),
@@ -288,40 +197,53 @@ def _joined(parts: Sequence[Encoded]) -> Encoded:
         dropped=sum(part.dropped for part in parts),
         unrolled=sum(part.unrolled for part in parts),
         short=sum(part.short for part in parts),
+        extra={
+            name: np.concatenate([no_values, *(part.extra[name] for part in parts)])
+            for name in labelling.rows.extra
+        },
+        together=labelling.rows.together,
     )
 
 
 def _flatten(
-    documents: list[_Document], labelling: Labelling, bos_id: int | None, unrolled: int
+    documents: list[Document], labelling: Labelling, bos_id: int | None, unrolled: int
 ) -> Encoded:
-    kept: list[_Document] = []
+    rows, limit = labelling.rows, labelling.document_tokens
+    kept: list[Document] = []
     truncated = dropped = short = 0
-    for whole, mask in documents:
-        truncated += len(whole) > labelling.seq_len
-        ids, learned = _cut(whole, mask, labelling, bos_id)
-        if any(learned[1:]):  # the first token has no predecessor
-            kept.append((ids, learned))
+    for first in range(0, len(documents), rows.together):
+        unit = documents[first : first + rows.together]
+        truncated += sum(len(whole.ids) > limit for whole in unit)
+        cut = [_cut(whole, limit, labelling.truncation, bos_id) for whole in unit]
+        if all(any(one.learned[1:]) for one in cut):  # the first token has no predecessor
+            kept += cut
         else:
-            dropped += 1
-            short += len(ids) < _SHORTEST
-    offsets = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
-    every = chain.from_iterable(learned for _, learned in kept)
+            dropped += len(cut)
+            short += sum(len(one.ids) < _SHORTEST for one in cut)
+    offsets = np.cumsum([0, *(len(one.ids) for one in kept)], dtype=np.int64)
+    every = chain.from_iterable(one.learned for one in kept)
     supervised = np.fromiter(every, bool, offsets[-1])
     supervised[offsets[:-1]] = False
     return Encoded(
-        ids=np.fromiter(chain.from_iterable(ids for ids, _ in kept), np.int32, offsets[-1]),
+        ids=np.fromiter(chain.from_iterable(one.ids for one in kept), np.int32, offsets[-1]),
         supervised=supervised,
         offsets=offsets,
         truncated=truncated,
         dropped=dropped,
         unrolled=unrolled,
         short=short,
+        extra={
+            name: np.fromiter(
+                chain.from_iterable(one.extra[name] for one in kept), np.float32, offsets[-1]
+            )
+            for name in rows.extra
+        },
+        together=rows.together,
     )
 
 
 _SHARD: Final = 4_096  # rows; measured: one or two seconds of work on one core
 _POOL_FROM: Final = 16_384  # rows; measured: from about here two processes pay off
-_SHARD_ARRAYS: Final = ("ids", "supervised", "offsets")
 _SHARD_COUNTS: Final = ("truncated", "dropped", "unrolled", "short")
 _ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
@@ -429,7 +351,7 @@ def _encode_shard(shard: Path, pairs: Sequence[TrainingPair]) -> None:
 def _store_shard(shard: Path, part: Encoded) -> None:
     counts = {name: getattr(part, name) for name in _SHARD_COUNTS}
     files.store_arrays(
-        shard, {name: [getattr(part, name)] for name in _SHARD_ARRAYS}, lambda _: counts
+        shard, {name: [values] for name, values in arrays_of(part).items()}, lambda _: counts
     )
 
 
@@ -448,5 +370,4 @@ def _open_shard(shard: Path) -> Encoded | None:
     found = files.open_arrays(shard)
     if found is None:
         return None
-    stored: dict[str, Any] = {**found[0], **{name: found[1][name] for name in _SHARD_COUNTS}}
-    return Encoded(**stored)
+    return opened(found[0], {name: found[1][name] for name in _SHARD_COUNTS})

@@ -22,7 +22,7 @@ from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from mens_exp.rows.encode import Encoded, Labelling
+    from mens_exp.rows.documents import Encoded, Labelling
     from mens_exp.rows.schema import TrainingPair
 
 _ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
@@ -135,6 +135,7 @@ class _Counter:
 
     def __init__(self, documents: Encoded, encoder: PieceEncoder, labelling: Labelling) -> None:
         self.documents, self.encoder, self.labelling = documents, encoder, labelling
+        self.rows, self.limit = labelling.rows, labelling.document_tokens
         self.special = np.array(sorted(encoder.special_ids), np.int64)
         self.shapes: dict[tuple[bool | None, int], Shape | None] = {}
         self.found = RoleCounts()
@@ -167,7 +168,7 @@ class _Counter:
         self._place(pair, shape, pieces, whole)
         if self.found.documents == placed and self.stuck is None:
             self.stuck = number  # unless no part of it was within the limit
-        if len(whole.ids) > self.labelling.seq_len:
+        if len(whole.ids) > self.limit:
             self.found.too_long.append(number)
             self.found.left_of_too_long += int(self.found.trained.sum()) - before
 
@@ -192,9 +193,7 @@ class _Counter:
                 yield self._apart(shape, pieces)
 
     def _learns_all(self, pair: TrainingPair) -> bool:
-        labelling = self.labelling
-        answers = labelling.objective == "assistant" and labelling.turns == "all"
-        return answers and len(pair.exchanges) > 1
+        return len(self.rows.answers(len(pair.exchanges), self.labelling)) > 1
 
     def _is_in_one(self, pair: TrainingPair, shape: Shape) -> bool:
         """Return whether one document has all answers, as the template keeps them unchanged."""
@@ -241,7 +240,7 @@ class _Counter:
                 own = shape.pieces[piece].content is None  # tool calls may include their own end
                 last = np.flatnonzero(is_answer & np.isin(placed.ids, self.special) & own)[-1:]
                 end = next((int(place) for place in (*behind, *last)), None)
-        ids, as_rendered = placed.ids, self.labelling.objective == "last_k"
+        ids, as_rendered = placed.ids, self.rows.as_rendered
         if as_rendered:
             until = len(ids) if end is None else end + 1
             return _Document(ids[:until], roles[:until], is_answer[:until], end)
@@ -276,7 +275,7 @@ class _Counter:
 
     def _kept(self, ids: np.ndarray) -> np.ndarray:
         """Return the positions kept under the length limit."""
-        length, limit = len(ids), self.labelling.seq_len
+        length, limit = len(ids), self.limit
         if length <= limit:
             return np.arange(length)
         if self.labelling.truncation == "right":

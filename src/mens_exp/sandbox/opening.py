@@ -19,7 +19,12 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Final
 
-from mens_exp.config.suite import BubblewrapSandbox, ExecutingSandbox, SandboxConfig, UnsafeSandbox
+from mens_exp.config.evaluation import (
+    BubblewrapSandbox,
+    ExecutingSandbox,
+    SandboxConfig,
+    UnsafeSandbox,
+)
 from mens_exp.errors import SetupError
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 from mens_exp.sandbox.program import Limits, Outcome, python_program

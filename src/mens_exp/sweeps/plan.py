@@ -16,12 +16,11 @@ from mens_exp.config.overrides import check
 from mens_exp.config.sweep import Invalid, SlurmLauncher, launcher_settings
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.planning import machine
-from mens_exp.planning.contract import contract_of
+from mens_exp.planning.contract import contract_of, recorded_settings
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.forecast import for_all_on_a_machine
 from mens_exp.planning.messages import size
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.planning.semantics import recorded_settings
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.process import gpu_problems, gpus_per_job, jobs_at_a_time, processes_of
 from mens_exp.tasks.resolve_references import pin_inputs

@@ -341,7 +341,7 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
                 where="hydra.sweeper.directions",
                 expected="minimize or maximize, for each objective",
             )
-        elif _is_of_items(name) and all(cell.config.suite.name == "none" for cell in cells):
+        elif _is_of_items(name) and not any(cell.config.suite.spec.scores for cell in cells):
             yield ConfigError(
                 "is measured by a suite, and there is none",
                 where=where,

@@ -19,7 +19,7 @@ from mens_exp.artifacts.sweep import Trial as Row
 from mens_exp.config.override_values import override_of
 from mens_exp.errors import ConfigError, Problems
 from mens_exp.planning.contract import contract_of
-from mens_exp.report import search_view
+from mens_exp.report import evidence_views
 from mens_exp.sweeps.launcher import Cause, Launcher, cause_of, locked, writing
 from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record
 from mens_exp.sweeps.plan import PlannedJob, directory_of, estimate_of, meaning, place_problems
@@ -285,7 +285,7 @@ def launch_search(overrides: Sequence[str]) -> int:
         record = new_record(request, overrides, request.probed)
         record.search = request.search
         console = Console(stderr=True)
-        console.print(search_view.space_table(record), soft_wrap=True)
+        console.print(evidence_views.space_table(record), soft_wrap=True)
         with writing(PLACE):
             record.write(directory.record)
         return _run(directory, record, console, request.cells)
@@ -352,7 +352,7 @@ def _searched(
     code = finish(Launcher(directory, record, console, search), search.is_finished)
     search.conclude()
     record.write(directory.record)
-    atomic.write_text(directory.search_page, search_view.search_page(record))
-    console.print(search_view.best_table(record), soft_wrap=True)
+    atomic.write_text(directory.search_page, evidence_views.search_page(record))
+    console.print(evidence_views.best_table(record), soft_wrap=True)
     console.print(f"The search: {directory.search_page}", soft_wrap=True, markup=False)
     return code or int(not record.search["best"])

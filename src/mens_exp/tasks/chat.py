@@ -22,7 +22,7 @@ from mens_exp.errors import DataError, RequestError
 from mens_exp.export.subject import config_of, subject_of
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.terminal_views import answer_columns, answer_sections
-from mens_exp.tasks.inputs import refuse_changed, tokenizer_of
+from mens_exp.tasks.inputs import definition_of, refuse_changed, tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -82,6 +82,7 @@ def _loaded(config: RunConfig, run: Run) -> tuple[Backend, Tokenizer, bool]:
     inputs = {
         "base_model": base.name,
         "base_weights_sha256": base.weights_sha256,
+        **definition_of(base),
         "tokenizer_sha256": tokenizer.sha256,
         "chat_template_sha256": tokenizer.template_sha256,
     }

@@ -17,6 +17,7 @@ from mens_exp.artifacts.certificate import ArtifactKind, Certificate, Check, Evi
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.data import JsonlData
+from mens_exp.config.model import HfModel
 from mens_exp.config.task import (
     BudgetConfig,
     ExportFormat,
@@ -28,21 +29,23 @@ from mens_exp.config.task import (
 )
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.errors import GateError, MensError
+from mens_exp.errors import GateError, MensError, ModelFileError
 from mens_exp.export.adapter import find
 from mens_exp.export.subject import config_of
 from mens_exp.layout.model_cache import hash_weights, ready_directory
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.rows.files import resolve_files
-from mens_exp.tasks.inputs import hashes_in, tokenizer_of
+from mens_exp.tasks.inputs import definition_of, hashes_in, tokenizer_of
 from mens_exp.tasks.lineage import trained_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.config.model import ModelConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
+    from mens_exp.model.sources import BaseModel
     from mens_exp.tasks.lineage import Inspected
     from mens_exp.tokenizer.load import Tokenizer
 
@@ -156,12 +159,15 @@ class InputChecks:
 
     def _base(self, run: RunDir, config: RunConfig, recorded: dict[str, str]) -> Iterator[Check]:
         place, why = base_place(config, self._cache)
+        if place is None and (damage := _damage_of(config.model, self._cache)) is not None:
+            yield compared("base", "a model that can be read", damage)
         checked = set()
         if place is not None:
             weights = self.base_weights(place)  # first, because opening a damaged cache rebuilds it
-            tokenizer = self._tokenizer(run, config)
+            base, tokenizer = self._opened(run, config)
             found = {
                 "base_weights_sha256": weights,
+                **definition_of(base),
                 "tokenizer_sha256": tokenizer.sha256,
                 "chat_template_sha256": tokenizer.template_sha256,
             }
@@ -172,10 +178,11 @@ class InputChecks:
             if "." not in name:
                 yield not_here(f"inputs.{name}", recorded[name], why)
 
-    def _tokenizer(self, run: RunDir, config: RunConfig) -> Tokenizer:
+    def _opened(self, run: RunDir, config: RunConfig) -> tuple[BaseModel, Tokenizer]:
         from mens_exp.model.sources import resolve
 
-        return tokenizer_of(config.tokenizer, resolve(config.model, self._cache), run)
+        base = resolve(config.model, self._cache)
+        return base, tokenizer_of(config.tokenizer, base, run)
 
     def _rows(self, config: RunConfig, recorded: dict[str, str]) -> Iterator[Check]:
         names = ("data.rows_sha256", "data.first_rows_sha256")  # the second for streamed rows
@@ -220,7 +227,7 @@ class InputChecks:
     def _digest(self, run: RunDir, config: RunConfig, side: Side) -> str:
         from mens_exp.data.datamodule import encoded_side
 
-        rows, tokenizer = self._loaded(config), self._tokenizer(run, config)
+        rows, (_, tokenizer) = self._loaded(config), self._opened(run, config)
 
         def found() -> str:
             with TemporaryDirectory() as empty:
@@ -241,6 +248,19 @@ def base_place(config: RunConfig, cache: Path) -> tuple[Path | None, str]:
     except MensError as error:
         return None, f"the base is not here: {error.what}"
     return place, "the base is not on this machine"
+
+
+def _damage_of(model: ModelConfig, cache: Path) -> str | None:
+    """Return the reason why a base on this machine cannot be read; None if there is none."""
+    if isinstance(model, HfModel) and Path(model.id).is_absolute() and not Path(model.id).exists():
+        return None
+    try:
+        ready_directory(model, cache)
+    except ModelFileError as error:
+        return str(error)
+    except MensError:  # such as a hub that does not answer
+        return None
+    return None
 
 
 def _missing_files(config: RunConfig) -> str | None:
@@ -300,6 +320,7 @@ def certificate_checks(
         return
     own = None if writer is None else _copy_of(writer)
     if own is not None:
+        yield _text_check(certificate, own)
         yield from _figure_checks(certificate, own, "certificate of its run: ", tolerance=None)
     asked, why = _asked(config, found, certificate, writer)
     if asked is None:
@@ -311,6 +332,19 @@ def certificate_checks(
         yield not_here("certificate", None, f"it cannot be measured here: {error}")
         return
     yield from _figure_checks(certificate, again, "certificate: ", tolerance=_tolerance(writer))
+
+
+def _text_check(certificate: Certificate, own: Certificate) -> Check:
+    """Compare everything of a certificate but the card's hash, which its run writes before it."""
+
+    def parts(one: Certificate) -> dict[str, Any]:
+        files = {name: sha256 for name, sha256 in one.files.items() if not name.endswith(".md")}
+        return {field.name: getattr(one, field.name) for field in fields(one)} | {"files": files}
+
+    ours, theirs = parts(certificate), parts(own)
+    odd = ", ".join(name for name in ours if ours[name] != theirs[name])
+    same = "as its run wrote it"
+    return compared("certificate of its run: text", same, f"differs in {odd}" if odd else same)
 
 
 def _copy_of(writer: RunDir) -> Certificate | None:

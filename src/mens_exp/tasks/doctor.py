@@ -14,7 +14,7 @@ import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from mens_exp.config.suite import BubblewrapSandbox
+from mens_exp.config.evaluation import BubblewrapSandbox
 from mens_exp.errors import MensError, SetupError
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.terminal_views import Finding, State, findings_table

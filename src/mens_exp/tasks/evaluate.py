@@ -15,14 +15,12 @@ from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
+from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.lora import LoraVariant
-from mens_exp.config.suite import EngineKind, ScorecardSpecSuite
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems, RequestError
-from mens_exp.evals.attempts import Plan, answer_all
-from mens_exp.evals.catalogue import needs_rows
-from mens_exp.evals.engines import Generation, Served, ServerEngine, VllmEngine, open_vllm
-from mens_exp.evals.scorecard_spec import FixtureEngine, Mode, SpecSuite, read_spec
+from mens_exp.evals.engines import Served, VllmEngine, open_vllm
+from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
@@ -41,14 +39,11 @@ from mens_exp.tasks.lineage import (
 )
 from mens_exp.tasks.rejection_sampling import refuse_evaluations
 from mens_exp.tasks.scoring import (
-    Told,
     generation_of,
-    keep,
     score,
     score_by,
     score_served,
     suite_of,
-    tested,
 )
 from mens_exp.training.wandb_mirror import mirror
 from mens_exp.training.wandb_names import id_of
@@ -56,12 +51,10 @@ from mens_exp.training.wandb_names import id_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
     from mens_exp.errors import MensError
     from mens_exp.evals.engines import Engine
-    from mens_exp.evals.scorecard_spec import SpecCondition
     from mens_exp.layout.starting_adapter import StartingAdapter
     from mens_exp.model.sources import BaseModel
     from mens_exp.rows.schema import TrainingPair
@@ -71,11 +64,8 @@ if TYPE_CHECKING:
 
 def evaluate(config: RunConfig, run: Run) -> None:
     """Load the subject that `path` names and score its conditions (both, or the only one)."""
-    if config.suite.name == "scorecard_spec":
-        assert isinstance(config.suite, ScorecardSpecSuite), "its name says so"
-        run.manifest.inputs["specification"] = str(config.suite.path)
-        mirror(config, run)
-        score_spec(config, run)
+    if config.suite.spec.brings_models:
+        _score_brought(config, run)
         return
     assert config.path is not None, "validation has asked for it"
     if config.eval.keep_passing is not None:
@@ -132,7 +122,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     if subject.merged is not None:
         other_weights(RunDir(Path(subject.path)), base)
     tokenizer = tokenizer_of(theirs.tokenizer, base, subject.run or run.dir)
-    with_rows = subject.run is not None or needs_rows(config.suite)
+    with_rows = subject.run is not None or config.suite.spec.from_rows
     rows = load_rows(theirs.data, cache) if with_rows else None
     inputs = describe(base, tokenizer, rows)
     if subject.run is not None:
@@ -402,53 +392,24 @@ def score_by_vllm(
         )
     )
     generation = generation_of(config.suite, config.eval)
-    by = {Condition.BASE: VllmEngine(engine, tokenizer, generation, positions, None)}
+    by: dict[str, Engine] = {}
+    by[Condition.BASE] = VllmEngine(engine, tokenizer, generation, positions, None)
     if adapter is not None:
         by[Condition.TUNED] = VllmEngine(engine, tokenizer, generation, positions, adapter)
     score_by(config, run, suite, by)
 
 
-def score_spec(config: RunConfig, run: Run) -> None:
-    """Run every task under every condition, and write one scorecard.
+def _score_brought(config: RunConfig, run: Run) -> None:
+    """Score the models that the suite's file names, and write one scorecard.
 
     Raises:
         DataError: the specification or a fixture is invalid.
         SetupError: a server does not answer.
     """
-    assert isinstance(config.suite, ScorecardSpecSuite), "the caller has asked"
-    assert config.suite.path is not None, "validation has asked for it"
-    path = Path(config.suite.path).expanduser()
-    suite = SpecSuite(spec=read_spec(path))
+    settings: Any = config.suite
+    path = Path(settings.path).expanduser()
+    run.manifest.inputs["specification"] = str(settings.path)
+    mirror(config, run)
+    suite = frozen_suite(settings)
     run.manifest.inputs.update(specification=str(path), specification_sha256=sha256_file(path))
-    self_test = tested(suite, None, run)
-    if isinstance(self_test, str):
-        run.unknown("scorecard", self_test)
-        return
-    plan = Plan(
-        samples=config.eval.samples,
-        max_retries=suite.spec["max_retries"],
-        seed=config.eval.seed,
-    )
-    events: list[ItemEvent] = []
-    for condition in suite.spec["conditions"]:
-        engine = _engine(config, suite, condition, path.parent)
-        events += answer_all(suite, engine, None, plan, condition["id"])
-    told: list[dict[str, Any]] = [dict(condition) for condition in suite.spec["conditions"]]
-    keep(suite, events, config, run, None, self_test, told=Told(plan=plan, conditions=told))
-
-
-def _engine(config: RunConfig, suite: SpecSuite, condition: SpecCondition, beside: Path) -> Engine:
-    assert isinstance(config.suite, ScorecardSpecSuite), "the caller has asked"
-    if condition["mode"] == Mode.FIXTURE_FILE:
-        return FixtureEngine(beside / condition["fixture"], suite.spec["tasks"])
-    return ServerEngine(
-        base_url=condition["base_url"],
-        model=condition["model_id"],
-        generation=Generation(
-            max_new_tokens=config.suite.max_new_tokens,
-            batch_size=config.suite.batch_size,
-            temperature=config.eval.temperature,
-            top_p=config.eval.top_p,
-        ),
-        api_key_env=config.eval.api_key_env,
-    )
+    score_by(config, run, suite, suite.engines(settings, config.eval))

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mens_exp.artifacts.digest import refuse_changed_outputs, sha256_file
+from mens_exp.artifacts.digest import digest, refuse_changed_model, sha256_file
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import SetupError
 from mens_exp.export import bundle
 from mens_exp.export.bundle import pack
 from mens_exp.export.serving import serving
 from mens_exp.export.subject import subject_of
-from mens_exp.layout.model_cache import hash_weights
+from mens_exp.layout.model_cache import hash_shards
 from mens_exp.tasks.run import Cancelled
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def serve(config: RunConfig, run: Run) -> None:
     """
     assert config.path is not None, "validation has asked for it"
     model = Path(config.path)
-    refuse_changed_outputs(model / "config.json", *sorted(model.glob("*.safetensors")))
-    run.manifest.inputs.update(subject=str(model), base_weights_sha256=hash_weights(model))
+    hashes = hash_shards(model, refuse_changed_model(model))
+    run.manifest.inputs.update(subject=str(model), base_weights_sha256=digest(hashes))
     console = Console()
     asked = config.serve
     try:

@@ -19,16 +19,15 @@ from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
-from mens_exp.config.quant import known
+from mens_exp.config.quant import QUANTIZERS
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.config.rules.training import warmup_problems
-from mens_exp.config.suite import AnsweredSuite
 from mens_exp.corpus import contract_rules
 from mens_exp.corpus.data_contract import heldout_part, overlap_part, rows_part, token_part
 from mens_exp.corpus.source import cache_key, labelling_of, load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.errors import DataError, Problems, Refusals, TrainingError
-from mens_exp.evals.catalogue import frozen_suite
+from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.gguf import is_chatml
 from mens_exp.layout.shape import family_for
 from mens_exp.layout.starting_adapter import find, read
@@ -243,6 +242,7 @@ def _validate_before(
     if "base_val_loss" not in results:
         with module.as_base():
             loss = _validate(trainer, module, data)
+        module.refuse_unfinite(loss)
         if rank.is_first:
             _note_documents(run, "base", data, module.validated)
         results["base_val_loss"] = loss  # last: its presence prevents a second validation
@@ -427,7 +427,7 @@ def suite_part(
         rows: rows of the run.
         calls_functions: whether Python functions named in task files may run in this process.
     """
-    if not isinstance(suite, AnsweredSuite):
+    if not suite.spec.has_items:
         return None
     items = frozen_suite(suite, calls_functions=calls_functions).items
     texts = ((item.id, f"{item.prompt}\n{item.reference}") for item in items)
@@ -458,7 +458,7 @@ def report_start(run: Run, backend: Backend, console: Console) -> None:
 
 def note_peft_view(run: Run) -> None:
     """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
-    results, spec = run.manifest.results, known(run.manifest.facts.get("quant", "none"))
+    results, spec = run.manifest.results, QUANTIZERS.known(run.manifest.facts.get("quant", "none"))
     why = spec.differs_elsewhere if spec is not None else None
     why = why or "the base of this run was changed by its initialisation"
     losses = (results["peft_view_val_loss"], results["tuned_val_loss"])

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
-from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
+from mens_exp.artifacts.digest import digest, refuse_changed_adapter, sha256_file
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.export import certificate
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from mens_exp.artifacts.adapter_v3 import Quantizer
-    from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.model import TokenizerConfig
@@ -63,6 +63,7 @@ def describe(
         "base_model": base.name,
         "base_source": base.source,
         "base_weights_sha256": base.weights_sha256,
+        **definition_of(base),
         **_from_hub(base),
         **({"base_made_again": list(base.made_again)} if base.made_again else {}),
         "license": base.license,
@@ -72,6 +73,21 @@ def describe(
         **dated,
         **({} if rows is None else {"data": _rows_of(rows) | (_encoded(data) if data else {})}),
     }
+
+
+def definition_of(base: BaseModel) -> dict[str, str]:
+    """Return hashes of a base's config.json and code, which its weights do not determine.
+
+    The files of a model created in the cache are checked against its own list, and depend on the
+    installed transformers, so they are not recorded.
+    """
+    if base.source not in {"directory", "hub"}:
+        return {}
+    found = {"base_config_sha256": sha256_file(base.directory / "config.json")}
+    if base.trust_remote_code:
+        code = sorted(base.directory.glob("*.py"))
+        found["base_code_sha256"] = digest({file.name: sha256_file(file) for file in code})
+    return found
 
 
 def _rows_of(rows: Rows) -> dict[str, Any]:
@@ -190,6 +206,10 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
         theirs: its configuration, the device set.
         settings: the `parity` node of the command.
         cache: folder of models and rows.
+
+    Raises:
+        RequestError: its base or tokenizer is not the one that it was trained on.
+        Problems: several of these, or its adapter differs from what it wrote.
     """
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
@@ -197,6 +217,7 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
     refuse_changed_adapter(subject.adapter)
     base = resolve(theirs.model, cache)
     tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
+    refuse_changed(Manifest.read(subject.manifest).inputs, describe(base, tokenizer, None))
     manifest, tensors = read_adapter(subject.adapter)
     with lightning_quiet():
         backend = build_backend(theirs, base)

@@ -35,8 +35,8 @@ from mens_exp.errors import MensError, RequestError
 from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.shape import family_for
+from mens_exp.planning.contract import RECORDING_CALLBACKS
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.planning.semantics import RECORDING_CALLBACKS
 from mens_exp.report.evidence_views import inspection_view, replay_verdict, verification_verdict
 from mens_exp.tasks import adapter_anatomy
 from mens_exp.tasks.adapter_anatomy import read_state, tell_magnitudes

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.digest import refuse_changed_model, sha256_file
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.task import ExportFormat, MergeDtype, OllamaForm
 from mens_exp.errors import RequestError
 from mens_exp.export import gguf
@@ -28,6 +29,7 @@ from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.evidence_views import card_section, parity_table, verdict
+from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.training.wandb_mirror import mirror
 
@@ -134,8 +136,25 @@ def decided_merge(config: RunConfig) -> Merging:
         MensError: they do not belong together, or cannot be merged as requested.
     """
     inputs = gather(config, writable_cache())
+    if inputs.run is not None and config.base is None:
+        _refuse_changed_base(inputs, inputs.run)
     choices = decide(inputs, config.merge)
     return Merging(inputs=inputs, choices=choices, deltas=deltas_of(inputs, choices))
+
+
+def _refuse_changed_base(inputs: MergeInputs, run: RunDir) -> None:
+    """Refuse a base whose configuration or tokenizer is not that of training.
+
+    `decide` compares the weights.
+
+    Raises:
+        RequestError: a hash differs.
+        Problems: several hashes differ.
+    """
+    assert inputs.base is not None, "an adapter of a run has one"
+    recorded = Manifest.read(run.manifest).inputs | {"base_weights_sha256": None}
+    tokenizer = tokenizer_of(config_of(run).tokenizer, inputs.base, run)
+    refuse_changed(recorded, describe(inputs.base, tokenizer, None))
 
 
 def settle_certified(
@@ -334,6 +353,7 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, st
     )
     if (Path(config.path) / "config.json").is_file():
         source = Path(config.path)
+        refuse_changed_model(source)
         run.manifest.inputs.update(subject=str(source))
         export_gguf(source, directory, config.gguf.dtype, base=source.resolve().name)
         return certify_gguf_of(config, source, directory), command

@@ -19,30 +19,24 @@ from mens_exp.artifacts import atomic
 from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
 from mens_exp.artifacts.digest import canonical_json, sha256_file
 from mens_exp.artifacts.scorecard import Condition
-from mens_exp.config.suite import AnsweredSuite
+from mens_exp.config.suite import SUITES
 from mens_exp.corpus.benchmarks import OverlapIndex, benchmark_texts
 from mens_exp.corpus.data_contract import CONTAINED
-from mens_exp.corpus.rust import RustFormatter
 from mens_exp.corpus.split import response_key
 from mens_exp.errors import GateError, MensError, RequestError, SetupError
 from mens_exp.evals.attempts import graded_digest
-from mens_exp.evals.catalogue import frozen_suite
-from mens_exp.evals.completion_styles import code_of, outside_reasoning
-from mens_exp.evals.rust_suite import RustProgramSuite, assemble_rust, without_comments
+from mens_exp.evals.suite import frozen_suite
 from mens_exp.rows.parse import parse_row
 from mens_exp.rows.schema import to_json
-from mens_exp.sandbox.program import find_rustfmt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.scorecard import ItemEvent, Scorecard
     from mens_exp.config.root import RunConfig
     from mens_exp.evals.suite import Item, Runner, Suite
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
-
-_LANGUAGES = {"humaneval": "python", "rust": "rust"}
 
 
 class SamplingCounts(TypedDict):
@@ -93,7 +87,7 @@ def keep_rows(
     *,
     most: int,
     provenance: Mapping[str, Any],
-    codes: Callable[[Sequence[ItemEvent]], Sequence[str]] | None = None,
+    runner: Runner | None = None,
 ) -> tuple[list[TrainingPair], SamplingCounts]:
     """Return passing answers as rows, and the counts of all answers.
 
@@ -102,8 +96,7 @@ def keep_rows(
         events: the answers; those of `sampled_condition` count.
         most: maximum rows per prompt.
         provenance: provenance of every row; the item and the sample number are added.
-        codes: returns the code of answers in canonical form, for comparison; None uses the code
-            unchanged, and Python code is then compared by its syntax tree.
+        runner: the sandbox for programs that bring answers into a form to be compared in.
     """
     condition = sampled_condition(events)
     mine: dict[str, list[ItemEvent]] = {item.id: [] for item in suite.items}
@@ -111,7 +104,7 @@ def keep_rows(
         if event["condition"] == condition:
             mine[event["item_id"]].append(event)
     passing = [e for some in mine.values() for e in some if e["task_success"]]
-    texts = list(map(_code, passing)) if codes is None else codes(passing)
+    texts = suite.canonical(passing, runner)
     keys = {id(e): response_key(text) for e, text in zip(passing, texts, strict=True)}
     kept = _Kept()
     for item in suite.items:
@@ -164,14 +157,11 @@ def _sample(event: ItemEvent) -> int:
     return event["sample"]
 
 
-def _code(event: ItemEvent) -> str:
-    return code_of(outside_reasoning(event["completion"]))
-
-
 def _row(
     item: Item, event: ItemEvent, suite: str, provenance: Mapping[str, Any]
 ) -> TrainingPair | None:
     """Return an answer with its conversation as a row; None if it makes no row."""
+    spec = SUITES.known(suite)
     turns = [*item.messages, {"role": "assistant", "content": event["completion"]}]
     try:
         pair = parse_row({"messages": turns}, item.id)
@@ -179,7 +169,7 @@ def _row(
         return None
     return dataclasses.replace(
         pair,
-        language=_LANGUAGES.get(suite),
+        language=None if spec is None else spec.language,
         group=f"{suite}/{item.id}",
         provenance=canonical_json(provenance).decode("utf-8"),
     )
@@ -208,8 +198,7 @@ def refuse_evaluations(config: RunConfig) -> None:
             remedy="remove it, or name another",
         )
     suite = frozen_suite(config.suite, calls_functions=True)
-    if isinstance(suite, RustProgramSuite):
-        find_rustfmt(suite.toolchain)  # it detects equal answers
+    suite.check_keeping()
     if config.ledger is not None:
         _refuse_registered(graded_digest(suite), Path(config.ledger).expanduser())
     found = sorted(_of_benchmarks(suite))
@@ -289,7 +278,7 @@ def keep_passing(
         events,
         most=settings.keep_per_prompt,
         provenance=_provenance(events, scorecard, config, run),
-        codes=_rust_codes(suite, runner) if isinstance(suite, RustProgramSuite) else None,
+        runner=runner,
     )
     path = Path(settings.keep_passing).expanduser()
     with atomic.stream(path) as file:
@@ -302,34 +291,13 @@ def keep_passing(
         run.manifest.notes.append(f"eval.keep_passing: no answer was kept; {path} is empty")
 
 
-def _rust_codes(
-    suite: RustProgramSuite, runner: Runner | None
-) -> Callable[[Sequence[ItemEvent]], list[str]]:
-    """Return a function that brings Rust answers into canonical form with rustfmt."""
-    assert runner is not None, "without one nothing passes"
-    formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
-
-    def codes(events: Sequence[ItemEvent]) -> list[str]:
-        tasks = [suite.tasks[event["item_id"]] for event in events]
-        texts = [outside_reasoning(event["completion"]) for event in events]
-        programs = [
-            assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
-            for task, text in zip(tasks, texts, strict=True)
-        ]
-        # A continuation includes the prompt's documentation, which a complete function may omit.
-        bare = list(map(without_comments, programs))
-        return [one.text for one in formatter.formatted(bare)]
-
-    return codes
-
-
 def _provenance(
     events: Sequence[ItemEvent], scorecard: Scorecard, config: RunConfig, run: Run
 ) -> dict[str, Any]:
     """Return a row's provenance (model and sampling); nothing that varies between runs."""
     inputs, made, settings = run.manifest.inputs, scorecard.generation, config.eval
     served = inputs.get("served") or {}
-    assert isinstance(config.suite, AnsweredSuite), "validation has asked for tasks of one's own"
+    suite: Any = config.suite  # one with tasks of the user's own, as the rules have it
     told = {
         "kind": "rejection_sampling",
         "model": served.get("model", inputs.get("base_model")),
@@ -345,7 +313,7 @@ def _provenance(
         "seed": settings.seed,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
-        "max_new_tokens": config.suite.max_new_tokens,
-        "batch_size": config.suite.batch_size,
+        "max_new_tokens": suite.max_new_tokens,
+        "batch_size": suite.batch_size,
     }
     return {name: value for name, value in told.items() if value is not None}

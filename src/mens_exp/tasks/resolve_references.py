@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
 
-_WITH_FILES = frozenset({"humaneval", "jsonl", "lm_eval", "rust", "scorecard_spec"})
 _ALWAYS_MERGED = (ExportFormat.hf, ExportFormat.gguf)
 
 
@@ -43,11 +42,12 @@ def pin_inputs(cell: Cell) -> list[MensError]:
 
 def _suite_problems(config: RunConfig) -> list[MensError]:
     """List problems of the suite's file, if the task reads one."""
-    if "suite" not in TASK_READS[config.task.name] or config.suite.name not in _WITH_FILES:
+    suite = config.suite
+    if "suite" not in TASK_READS[config.task.name] or not suite.spec.reads_files(suite):
         return []
-    from mens_exp.evals.catalogue import file_problems
+    from mens_exp.evals.suite import file_problems
 
-    return file_problems(config.suite, calls_functions=config.task.name == "evaluate")
+    return file_problems(suite, calls_functions=config.task.name == "evaluate")
 
 
 def _pinned(cell: Cell) -> list[MensError]:

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, write_item_events
 from mens_exp.config.rules.suite import scorecard_of
-from mens_exp.config.suite import AnsweredSuite, HeldoutSyntaxSuite, LmEvalSuite
 from mens_exp.config.trainer import Selection
 from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.attempts import FirstItems, Measured, Plan, answer_all, measure, to_scorecard
-from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.engines import Generation, GraphEngine
 from mens_exp.evals.kpis import KPIS, KpiGroup
-from mens_exp.evals.rust_suite import RustProgramSuite
-from mens_exp.evals.scorecard_spec import HeldoutSyntax, choose_items
-from mens_exp.evals.suite import Runner
+from mens_exp.evals.suite import Runner, frozen_suite, suite_class
 from mens_exp.tasks.rejection_sampling import keep_passing
 
 if TYPE_CHECKING:
@@ -30,10 +26,10 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.backends.protocol import Backend
+    from mens_exp.config.evaluation import EvalConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.config.suite import EvalConfig, SuiteConfig
+    from mens_exp.config.suite import SuiteConfig
     from mens_exp.evals.engines import Engine
-    from mens_exp.evals.harness_suite import Answered
     from mens_exp.evals.suite import SelfTest, Suite
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tasks.run import Run
@@ -57,21 +53,6 @@ class Prepared:
     self_test: SelfTest | None
     engine: GraphEngine
     plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """Results that a suite reports besides the events of its items.
-
-    Attributes:
-        plan: the number of samples per item, if `eval` does not set it.
-        conditions: metadata of models that the suite provides.
-        figures: condition -> the suite's aggregate figures, in addition to our KPIs.
-    """
-
-    plan: Plan | None = None
-    conditions: list[dict[str, Any]] = field(default_factory=list)
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def prepare(
@@ -103,7 +84,7 @@ def prepare(
         runner=runner,
         self_test=self_test,
         engine=engine,
-        plan=plan_of(config.eval),
+        plan=plan_of(config.eval, suite),
     )
 
 
@@ -136,32 +117,15 @@ def score(
     figures: dict[str, dict[str, float]] = {}
     for condition in conditions:
         with backend.base_only() if condition is Condition.BASE else nullcontext():
-            if isinstance(config.suite, LmEvalSuite):
-                answered = _asked_by_harness(config.suite, found, str(condition))
+            answered = found.suite.answered(found.engine, str(condition))
+            if answered is not None:
                 events += answered.events
                 figures[str(condition)] = answered.figures
             else:
                 events += answer_all(
                     found.suite, found.engine, found.runner, found.plan, str(condition)
                 )
-    keep(
-        found.suite, events, config, run, found.runner, found.self_test, told=Told(figures=figures)
-    )
-
-
-def _asked_by_harness(config: LmEvalSuite, found: Prepared, condition: str) -> Answered:
-    """Evaluate our model with lm-evaluation-harness."""
-    from mens_exp.evals.harness_model import GraphModel
-    from mens_exp.evals.harness_suite import Harness
-
-    assert isinstance(found.suite, Harness), "the catalogue has made it"
-    model = GraphModel(
-        found.engine.backend,
-        found.engine.tokenizer,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-    )
-    return found.suite.answered(model, condition)
+    keep(found.suite, events, config, run, found.runner, found.self_test, figures=figures)
 
 
 def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
@@ -187,9 +151,7 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
     score_by(config, run, frozen_suite(config.suite), {condition: engine})
 
 
-def score_by(
-    config: RunConfig, run: Run, suite: Suite, engines: Mapping[Condition, Engine]
-) -> None:
+def score_by(config: RunConfig, run: Run, suite: Suite, engines: Mapping[str, Engine]) -> None:
     """Score models behind external engines.
 
     Args:
@@ -205,13 +167,12 @@ def score_by(
         return
     events: list[ItemEvent] = []
     for condition, engine in engines.items():
-        events += answer_all(suite, engine, runner, plan_of(config.eval), str(condition))
+        events += answer_all(suite, engine, runner, plan_of(config.eval, suite), str(condition))
     keep(suite, events, config, run, runner, self_test)
 
 
-def generation_of(suite: SuiteConfig, settings: EvalConfig) -> Generation:
+def generation_of(suite: Any, settings: EvalConfig) -> Generation:
     """Return the generation settings of answers."""
-    assert isinstance(suite, HeldoutSyntaxSuite | AnsweredSuite), f"{suite.name} asks by itself"
     return Generation(
         max_new_tokens=suite.max_new_tokens,
         batch_size=suite.batch_size,
@@ -220,9 +181,10 @@ def generation_of(suite: SuiteConfig, settings: EvalConfig) -> Generation:
     )
 
 
-def plan_of(settings: EvalConfig) -> Plan:
-    """Return the number of samples per item."""
-    return Plan(samples=settings.samples, max_retries=settings.max_retries, seed=settings.seed)
+def plan_of(settings: EvalConfig, suite: Suite) -> Plan:
+    """Return the number of samples per item, and of repairs of each."""
+    retries = settings.max_retries if suite.retries is None else suite.retries
+    return Plan(samples=settings.samples, max_retries=retries, seed=settings.seed)
 
 
 def suite_of(
@@ -237,16 +199,12 @@ def suite_of(
         max_positions: maximum number of tokens of the model.
     """
     config = whole.suite
-    if config.name == "none":
-        return "suite=none"
-    if not isinstance(config, HeldoutSyntaxSuite):
+    if not config.spec.scores:
+        return f"suite={config.name}"
+    if not config.spec.from_rows:
         return frozen_suite(config, calls_functions=whole.task.name == "evaluate")
-    if not heldout:
-        return "no row is held out; see data.heldout_frac"
-    items = choose_items(heldout, tokenizer, config, max_positions=max_positions)
-    if not items:
-        return f"no held-out answer is under suite.max_new_tokens={config.max_new_tokens}"
-    return HeldoutSyntax(items=items, max_new_tokens=config.max_new_tokens)
+    cls = suite_class(config.spec)
+    return cls.of_rows(config, heldout, tokenizer, max_positions=max_positions)
 
 
 def runner_of(config: RunConfig, run: Run) -> Runner | None:
@@ -282,7 +240,7 @@ def keep(
     runner: Runner | None,
     self_test: SelfTest | None,
     *,
-    told: Told | None = None,
+    figures: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Write the events and the resulting scorecard.
 
@@ -293,29 +251,25 @@ def keep(
         run: the open run.
         runner: what executed answers.
         self_test: what came of the suite's own.
-        told: further results of the suite.
+        figures: condition -> the suite's own figures, in addition to our KPIs.
     """
-    settings, told = config.eval, told or Told()
+    settings, models = config.eval, suite.conditions
     generation: dict[str, Any] = {
-        **(
-            {"conditions": told.conditions}
-            if told.conditions
-            else {"engine": settings.engine.value}
-        ),
+        **({"conditions": models} if models else {"engine": settings.engine.value}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         **_limits(config.suite),
-        **_tools(suite),
+        **({"tools": suite.tools} if suite.tools else {}),
     }
     scorecard = to_scorecard(
         suite,
         events,
-        told.plan or plan_of(settings),
+        plan_of(settings, suite),
         generation,
         sandbox=None if runner is None else runner.kind,
         self_test=self_test,
     )
-    for condition, more in told.figures.items():
+    for condition, more in (figures or {}).items():
         scorecard.conditions[condition] |= more
     write_item_events(run.dir.events, events)
     scorecard.write(run.dir.scorecard)
@@ -325,11 +279,6 @@ def keep(
         "scorecard",
         {"suite": suite.name, "items": scorecard.items, "conditions": scorecard.conditions},
     )
-
-
-def _tools(suite: Suite) -> dict[str, Any]:
-    """Return the versions of a suite's grading tools, if it has any."""
-    return {"tools": suite.tools} if isinstance(suite, RustProgramSuite) else {}
 
 
 def _limits(suite: SuiteConfig) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from mens_exp.artifacts.telemetry import read_document_losses, read_events
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.promotion import CompareConfig
-from mens_exp.config.suite import HeldoutSyntaxSuite, JsonlSuite, LmEvalSuite, ScorecardSpecSuite
+from mens_exp.config.suite import SUITES
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.evals.arms import Trial
-from mens_exp.evals.catalogue import frozen_suite
 from mens_exp.evals.observations import (
     SweepReview,
     cells_of,
@@ -33,8 +32,9 @@ from mens_exp.evals.observations import (
     observations,
     predictions_of,
 )
-from mens_exp.evals.recompute import Recomputed, graded_as_today, heldout_of, recomputed
+from mens_exp.evals.recompute import Recomputed, graded_as_today, recomputed
 from mens_exp.evals.study import Scored, conducted
+from mens_exp.evals.suite import frozen_suite, suite_class
 from mens_exp.planning.contract import recorded_digest
 from mens_exp.tasks.inputs import hashes_in
 from mens_exp.tasks.lineage import MERGED
@@ -127,8 +127,8 @@ def read_study(paths: Sequence[str]) -> Read:
             left_out[str(where)] = f"task={manifest.task} trains nothing"
     counted = [(RunDir(path), scorer) for path, scorer in found.items()]
     suites = _SuitesAtHand()
-    read = [_read(run, scorer, suites) for run, scorer in counted]
     unverifiable = _refuse_edited(counted)
+    read = [_read(run, scorer, suites) for run, scorer in counted]
     Problems.raise_if([problem for _, one in read for problem in one.problems])
     unverifiable += _grouped((run.record, one.unverifiable) for run, one in read)
     return Read(runs=[run for run, _ in read], left_out=left_out, unverifiable=unverifiable)
@@ -148,6 +148,7 @@ def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, s
     for owner, files in (
         (run, (run.config, run.validation)),
         (measured, (measured.scorecard, measured.events)),
+        *([] if scorer is None else [(scorer, (scorer.config,))]),
     ):
         outputs = Manifest.read(owner.manifest).outputs
         for file in files:
@@ -405,8 +406,9 @@ class _SuitesAtHand:
         """
         if not graded_as_today(scorecard):
             return "graded by another version"
-        if scorecard.suite == HeldoutSyntaxSuite().name:
-            return heldout_of(scorecard, lines)
+        spec = SUITES.known(scorecard.suite)
+        if spec is not None and spec.from_rows:
+            return suite_class(spec).of_lines(lines, scorecard.generation)
         if settings.get("suite.name") != scorecard.suite:
             told = settings.get("suite.name")
             return f"the configuration has suite={told}, the scorecard {scorecard.suite}"
@@ -422,12 +424,12 @@ def _suite_of(run: RunDir) -> Suite | str:
         config = typed(from_yaml(run.config)).suite
     except MensError as error:
         return str(error)
-    if isinstance(config, LmEvalSuite):
-        return "suite=lm_eval judges answers where it asks for them"
-    if isinstance(config, ScorecardSpecSuite):
-        return "suite=scorecard_spec is read by its own command alone"
-    if isinstance(config, JsonlSuite) and config.function is not None:
-        return f"they are judged by a function of the user's own, {config.function}"
+    if config.spec.asked_by is not None:
+        return f"suite={config.name} judges answers where it asks for them"
+    if config.spec.brings_models:
+        return f"suite={config.name} is read by its own command alone"
+    if (function := config.spec.function(config)) is not None:
+        return f"they are judged by a function of the user's own, {function}"
     try:
         return frozen_suite(config)
     except MensError as error:

@@ -17,7 +17,6 @@ from mens_exp.artifacts.digest import checkpoint_digests, last_intact_checkpoint
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
-from mens_exp.config.objective import CrossEntropyConfig
 from mens_exp.config.optim import ScheduleKind, warmup_steps
 from mens_exp.config.overrides import Cell
 from mens_exp.config.trainer import Strategy
@@ -84,7 +83,7 @@ def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank
     from mens_exp.training.distributed import is_sharded
 
     module = trained.module
-    if config.suite.name != "none" and is_sharded(config, rank):
+    if config.suite.spec.scores and is_sharded(config, rank):
         _, tensors = module.backend.adapter(config)
         del module.backend  # free the shards before loading the complete base
         with lightning_quiet():
@@ -137,7 +136,7 @@ _CONDITIONS = ("base", "tuned")
 def note_bits_per_byte(objective: ObjectiveConfig, run: Run, data: RowsDataModule) -> None:
     """Write base and tuned validation loss in bits per byte, or null with the reason."""
     total, reason = data.validated_bytes
-    if not isinstance(objective, CrossEntropyConfig):
+    if not objective.spec.is_likelihood:
         total, reason = None, "the objective is not ours, so its loss may be no likelihood"
     for condition in _CONDITIONS:
         name, results = f"{condition}_val_bits_per_byte", run.manifest.results

@@ -31,12 +31,7 @@ from mens_exp.artifacts.digest import (
     refuse_damaged_checkpoint,
     sha256_bytes,
 )
-from mens_exp.config.objective import (
-    AssistantObjective,
-    CrossEntropyConfig,
-    LastKObjective,
-    ObjectiveConfig,
-)
+from mens_exp.artifacts.metrics import declare
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import ScorecardConfig, Selection
 from mens_exp.errors import RequestError, SetupError
@@ -69,7 +64,7 @@ if TYPE_CHECKING:
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.evals.attempts import Measured
     from mens_exp.model.sources import BaseModel
-    from mens_exp.objective.causal import Objective
+    from mens_exp.objective.causal import Objective, TokenLoss
     from mens_exp.planning.machine import Rank
     from mens_exp.training.module import RunRecord
 
@@ -175,22 +170,19 @@ def build_backend(
 
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Combine backend and objective into the module, in training mode."""
+    declare(config.objective.spec.metrics)
     module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
-    if isinstance(config.objective, CrossEntropyConfig):
+    if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes
     module.train()  # from_pretrained sets evaluation mode, and Lightning keeps it
     return module
 
 
-def _objective(config: RunConfig) -> Objective:
+def _objective(config: RunConfig) -> Objective | TokenLoss:
     """Build the objective from its own settings; the other settings select its tokens."""
     node = config.objective
-    labelling = isinstance(node, AssistantObjective | LastKObjective)
-    kind = type(node) if labelling else ObjectiveConfig
-    ours = {field.name for field in fields(kind)} - {"chunk_tokens"}  # selects the tokens
-    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name not in ours}
-    made: Objective = _made(node._target_, settings, name=node.name)
+    made: Objective | TokenLoss = _made(node._target_, node.spec.arguments(node), name=node.name)
     return made
 
 

@@ -27,7 +27,7 @@ from mens_exp.data.stream import MicroBatches
 from mens_exp.lora.keyed import KeyedDropout
 from mens_exp.planning.machine import ALONE, look
 from mens_exp.quant.bnb import quantizes_inputs
-from mens_exp.rows.encode import Encoded
+from mens_exp.rows.documents import Encoded
 from mens_exp.training.distributed import StartedProcesses, keep_signals
 from mens_exp.training.module import TrainingModule
 
@@ -82,7 +82,7 @@ _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
 # family that trains (docs/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
 _REFERENCE, _REFERENCE_INT8 = (1e-5, 1e-4), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from
-_DOCUMENTS = 4  # tested together and one by one
+_DOCUMENTS = 4  # tested together and one by one, or in units where some stay together
 _TOKENS = 64  # of each, up to its last supervised one; measured: 6 s of one core for SmolLM2
 _MULTIPLE = 32  # tokens; gives shapes like those of training
 
@@ -100,6 +100,9 @@ def probe(
         module: the module to be trained; it is left unchanged.
         data: the rows.
         reference: the result of `compare` for the same model; None compares now.
+
+    Raises:
+        TrainingError: the model gives numbers that are not finite.
     """
     began = time.monotonic()
     batches = _first_batches(data)
@@ -111,6 +114,12 @@ def probe(
         uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
         module.zero_grad(set_to_none=True)
         compared, why_not = _reference(module, trial) if reference is None else reference
+    module.refuse_unfinite(
+        *together,
+        peek,
+        *((uneven.loss, uneven.gradient) if uneven else ()),
+        *((compared["loss"], compared["gradient"]) if compared else ()),
+    )
     return {
         "documents": len(trial.documents),
         "tokens": len(trial.documents.ids),
@@ -118,7 +127,7 @@ def probe(
         "dropout": "off while probing",
         "tolerance": _tolerance(config),
         "targets_follow": all(map(_targets_follow, batches)),
-        "as_asked": list(_otherwise(config, first)),
+        "as_asked": _otherwise(config, first, trial.documents.together),
         "together_loss": together[0],
         "together_hidden": together[1],
         "peek": peek,
@@ -155,7 +164,8 @@ def _first_batches(data: RowsDataModule) -> list[Batch]:
 
 def _trial(module: TrainingModule, data: RowsDataModule, batches: Sequence[Batch]) -> _Trial:
     packed, pad_id = data.config.data.packing, data.tokenizer.pad_id
-    return _Trial(module, short_documents(batches), packed=packed, pad_id=pad_id)
+    documents = short_documents(batches, together=data.train_documents.together)
+    return _Trial(module, documents, packed=packed, pad_id=pad_id)
 
 
 def _reference(module: TrainingModule, trial: _Trial) -> Reference:
@@ -214,7 +224,7 @@ def _targets_follow(batch: Batch) -> bool:
     return torch.equal(positions[batch.predict_M] + 1, positions[batch.predict_M + 1])
 
 
-def _otherwise(config: RunConfig, first: Batch) -> list[str]:
+def _otherwise(config: RunConfig, first: Batch, together: int) -> list[str]:
     """List the ways in which the first batch differs from the configuration."""
     data = config.data
     packed = first.documents is not None
@@ -226,16 +236,28 @@ def _otherwise(config: RunConfig, first: Batch) -> list[str]:
         found.append(f"packed: {packed}, data.packing={data.packing}")
     if longest > data.seq_len:
         found.append(f"a document of {longest} tokens, data.seq_len={data.seq_len}")
-    if (packed and width > room) or (not packed and rows > data.micro_batch_size):
+    if (packed and width > room) or (not packed and rows > data.micro_batch_size * together):
         found.append(f"{rows} × {width} tokens, data.micro_batch_size={data.micro_batch_size}")
     return found
 
 
-def _documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Split a batch into ids and loss mask of each document, up to its last supervised token."""
-    ids = batch.input_ids_BT.flatten().numpy()
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """A document up to its last supervised token: ids, loss mask, and further values."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    extra: dict[str, np.ndarray]
+
+
+def _documents(batch: Batch) -> list[_Short]:
+    """Split a batch into its documents."""
+    ids, targets = batch.input_ids_BT.flatten().numpy(), batch.predict_M.numpy() + 1
     learned = np.zeros(len(ids), bool)
-    learned[batch.predict_M.numpy() + 1] = True
+    learned[targets] = True
+    extra = {name: np.zeros(len(ids), np.float32) for name in batch.extra}
+    for name, values in batch.extra.items():
+        extra[name][targets] = values.numpy()
     width = batch.input_ids_BT.shape[1]
     bounds: Sequence[tuple[int, int]] = batch.documents or [
         (row * width, (row + 1) * width) for row in range(batch.input_ids_BT.shape[0])
@@ -248,21 +270,32 @@ def _documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
             begin = max(start, until - _TOKENS)
             mask = learned[begin:until].copy()
             mask[0] = False  # its predecessor is missing
-            found.append((ids[begin:until], mask))
-    return [(own, mask) for own, mask in found if mask.any()]
+            own = {name: one[begin:until] for name, one in extra.items()}
+            found.append(_Short(ids[begin:until], mask, own))
+    return found
 
 
-def short_documents(batches: Sequence[Batch]) -> Encoded:
-    """Select the shortest documents of micro-batches, each cut to its last supervised tokens."""
+def short_documents(batches: Sequence[Batch], *, together: int = 1) -> Encoded:
+    """Select the shortest documents of micro-batches, each cut to its last supervised tokens.
+
+    Args:
+        batches: the micro-batches.
+        together: documents that stay together.
+    """
     documents = [one for batch in batches for one in _documents(batch)]
-    chosen = sorted(documents, key=lambda both: len(both[0]))[:_DOCUMENTS]
-    lengths = [len(ids) for ids, _ in chosen]
+    units = [documents[i : i + together] for i in range(0, len(documents), together)]
+    whole = [unit for unit in units if all(one.mask.any() for one in unit)]
+    whole.sort(key=lambda unit: sum(len(one.ids) for one in unit))
+    chosen = [one for unit in whole[: max(_DOCUMENTS // together, 1)] for one in unit]
+    lengths = [len(one.ids) for one in chosen]
     return Encoded(
-        ids=np.concatenate([ids for ids, _ in chosen]).astype(np.int32),
-        supervised=np.concatenate([learned for _, learned in chosen]),
+        ids=np.concatenate([one.ids for one in chosen]).astype(np.int32),
+        supervised=np.concatenate([one.mask for one in chosen]),
         offsets=np.cumsum([0, *lengths], dtype=np.int64),
         truncated=0,
         dropped=0,
+        extra={n: np.concatenate([one.extra[n] for one in chosen]) for n in chosen[0].extra},
+        together=together,
     )
 
 
@@ -276,29 +309,30 @@ class _Trial:
         self.packed, self.pad_id = packed, pad_id
 
     def together(self) -> tuple[float | None, float | None]:
-        """Compare a batch with its single documents: loss sum, and maximum difference of states."""
-        many = len(self.documents)
-        if many < 2:  # noqa: PLR2004  # needs at least a pair
+        """Compare a batch with its single units: loss sum, and maximum difference of states."""
+        units = units_of(self.documents)
+        if len(units) < 2:  # noqa: PLR2004  # needs at least a pair
             return None, None
-        joined, hidden_MD = self._pass(self.batch(range(many)))
+        joined, hidden_MD = self._pass(self.batch(range(len(self.documents))))
         alone, apart, at = 0.0, 0.0, 0
-        for number in range(many):
-            loss, own_MD = self._pass(self.batch([number]))
-            theirs_MD = hidden_MD[at : at + loss.count]
-            at += loss.count
+        for unit in units:
+            loss, own_MD = self._pass(self.batch(unit))
+            theirs_MD = hidden_MD[at : at + len(own_MD)]
+            at += len(own_MD)
             alone += float(loss.total.detach())
             apart = max(apart, _difference(theirs_MD, own_MD))
         return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
 
     def peek(self) -> float | None:
         """Change the last token of a document, and measure whether other positions change."""
-        batch = self.batch([0])
+        batch = self.batch(units_of(self.documents)[0])
         place = int(batch.predict_M[-1]) + 1
         ids = batch.input_ids_BT.clone()
-        others = ids[0][ids[0] != ids[0, place]]
+        flat = ids.view(-1)
+        others = flat[flat != flat[place]]
         if not len(others):
             return None
-        ids[0, place] = others[0]
+        flat[place] = others[0]
         before, states_MD = self._pass(batch)
         after, moved_MD = self._pass(dataclasses.replace(batch, input_ids_BT=ids))
         loss = float(before.total.detach())
@@ -314,10 +348,14 @@ class _Trial:
     def _pass(self, batch: Batch) -> tuple[LossSum, torch.Tensor]:
         module = self.module
         there = batch.to(next(module.parameters()).device)
-        module.backend.begin(0)
-        hidden_MD = module.backend(there)
-        loss = module.objective(hidden_MD, there.targets_M, module.backend.head)
-        return loss, hidden_MD.detach().float()
+        passed, loss = module.passed(there)
+        return loss, passed.hidden_MD.detach().float()
+
+
+def units_of(documents: Encoded) -> list[range]:
+    """Return the numbers of documents that stay together."""
+    together = documents.together
+    return [range(i, i + together) for i in range(0, len(documents), together)]
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -349,34 +387,33 @@ def accumulated(
         pad_id: the padding id.
 
     Returns:
-        None if there is only one document.
+        None if there is only one document, or one unit of documents that stay together.
     """
-    many = len(documents)
+    many = len(units_of(documents))
     if many < 2:  # noqa: PLR2004  # a single one is the batch itself
         return None
     whole, parts = (
-        _step(config, module, _stream(config, documents, many, size, pad_id)) for size in (many, 1)
+        _step(config, module, _stream(config, documents, size, pad_id)) for size in (many, 1)
     )
     difference = torch.stack(
         [(a - b).norm() for a, b in zip(whole.gradients, parts.gradients, strict=True)]
     ).norm()
     length = torch.stack([one.norm() for one in whole.gradients]).norm()
     return Unevenness(
-        documents=many,
+        documents=len(documents),
         loss=abs(parts.loss - whole.loss) / max(abs(whole.loss), 1e-12),
         gradient=float(difference / length.clamp_min(1e-12)),
         parameters=sum(one.numel() for one in whole.gradients),
     )
 
 
-def _stream(
-    config: RunConfig, documents: Encoded, many: int, size: int, pad_id: int
-) -> MicroBatches:
+def _stream(config: RunConfig, documents: Encoded, size: int, pad_id: int) -> MicroBatches:
+    units = units_of(documents)
     return MicroBatches(
         documents,
-        [[number] for number in range(many)],
+        units,
         micro_batch_size=size,
-        total=many // size,
+        total=len(units) // size,
         seed=None,
         packing=config.data.packing,
         pad_id=pad_id,

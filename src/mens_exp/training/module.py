@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -16,13 +17,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.artifacts.metrics import step_metric
 from mens_exp.config.optim import warmup_steps
-from mens_exp.errors import DataError
+from mens_exp.errors import DataError, TrainingError
+from mens_exp.objective.causal import Objective, OverTokens, Passed
 from mens_exp.tokenizer.load import bits_per_byte
 from mens_exp.training.distributed import ShardedBase, averaged
 from mens_exp.training.optimizer import build_optimizer, multiplier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
-    from mens_exp.objective.causal import LossSum, Objective
+    from mens_exp.objective.causal import LossSum, TokenLoss
 
 
 class RunRecord(Protocol):
@@ -76,6 +79,42 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
             counts[name] = value * saved // world_size
 
 
+@dataclass(slots=True)
+class _Sums:
+    """The sums of an optimizer step, or of a validation.
+
+    ``count`` is of what the loss is a sum over, ``supervised`` of tokens with a label, ``tokens``
+    of all tokens without padding.
+    """
+
+    loss: float = 0.0
+    count: float = 0
+    supervised: float = 0
+    tokens: float = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, batch: Batch, loss: LossSum) -> None:
+        """Add a micro-batch."""
+        self.loss += float(loss.total.detach())
+        self.count += loss.count
+        self.supervised += batch.targets_M.numel()
+        self.tokens += batch.tokens
+        for name, value in loss.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(value.detach())
+
+    def values(self, names: Sequence[str]) -> list[float]:
+        """Return the sums in a fixed order."""
+        metrics = [self.metrics.get(name, 0.0) for name in names]
+        return [self.loss, self.count, self.supervised, self.tokens, *metrics]
+
+    @classmethod
+    def of(cls, values: Sequence[float], names: Sequence[str]) -> _Sums:
+        """Return the sums of :meth:`values`."""
+        loss, count, supervised, tokens, *metrics = values
+        named = dict(zip(names, metrics, strict=True))
+        return cls(loss, count, supervised, tokens, named)
+
+
 class TrainingModule(LightningModule):
     """Train a backend's adapter under an objective.
 
@@ -99,13 +138,18 @@ class TrainingModule(LightningModule):
     strict_loading = False  # a checkpoint holds only the adapter; the frozen base is rebuilt
 
     def __init__(
-        self, config: RunConfig, backend: Backend, objective: Objective, *, total_steps: int
+        self,
+        config: RunConfig,
+        backend: Backend,
+        objective: Objective | TokenLoss,
+        *,
+        total_steps: int,
     ) -> None:
         """Combine the parts; ``total_steps`` is the length of the schedule."""
         super().__init__()
         self.config = config
         self.backend = backend
-        self.objective = objective
+        self.objective = objective if isinstance(objective, Objective) else OverTokens(objective)
         self.total_steps = total_steps
         self.step_metrics: dict[str, float] = {}
         self.step_digests: dict[str, str] = {}
@@ -120,9 +164,8 @@ class TrainingModule(LightningModule):
         self.selected_validated: torch.Tensor | None = None
         self.scored: tuple[int, dict[str, float]] = (-1, {})
         self._val_documents = torch.zeros(0, 2, dtype=torch.float64)
-        self._step_loss = 0.0
-        self._step_count = 0
-        self._step_tokens = 0
+        self._step = _Sums()
+        self._val = _Sums()
 
     def cpu(self) -> Self:
         """Do nothing: a finished trainer would move the model off its GPU.
@@ -156,17 +199,37 @@ class TrainingModule(LightningModule):
         Lightning divides by the number of micro-batches of a step, and gradients are averaged over
         processes.
         """
-        self.backend.begin(batch.index)
-        loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
+        _, loss = self.passed(batch)
         if not batch.is_filler:
-            self._step_loss += float(loss.total.detach())
-            self._step_count += loss.count
-            self._step_tokens += batch.tokens
+            self._step.add(batch, loss)
         stream = self.trainer.train_dataloader
         assert stream is not None, "Lightning is training from it"
         stream.position = batch.index + 1  # a checkpoint resumes from here
         weight = 0 if batch.is_filler else self.trainer.world_size
         return loss.total * (self.trainer.accumulate_grad_batches * weight)
+
+    def passed(self, batch: Batch) -> tuple[Passed, LossSum]:
+        """Pass a micro-batch through the model, and return its loss."""
+        self.backend.begin(batch.index)
+        reference = None
+        if self.config.objective.spec.needs_reference:
+            reference = self._of_base(batch)
+        passed = Passed(batch, self.backend(batch), self.backend.head, reference)
+        return passed, self.objective.loss(passed)
+
+    def _of_base(self, batch: Batch) -> Passed:
+        """Pass a micro-batch through the base alone, whose head stays that of the base."""
+        is_base = self.condition == "base"  # inside of `as_base`, which would end with this block
+
+        def alone() -> AbstractContextManager[None]:
+            return nullcontext() if is_base else self.backend.base_only()
+
+        def head(hidden_CD: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), alone():
+                return self.backend.head(hidden_CD)
+
+        with torch.no_grad(), alone():
+            return Passed(batch, self.backend(batch), head)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn gradient sums into the gradient of the mean, before clipping.
@@ -176,12 +239,10 @@ class TrainingModule(LightningModule):
         """
         if self.trainer.global_step + 1 == self.trainer.max_steps:
             self._validate_after_this_batch()
-        step_loss, step_count, step_tokens = self._of_all_processes(
-            self._step_loss, self._step_count, self._step_tokens
-        )
-        self.tokens += int(step_tokens)
-        self.supervised_tokens += int(step_count)
-        if step_count == 0:
+        step = self._of_all_processes(self._step)
+        self.tokens += int(step.tokens)
+        self.supervised_tokens += int(step.supervised)
+        if step.count == 0:
             raise DataError(
                 "an optimizer step held no supervised token",
                 where="data",
@@ -193,21 +254,56 @@ class TrainingModule(LightningModule):
         if isinstance(self.trainer.strategy, ShardedBase):
             averaged(gradients)  # DDP has done this already
         for gradient in gradients:
-            gradient.div_(step_count)
+            gradient.div_(step.count)
         norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form that clipping uses
-        self.record("train/loss", step_loss / step_count)
+        self.record("train/loss", step.loss / step.count)
+        for name, value in step.metrics.items():
+            self.record(f"train/{name}", value / step.count)
         self.record("train/grad_norm", float(torch.linalg.vector_norm(torch.stack(norms))))
         self.record("optim/lr", optimizer.param_groups[0]["lr"])
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
-        self._step_loss, self._step_count, self._step_tokens = 0.0, 0, 0
+        self._step = _Sums()
 
-    def _of_all_processes(self, *values: float) -> list[float]:
-        """Sum figures over all processes."""
+    def refuse_unfinite(self, *losses: float | None) -> None:
+        """Refuse a model that gives losses that are not finite before it is trained.
+
+        Raises:
+            TrainingError: one of them is not finite.
+        """
+        if all(loss is None or math.isfinite(loss) for loss in losses):
+            return
+        self.refuse_unfinite_base()
+        raise TrainingError(
+            "a loss of the model is not finite before its first step",
+            where="model",
+            expected="finite numbers",
+            remedy="set quant.compute_dtype=f32, or choose another base model",
+        )
+
+    def refuse_unfinite_base(self) -> None:
+        """Refuse a base model whose frozen weights are not finite.
+
+        Raises:
+            TrainingError: one of them is not finite.
+        """
+        for name, parameter in self.named_parameters():
+            is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # no packed weights
+            if is_wide and not parameter.requires_grad and not parameter.isfinite().all():
+                raise TrainingError(
+                    "the base model's weights are not finite",
+                    where=name,
+                    expected="finite numbers",
+                    remedy="download or convert the base model again: its file is damaged or wrong",
+                )
+
+    def _of_all_processes(self, sums: _Sums) -> _Sums:
+        """Add up the sums of all processes."""
+        names = [one.name for one in self.config.objective.spec.metrics]
         if self.trainer.world_size == 1:
-            return list(values)
-        summed = self._summed(torch.tensor(values, dtype=torch.float64))
-        return [float(value) for value in summed]
+            return sums
+        mine = torch.tensor(sums.values(names), dtype=torch.float64)
+        return _Sums.of(self._summed(mine).tolist(), names)
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes."""
@@ -226,25 +322,23 @@ class TrainingModule(LightningModule):
     @property
     def pending_loss(self) -> float:
         """Loss sum of the current optimizer step."""
-        return self._step_loss
+        return self._step.loss
 
     @property
     def at_step_boundary(self) -> bool:
         """Whether the last micro-batch ended an optimizer step."""
-        return self._step_count == 0
+        return self._step.count == 0
 
     def on_validation_epoch_start(self) -> None:
         """Reset the validation sums."""
-        self._val_loss, self._val_count = 0.0, 0
+        self._val = _Sums()
         self._val_documents = torch.zeros(self.validation_documents, 2, dtype=torch.float64)
 
     def validation_step(self, batch: Batch, _batch_idx: int) -> None:
         """Add a batch to the validation sum."""
-        self.backend.begin(batch.index)
-        loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
+        _, loss = self.passed(batch)
         if not batch.is_filler:
-            self._val_loss += float(loss.total)
-            self._val_count += loss.count
+            self._val.add(batch, loss)
             self._add_to_documents(batch, loss)
 
     def _add_to_documents(self, batch: Batch, loss: LossSum) -> None:
@@ -259,15 +353,19 @@ class TrainingModule(LightningModule):
         self._val_documents.index_add_(0, batch.document_M.cpu(), each_M2)
 
     def on_validation_epoch_end(self) -> None:
-        """Set the validation loss: the mean over all supervised tokens, in nats."""
-        total, count = self._of_all_processes(self._val_loss, self._val_count)
+        """Set the validation loss: the mean over all that is counted, such as tokens, in nats."""
+        found = self._of_all_processes(self._val)
         of_documents = self._summed(self._val_documents)
         is_known = self.validation_documents and not of_documents.isnan().any()
         self.validated = of_documents if is_known else None
-        self.validation = {"val/loss": total / count, "val/supervised_tokens": int(count)}
+        self.validation = {
+            "val/loss": found.loss / found.count,
+            "val/supervised_tokens": int(found.supervised),
+            **{f"val/{name}": value / found.count for name, value in found.metrics.items()},
+        }
         if self.validated_bytes is not None:
             loss = self.validation["val/loss"]
-            per_byte = bits_per_byte(loss, int(count), self.validated_bytes)
+            per_byte = bits_per_byte(loss, int(found.supervised), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
         # For callbacks that monitor it; equal on all processes. Loggers have it from telemetry.
         self.log("val/loss", self.validation["val/loss"], sync_dist=True, logger=False)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from mens_exp.data.batch import Batch
     from mens_exp.data.datamodule import RowsDataModule
-    from mens_exp.rows.encode import Encoded
+    from mens_exp.rows.documents import Encoded
     from mens_exp.training.module import TrainingModule
 
 _CHUNK = 64  # tokens that the head processes at a time

@@ -12,8 +12,8 @@ from mens_exp.config.corpus import (
     ValidateConfig,
 )
 from mens_exp.config.data import MixStop
+from mens_exp.config.evaluation import BubblewrapSandbox, NoSandbox
 from mens_exp.config.rules import corpus as rules
-from mens_exp.config.suite import BubblewrapSandbox, NoSandbox
 
 
 def config(

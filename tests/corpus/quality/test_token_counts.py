@@ -6,7 +6,7 @@ import pytest
 from mens_exp.corpus.token_counts import drawn, token_counts
 from mens_exp.errors import DataError
 from mens_exp.model import sources
-from mens_exp.rows.encode import Labelling
+from mens_exp.rows.documents import Labelling
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import HfTokenizer
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mens_exp.config.corpus import CanonicalConfig, CorpusConfig, DedupeConfig, OnUnformatted
-from mens_exp.config.suite import BubblewrapSandbox
+from mens_exp.config.evaluation import BubblewrapSandbox
 from mens_exp.corpus.benchmarks import OverlapIndex, texts_of
 from mens_exp.corpus.rust import RustFormatter
 from mens_exp.corpus.steps.dedupe import dedupe

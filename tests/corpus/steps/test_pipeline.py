@@ -17,7 +17,7 @@ from mens_exp.artifacts.corpus_record import CorpusRecord, StepRecord
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.corpus import STEPS as NAMES
 from mens_exp.config.corpus import CorpusConfig, CurriculumConfig, DifficultyOrder
-from mens_exp.config.suite import BubblewrapSandbox
+from mens_exp.config.evaluation import BubblewrapSandbox
 from mens_exp.corpus.steps import pipeline
 from mens_exp.corpus.steps.pipeline import STEPS, hashes, place_problems, run_steps
 from mens_exp.errors import DataError
@@ -206,7 +206,7 @@ KILLED = """
 import os, sys
 from types import SimpleNamespace
 from mens_exp.config.corpus import CorpusConfig
-from mens_exp.config.suite import BubblewrapSandbox
+from mens_exp.config.evaluation import BubblewrapSandbox
 from mens_exp.corpus.steps import pipeline
 from mens_exp.corpus.steps.pipeline import STEPS
 from mens_exp.corpus.steps.pipeline import hashes, input_files

@@ -8,7 +8,7 @@ import pytest
 
 from mens_exp.config.corpus import CorpusConfig, ValidateConfig
 from mens_exp.config.data import OnBadRow
-from mens_exp.config.suite import BubblewrapSandbox
+from mens_exp.config.evaluation import BubblewrapSandbox
 from mens_exp.corpus.steps.step import StepInput
 from mens_exp.corpus.steps.validate import validate
 from mens_exp.errors import Problems

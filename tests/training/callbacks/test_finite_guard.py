@@ -64,3 +64,16 @@ def test_a_base_that_is_not_finite_is_named_as_the_cause(fit):
         fit.run(fit.trainer(Damage(), FiniteGuard(fit.record)))
     assert caught.value.where in dict(fit.module.named_parameters())
     assert "learning" not in str(caught.value)
+
+
+def test_losses_that_are_not_finite_before_a_step_name_the_base(fit):
+    """The record has no place for NaN: the weight is named before anything is written."""
+    fit.module.refuse_unfinite(1.0, None)
+    with pytest.raises(TrainingError, match="before its first step"):
+        fit.module.refuse_unfinite(1.0, math.inf)
+    frozen = [(n, p) for n, p in fit.module.named_parameters() if not p.requires_grad]
+    name, parameter = next((n, p) for n, p in frozen if p.dim() == 2)
+    parameter.data[0, 0] = math.nan
+    with pytest.raises(TrainingError, match="the base model's weights are not finite") as caught:
+        fit.module.refuse_unfinite(math.nan)
+    assert caught.value.where == name

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.suite import (
-    EngineKind,
-    HumanEvalSuite,
-    JsonlCheck,
-    JsonlSuite,
-    LmEvalSuite,
-    RustSuite,
-    ScorecardSpecSuite,
-)
+from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.trainer import ScorecardConfig
 from mens_exp.errors import ConfigError
 
@@ -59,15 +51,14 @@ def _keeping(config: RunConfig) -> Iterator[ConfigError]:
             expected="task=evaluate, or null",
         )
     suite = config.suite
-    is_own = isinstance(suite, JsonlSuite | RustSuite)
-    if not is_own and not (isinstance(suite, HumanEvalSuite) and suite.path is not None):
+    if not suite.spec.is_yours(suite):
         yield ConfigError(
             f"suite={suite.name} is an evaluation, and nothing is trained on its tasks",
             where="eval.keep_passing",
             found=f"suite={suite.name}",
             expected="tasks of your own: suite=humaneval, rust or jsonl with suite.path",
         )
-    if suite.executes and config.sandbox.name == "none":
+    if suite.spec.executes and config.sandbox.name == "none":
         yield ConfigError(
             "no answer passes where none is executed",
             where="sandbox",
@@ -81,21 +72,23 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
     node = scorecard_of(config)
     if node is None or node.every_n_steps is None:
         return
-    if config.suite.name == "none":
+    suite = config.suite
+    if not suite.spec.scores:
         yield ConfigError(
             "there is no suite to score by while training runs",
             where="callbacks.scorecard.every_n_steps",
-            found=f"{node.every_n_steps} with suite=none",
+            found=f"{node.every_n_steps} with suite={suite.name}",
             expected="a suite, such as suite=mini_python",
             remedy="choose a suite, or callbacks.scorecard.every_n_steps=null",
         )
-    if isinstance(config.suite, LmEvalSuite):
+    if suite.spec.asked_by is not None:
         yield ConfigError(
-            "lm-evaluation-harness asks a finished model, not one in training",
+            f"{suite.spec.asked_by} asks a finished model, not one in training",
             where="callbacks.scorecard.every_n_steps",
-            found=f"{node.every_n_steps} with suite=lm_eval",
+            found=f"{node.every_n_steps} with suite={suite.name}",
             expected="a suite of ours, such as suite=mini_python",
-            remedy="score by suite=lm_eval at the end, with callbacks.scorecard.every_n_steps=null",
+            remedy=f"score by suite={suite.name} at the end, with "
+            "callbacks.scorecard.every_n_steps=null",
         )
     trainer = config.trainer
     if trainer.max_steps > 0 and trainer.max_epochs <= 0:
@@ -125,42 +118,23 @@ def late_scorecard_problems(
 def _files(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of a suite that is read from a file."""
     suite = config.suite
-    files = JsonlSuite | LmEvalSuite | RustSuite | ScorecardSpecSuite
-    if isinstance(suite, files) and suite.path is None:
-        kind = "directory" if isinstance(suite, LmEvalSuite) else "file"
+    kind = suite.spec.path
+    if kind is not None and not suite.spec.reads_files(suite):
         yield ConfigError(
             f"suite={suite.name} is a {kind} of your own",
             where="suite.path",
             expected="its path",
             remedy=f"add suite.path=<{kind}>",
         )
-    if isinstance(suite, ScorecardSpecSuite) and config.task.name in {"train", "plan"}:
+    if suite.spec.brings_models and config.task.name in {"train", "plan"}:
         yield ConfigError(
-            "suite=scorecard_spec brings models of its own, and scores none that is trained",
+            f"suite={suite.name} brings models of its own, and scores none that is trained",
             where="suite",
-            found="scorecard_spec",
+            found=suite.name,
             expected="another suite",
-            remedy="use task=evaluate suite=scorecard_spec",
+            remedy=f"use task=evaluate suite={suite.name}",
         )
-    if isinstance(suite, JsonlSuite) and suite.check is JsonlCheck.function:
-        yield from _function(config, suite)
-
-
-def _function(config: RunConfig, suite: JsonlSuite) -> Iterator[ConfigError]:
-    if suite.function is None:
-        yield ConfigError(
-            "suite.check=function has no function",
-            where="suite.function",
-            expected="<file>.py:<name>",
-        )
-    if config.task.name != "evaluate":
-        # A stored configuration may come from someone else, and must not name code to be run.
-        yield ConfigError(
-            "a function of yours is called by task=evaluate alone",
-            where="suite.check",
-            found="function",
-            expected="another check, or task=evaluate",
-        )
+    yield from suite.spec.problems(suite, config.task.name)
 
 
 def _elsewhere(config: RunConfig) -> Iterator[ConfigError]:
@@ -174,21 +148,22 @@ def _elsewhere(config: RunConfig) -> Iterator[ConfigError]:
             expected=f"hf with task={config.task.name}",
             remedy="use task=evaluate",
         )
-    if isinstance(config.suite, LmEvalSuite):
+    suite = config.suite
+    if suite.spec.asked_by is not None:
         yield ConfigError(
-            "lm-evaluation-harness asks the graph at hand, for likelihoods too",
+            f"{suite.spec.asked_by} asks the graph at hand, for likelihoods too",
             where="eval.engine",
             found=engine,
-            expected="hf with suite=lm_eval",
+            expected=f"hf with suite={suite.name}",
         )
 
 
 def _server(config: RunConfig) -> Iterator[ConfigError]:
-    if config.suite.name == "heldout_syntax":
+    if config.suite.spec.from_rows:
         yield ConfigError(
             "the held-out rows belong to a run's own model",
             where="suite",
-            found="heldout_syntax",
+            found=config.suite.name,
             expected="a suite with items of its own with eval.engine=openai",
             remedy="choose suite=mini_python",
         )

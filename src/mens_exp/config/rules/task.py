@@ -57,11 +57,11 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             found="base",
             expected="a run directory, or latest",
         )
-    if name == "evaluate" and config.suite.name == "none":
+    if name == "evaluate" and not config.suite.spec.scores:
         yield ConfigError(
-            "suite=none evaluates nothing",
+            f"suite={config.suite.name} evaluates nothing",
             where="suite",
-            found="none",
+            found=config.suite.name,
             expected="a suite, such as suite=heldout_syntax",
         )
     if name == "push" and not _REPO.fullmatch(config.repo or ""):
@@ -139,7 +139,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
 
 def _brings_models(config: RunConfig) -> bool:
     """Return whether the suite's own file names the models to evaluate."""
-    return config.task.name == "evaluate" and config.suite.name == "scorecard_spec"
+    return config.task.name == "evaluate" and config.suite.spec.brings_models
 
 
 def _reads_a_model(config: RunConfig) -> bool:

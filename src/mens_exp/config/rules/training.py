@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mens_exp.config.objective import LABELLINGS, LastKObjective
+from mens_exp.config.backend import has_frozen_base
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.optim import OptimConfig, warmup_steps
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import Promise, Refusal, Selection, Strategy
@@ -306,21 +307,23 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
 
 def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `objective`."""
-    if config.objective.labels not in LABELLINGS:
+    settings, spec = config.objective, config.objective.spec
+    if OBJECTIVES.known(settings.labels) is None:
         yield ConfigError(
             "unknown labelling rule",
             where="objective.labels",
-            found=config.objective.labels,
-            expected=expected_name(config.objective.labels, LABELLINGS),
+            found=settings.labels,
+            expected=expected_name(settings.labels, OBJECTIVES.built_in),
         )
-    if isinstance(config.objective, LastKObjective) and config.objective.k > config.data.seq_len:
+    if spec.needs_reference and not has_frozen_base(config.backend, config.model.source):
         yield ConfigError(
-            "more last tokens than a sequence has",
-            where="objective.k",
-            found=config.objective.k,
-            expected=f"at most data.seq_len ({config.data.seq_len})",
-            remedy="lower objective.k, or raise data.seq_len",
+            f"objective={settings.name} compares with the base at every step, and here its weights "
+            "are trained",
+            where="backend",
+            found=config.backend.name,
+            expected="a backend whose base is frozen: qlora, lora or proxy",
         )
+    yield from spec.problems(settings, config.data.seq_len)
 
 
 _LOSS = "val/loss"
@@ -389,7 +392,7 @@ def _kpi(config: RunConfig) -> Iterator[ConfigError]:
 def _lacking(config: RunConfig) -> str | None:
     """Describe a KPI's requirement that the configuration does not meet."""
     name, settings = config.adapter.metric, config.eval
-    if config.suite.name == "heldout_syntax" and name in _EXECUTED:
+    if not config.suite.spec.measures_success and name in _EXECUTED:
         return "a suite that executes answers, such as suite=mini_python"
     if name == "pass_at_k" and settings.samples == 1:
         return "eval.samples above 1"

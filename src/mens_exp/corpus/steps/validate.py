@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.config.corpus import OnUnformatted
 from mens_exp.config.data import OnBadRow
-from mens_exp.config.suite import ExecutingSandbox
+from mens_exp.config.evaluation import ExecutingSandbox
 from mens_exp.corpus.code_checks import CHECKED, Compiler, NoCompiler, parse_problem, spans_of
 from mens_exp.corpus.rust import RustFormatter
 from mens_exp.corpus.steps.step import (
@@ -34,7 +34,7 @@ from mens_exp.sandbox.opening import limits_of, open_sandbox
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mens_exp.config.suite import SandboxConfig
+    from mens_exp.config.evaluation import SandboxConfig
     from mens_exp.corpus.rust import Formatted
     from mens_exp.corpus.split import Side
 

@@ -36,6 +36,7 @@ class _Kind:
 
     words: str
     ancestor: str | None
+    instead: str | None = None  # the ancestor of a class that needs no such methods
     methods: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -58,7 +59,12 @@ _KINDS = {
         given=("params",),
     ),
     "objective": _Kind(
-        "a class whose instances are called", None, methods=("__call__",), optional=("name",)
+        "a class whose instances are called, or one that extends "
+        "mens_exp.objective.causal.Objective",
+        None,
+        instead="mens_exp.objective.causal.Objective",
+        methods=("__call__",),
+        optional=("name",),
     ),
     "backend": _Kind(
         "a torch.nn.Module with the methods of backends/protocol.py, such as a QloraBackend",
@@ -160,6 +166,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
             ours = {field.name for field in fields(CLASS_GROUPS[group])}
             settings = {field.name for field in fields(node)}
             settings -= _NOT_ARGUMENTS if group == "optim" else ours
+            if group == "objective":
+                settings -= node.spec.selects
             yield from _argument_problems(_KINDS[group], place, node._target_, settings, cls)
     for place, values in _trainer_nodes(config):
         yield from _trainer_problems(place, values)
@@ -298,6 +306,8 @@ def _failed(where: str, target: str, error: Exception) -> ConfigError:
 
 def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError | None:
     ancestors = _ancestors(cls)
+    if kind.instead is not None and kind.instead in ancestors:
+        return None
     missing = [name for name in kind.methods if not callable(_own_attribute(cls, name))]
     if isinstance(cls, type) and (kind.ancestor is None or kind.ancestor in ancestors):
         if not missing:

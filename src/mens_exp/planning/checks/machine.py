@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
+from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
 from mens_exp.config.optim import LionConfig, PagedAdamw8bitConfig
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.config.suite import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning import machine, messages
@@ -263,7 +263,7 @@ def _torch(config: RunConfig) -> Iterator[MensError]:
 
 def check_sandbox(config: RunConfig) -> Iterator[MensError]:
     """Yield missing tools; whether they isolate is probed when the suite starts."""
-    if not config.suite.executes or not isinstance(config.sandbox, ExecutingSandbox):
+    if not config.suite.spec.executes or not isinstance(config.sandbox, ExecutingSandbox):
         return
     needed = {"prlimit": "util-linux"}
     if isinstance(config.sandbox, BubblewrapSandbox):

@@ -40,29 +40,12 @@ class FiniteGuard(Callback):
         if step % self.check_every_n_steps:
             return
         if not math.isfinite(pl_module.pending_loss):
-            _check_base(pl_module)
+            pl_module.refuse_unfinite_base()
             raise _not_finite("the loss", step)
         for name, parameter in pl_module.backend.trainable().items():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
-                _check_base(pl_module)
+                pl_module.refuse_unfinite_base()
                 raise _not_finite(f"the gradient of {name}", step)
-
-
-def _check_base(pl_module: TrainingModule) -> None:
-    """Refuse a base model whose frozen weights are not finite.
-
-    Raises:
-        TrainingError: one of them is not finite.
-    """
-    for name, parameter in pl_module.named_parameters():
-        is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # not packed or float8
-        if is_wide and not parameter.requires_grad and not parameter.isfinite().all():
-            raise TrainingError(
-                "the base model's weights are not finite",
-                where=name,
-                expected="finite numbers",
-                remedy="download or convert the base model again: its file is damaged or wrong",
-            )
 
 
 def _not_finite(what: str, step: int) -> TrainingError:

@@ -1,4 +1,4 @@
-"""The suite of each `suite` option, and suite=jsonl: answers checked against the user's rows.
+"""suite=jsonl: answers checked against the user's rows.
 
 An expected answer is a text, texts, a pattern, a schema, or the argument of a user-defined
 function; answers are never executed.
@@ -14,25 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, get_type_hints
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
 from mens_exp.artifacts.record import check_type as type_problems
-from mens_exp.config.suite import (
-    HeldoutSyntaxSuite,
-    HumanEvalSuite,
-    JsonlCheck,
-    JsonlSuite,
-    LmEvalSuite,
-    MiniPythonSuite,
-    RustSuite,
-    ScorecardSpecSuite,
-    SuiteConfig,
-)
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.config.suite import JsonlCheck
+from mens_exp.errors import DataError, Problems
 from mens_exp.evals.answer_checks import Check, check_named
-from mens_exp.evals.suite import Item, Judgement, SelfTest
+from mens_exp.evals.suite import Item, Judgement, SelfTest, Suite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mens_exp.evals.suite import Answer, Runner, Suite
+    from mens_exp.config.suite import JsonlSuite
+    from mens_exp.evals.suite import Answer, Runner
 
 _NO_CODE: Final = "suite=jsonl judges texts, not code"
 _OF_CODE: Final = (
@@ -98,14 +89,19 @@ def jsonl_suite(config: JsonlSuite) -> Jsonl:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Jsonl:
+class Jsonl(Suite):
     """The suite over the user's rows, by name."""
 
     rows: dict[str, Row]
     checks: dict[str, Check]
     content: dict[str, Any]
     name: str = "jsonl"
-    needs_sandbox: bool = False
+
+    @classmethod
+    def opened(cls, settings: JsonlSuite, *, calls_functions: bool) -> Jsonl:
+        """Read the rows."""
+        del calls_functions  # the rules have asked
+        return jsonl_suite(settings)
 
     @property
     def items(self) -> list[Item]:
@@ -240,65 +236,3 @@ def _function_digest(function: str | None) -> str | None:
         return None
     file, _, name = function.rpartition(":")
     return f"{sha256_file(Path(file).expanduser())}:{name}"
-
-
-def needs_rows(config: SuiteConfig) -> bool:
-    """Tell whether the suite's items are rows that the run held out."""
-    return isinstance(config, HeldoutSyntaxSuite)
-
-
-def file_problems(config: SuiteConfig, *, calls_functions: bool = False) -> list[MensError]:
-    """List problems of a suite's file, before any work is done.
-
-    Args:
-        config: the suite's own.
-        calls_functions: whether the task may run Python that the user's files name.
-    """
-    try:
-        if isinstance(config, ScorecardSpecSuite) and config.path is not None:
-            from mens_exp.evals.scorecard_spec import read_spec
-
-            read_spec(Path(config.path).expanduser())
-        elif isinstance(config, LmEvalSuite) and config.path is not None:
-            from mens_exp.evals.harness_suite import files_of
-
-            files_of(config, calls_functions=calls_functions)
-        elif isinstance(config, HumanEvalSuite) or getattr(config, "path", None) is not None:
-            frozen_suite(config)
-    except Problems as several:
-        return list(several.problems)
-    except MensError as error:
-        return [error]
-    return []
-
-
-def frozen_suite(config: SuiteConfig, *, calls_functions: bool = False) -> Suite:
-    """Return a suite whose items depend only on its own settings.
-
-    Args:
-        config: the suite's own.
-        calls_functions: whether Python that task files name may be run in this process.
-
-    Raises:
-        MensError: its files cannot be read, or there are not so many items.
-    """
-    if isinstance(config, MiniPythonSuite):
-        from mens_exp.evals.program_suite import mini_python
-
-        return mini_python(config)
-    if isinstance(config, LmEvalSuite):
-        from mens_exp.evals.harness_suite import lm_eval_suite
-        from mens_exp.planning.preflight import writable_cache
-
-        return lm_eval_suite(config, writable_cache(), calls_functions=calls_functions)
-    if isinstance(config, JsonlSuite):
-        return jsonl_suite(config)
-    if isinstance(config, HumanEvalSuite):
-        from mens_exp.evals.program_suite import humaneval
-
-        return humaneval(config)
-    if isinstance(config, RustSuite):
-        from mens_exp.evals.rust_suite import rust_suite
-
-        return rust_suite(config)
-    raise AssertionError(f"suite={config.name} has no items of its own")

@@ -1,0 +1,163 @@
+"""Registries of what installed packages add: quantizers, adapter methods, objectives and suites.
+
+Each kind has a spec, a torch-free object that planning, rules, records and reports ask. It names an
+object of the torch side by ``module:name``, which is imported only where it is used. A package adds
+a spec under the kind's entry point group: the name of the entry point is that of the spec, which is
+imported only when a run asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, Protocol, TypeVar
+
+from mens_exp.errors import SetupError
+
+_NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # a choice of the schema
+
+
+class Named(Protocol):
+    """Something with a name."""
+
+    @property
+    def name(self) -> str:
+        """The name, as settings and records have it."""
+
+
+SpecT = TypeVar("SpecT", bound=Named)
+ObjectT = TypeVar("ObjectT")
+
+
+@dataclass(kw_only=True)
+class Registry(Generic[SpecT]):
+    """The specs of one kind by name: ours, and those of installed packages.
+
+    Attributes:
+        kind: the kind in words, such as ``quantizer``.
+        group: its entry point group.
+        spec: the class of its specs.
+        built_in: our own specs by name.
+    """
+
+    kind: str
+    group: str
+    spec: type[SpecT]
+    built_in: dict[str, SpecT]
+    _offers: dict[str, list[EntryPoint]] | None = field(default=None, init=False)
+    _known: dict[str, SpecT | None] = field(default_factory=dict, init=False)
+
+    def installed_names(self) -> tuple[str, ...]:
+        """Return the names that installed packages add to ours; nothing of them is imported."""
+        return tuple(sorted(self._installed().keys() - self.built_in.keys()))
+
+    def known(self, name: str) -> SpecT | None:
+        """Return the spec of a name, as a record has it; None if there is none here.
+
+        Raises:
+            SetupError: an installed package claims the name, and what it offers cannot be used.
+        """
+        if name not in self._known:
+            self._known[name] = self._found(name)
+        return self._known[name]
+
+    def named(self, name: str) -> SpecT:
+        """Return the spec of a name that the schema accepts.
+
+        Raises:
+            SetupError: an installed package claims the name, and what it offers cannot be used.
+        """
+        spec = self.known(name)
+        assert spec is not None, "the schema accepts no other name"
+        return spec
+
+    def _installed(self) -> dict[str, list[EntryPoint]]:
+        if self._offers is None:
+            self._offers = {}
+            for one in entry_points(group=self.group):
+                if _NAME.fullmatch(one.name):
+                    self._offers.setdefault(one.name, []).append(one)
+        return self._offers
+
+    def _found(self, name: str) -> SpecT | None:
+        offers = self._installed().get(name, [])
+        sources = [f"{one.value} of {one.dist.name if one.dist else 'a package'}" for one in offers]
+        if name in self.built_in:
+            sources.insert(0, "mens_exp")
+        if len(sources) > 1:
+            raise SetupError(
+                f"several {self.kind}s are called {name}",
+                where=f"entry points of {self.group}",
+                found=", ".join(sources),
+                expected="one",
+                remedy="uninstall the other packages, or rename their entry points",
+            )
+        return self._loaded(offers[0]) if offers else self.built_in.get(name)
+
+    def _loaded(self, offer: EntryPoint) -> SpecT:
+        where = f"entry point {offer.name} of {self.group}"
+        remedy = f"repair or uninstall {offer.dist.name if offer.dist else 'the package'}"
+        try:
+            spec = offer.load()
+        except Exception as error:
+            raise SetupError(
+                f"an installed {self.kind} cannot be imported",
+                where=where,
+                found=f"{type(error).__name__}: {error}",
+                expected=offer.value,
+                remedy=remedy,
+            ) from error
+        if not isinstance(spec, self.spec) or spec.name != offer.name:
+            raise SetupError(
+                f"an installed {self.kind} is none",
+                where=where,
+                found=repr(spec),
+                expected=f"a {self.spec.__name__} with the name {offer.name}",
+                remedy=remedy,
+            )
+        return spec
+
+
+def named_object(place: str, base: type[ObjectT], *, of: str) -> ObjectT:
+    """Import the object that a spec names.
+
+    Args:
+        place: ``module:name``.
+        base: the class that it must have.
+        of: the spec in words, such as "the quantizer nf4".
+
+    Raises:
+        SetupError: it cannot be imported, or is none.
+    """
+    found = _imported(place, base, of)
+    if not isinstance(found, base):
+        raise _unusable(place, base, of, repr(found))
+    return found
+
+
+def named_class(place: str, base: type[ObjectT], *, of: str) -> type[ObjectT]:
+    """Import the class that a spec names; see :func:`named_object`."""
+    found = _imported(place, base, of)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise _unusable(place, base, of, repr(found))
+    return found
+
+
+def _imported(place: str, base: type[Any], of: str) -> Any:
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _unusable(place, base, of, f"{type(error).__name__}: {error}") from error
+
+
+def _unusable(place: str, base: type[Any], of: str, found: str) -> SetupError:
+    return SetupError(
+        f"{of} cannot be used",
+        where=place,
+        found=found,
+        expected=f"a class that extends {base.__module__}.{base.__qualname__}, or an object of one",
+        remedy="repair or uninstall the package that registers it",
+    )

@@ -1,0 +1,244 @@
+"""Documents: what an objective makes of a row, and encoded documents as arrays.
+
+An objective names a :class:`RowDocuments`, which says which answers of a row are rendered, which
+documents they give, and which tokens of these are supervised. :mod:`mens_exp.rows.encode` encodes
+rows with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mens_exp.config.objective import OBJECTIVES
+from mens_exp.config.plugins import named_object
+from mens_exp.errors import ConfigError, expected_name
+from mens_exp.rows.answers import answer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mens_exp.rows.answers import Answer, TextEncoder
+    from mens_exp.rows.schema import TrainingPair
+
+_ARRAYS: Final = ("ids", "supervised", "offsets")
+_EXTRA: Final = "extra_"  # before the name of a further value, as an array is stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labelling:
+    """The settings that determine ids and masks, besides rows and tokenizer.
+
+    Attributes:
+        objective: the objective that says which tokens are supervised (`objective.labels`).
+        seq_len: maximum tokens of a document, or of the documents of a row that stay together.
+        turns: supervise ``all`` answers of a conversation, or the ``last``.
+        truncation: the side that is truncated, ``right`` or ``left``.
+        k: number of tokens that ``last_k`` supervises; 0 means every token after the prompt.
+        options: further settings of an objective that select tokens.
+    """
+
+    objective: str
+    seq_len: int
+    turns: str = "all"
+    truncation: str = "right"
+    k: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def rows(self) -> RowDocuments:
+        """The object that makes documents of rows.
+
+        Raises:
+            ConfigError: there is no such objective.
+            SetupError: an installed objective cannot be used.
+        """
+        spec = OBJECTIVES.known(self.objective)
+        if spec is None:
+            raise ConfigError(
+                "unknown labelling rule",
+                where="objective.labels",
+                found=self.objective,
+                expected=expected_name(self.objective, OBJECTIVES.built_in),
+            )
+        return named_object(spec.documents, RowDocuments, of=f"the objective {spec.name}")
+
+    @property
+    def document_tokens(self) -> int:
+        """Maximum tokens of one document."""
+        return self.seq_len // self.rows.together
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings as they are part of cache keys."""
+        found = asdict(self)
+        return {name: value for name, value in found.items() if name != "options" or value}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Documents as flat arrays; document ``i`` is ``ids[offsets[i]:offsets[i + 1]]``.
+
+    ``supervised[t]`` means that token ``t`` is a target, predicted from the tokens before it.
+    ``truncated`` and ``dropped`` count documents that lost some or all tokens to the limit. Of the
+    dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
+    ``unrolled`` counts documents beyond the first of their row. ``extra`` holds further values of
+    each token, which an objective asked for. Each ``together`` documents in a row, such as an
+    answer and the one to compare it with, stay in one micro-batch.
+    """
+
+    ids: np.ndarray  # [tokens] int32
+    supervised: np.ndarray  # [tokens] bool
+    offsets: np.ndarray  # [documents + 1] int64
+    truncated: int
+    dropped: int
+    unrolled: int = 0
+    short: int = 0
+    extra: dict[str, np.ndarray] = field(default_factory=dict)  # [tokens] float32
+    together: int = 1
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def units(self) -> np.ndarray:
+        """Number of tokens in documents that stay together, ``[documents / together] int64``."""
+        units: np.ndarray = self.lengths.reshape(-1, self.together).sum(axis=1)
+        return units
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens in each document, ``[documents] int64``."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """The text that ends with one answer; ``ids[start:end]`` is the answer and its end."""
+
+    ids: list[int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: its ids, which of them are supervised, and further values of each token."""
+
+    ids: list[int]
+    learned: list[bool]
+    extra: dict[str, list[float]] = field(default_factory=dict)
+
+
+class RowDocuments:
+    """The documents that an objective makes of a row, and their supervised tokens.
+
+    What is not overridden is that of an objective over all answers of a conversation, each
+    supervised once, in the longest document that has it as generation saw it. Objects are pickled,
+    because several processes may encode.
+    """
+
+    only_answers = True
+    """Whether nothing but answers and their end markers is supervised."""
+    as_rendered = False
+    """Whether documents end as the template does, with nothing appended."""
+    follows_prompts = True
+    """Whether documents begin as evaluation asks."""
+    together = 1
+    """Documents that stay together in a micro-batch, in their order."""
+    extra: tuple[str, ...] = ()
+    """Names of further values that documents have for each token."""
+
+    def rendered(
+        self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling
+    ) -> list[Answer]:
+        """Render the answers of a row that documents are made of, oldest first.
+
+        Raises:
+            DataError: the objective cannot learn from the row, or the template alters it.
+        """
+        chosen = self.answers(len(pair.exchanges), labelling)
+        return [answer_of(pair, number, encoder) for number in chosen]
+
+    def answers(self, exchanges: int, labelling: Labelling) -> range:
+        """Return the indices of the answers that are rendered, of a row with so many exchanges."""
+        return range(0 if labelling.turns == "all" else exchanges - 1, exchanges)
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return the documents of a row.
+
+        Args:
+            endings: the rendered text up to each answer, oldest first.
+            labelling: the settings.
+        """
+        del labelling
+        documents: list[Document] = []
+        left = list(endings)
+        while left:
+            whole = left.pop()
+            mask = [False] * len(whole.ids)
+            changed = []
+            for own in [*left, whole]:
+                if own.ids[: own.end] == whole.ids[: own.end]:
+                    mask[own.start : own.end] = [True] * (own.end - own.start)
+                else:
+                    changed.append(own)
+            documents.append(Document(whole.ids, mask))
+            left = changed
+        return documents[::-1]
+
+
+class _EveryToken(RowDocuments):
+    """Every token of a row is supervised."""
+
+    only_answers = False
+
+    def answers(self, exchanges: int, labelling: Labelling) -> range:
+        """Return the last: the text up to it is the whole row."""
+        del labelling
+        return range(exchanges - 1, exchanges)
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return the row, with every token supervised."""
+        del labelling
+        return [Document(own.ids, [True] * len(own.ids)) for own in endings]
+
+
+class _End(_EveryToken):
+    """The last ``k`` tokens of a row's text are supervised, or with 0 all after its prompt."""
+
+    as_rendered = True
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return the row up to its last answer's end."""
+        last = endings[-1]
+        first = max(last.end - labelling.k, 0) if labelling.k else last.start
+        return [Document(last.ids[: last.end], [place >= first for place in range(last.end)])]
+
+
+ASSISTANT = RowDocuments()
+CAUSAL = _EveryToken()
+LAST_K = _End()
+
+
+def arrays_of(part: Encoded) -> dict[str, np.ndarray]:
+    """Return the arrays of documents as they are stored, by name."""
+    extra = {f"{_EXTRA}{name}": values for name, values in part.extra.items()}
+    return {**{name: getattr(part, name) for name in _ARRAYS}, **extra}
+
+
+def opened(
+    arrays: Mapping[str, np.ndarray], counts: Mapping[str, int], *, together: int = 1
+) -> Encoded:
+    """Return stored documents.
+
+    Args:
+        arrays: by name, as :func:`arrays_of` has them.
+        counts: truncated, dropped, unrolled and short documents.
+        together: documents that stay together.
+    """
+    extra = {n.removeprefix(_EXTRA): v for n, v in arrays.items() if n.startswith(_EXTRA)}
+    known: dict[str, Any] = {**{name: arrays[name] for name in _ARRAYS}, **counts}
+    return Encoded(**known, extra=extra, together=together)

@@ -1,0 +1,81 @@
+"""What an installed package offers is refused in the same way, whatever its kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from mens_exp.config.quant import QUANTIZERS
+from mens_exp.errors import SetupError
+
+REGISTRIES = [QUANTIZERS]
+
+
+@pytest.fixture(params=REGISTRIES, ids=lambda one: one.kind)
+def offered(request, monkeypatch):
+    """Return a registry to which installed packages offer the given objects."""
+
+    def offer(**values):
+        registry = dataclasses.replace(request.param)  # which has loaded nothing
+        found = [
+            EntryPoint(name=name, value=value, group=registry.group)
+            for name, several in values.items()
+            for value in several
+        ]
+        module = "mens_exp.config.plugins.entry_points"
+        monkeypatch.setattr(module, lambda group: found if group == registry.group else [])
+        return registry
+
+    offer.ours = request.param
+    return offer
+
+
+def test_what_cannot_be_imported_is_named(offered):
+    """The message has the package's own error, and the run that asks for it ends there."""
+    registry = offered(thirds=["no_such_module:SPEC"])
+    with pytest.raises(SetupError, match=r"(?s)cannot be imported.*no_such_module"):
+        registry.known("thirds")
+    assert all(registry.known(name) is spec for name, spec in offered.ours.built_in.items())
+
+
+@pytest.mark.parametrize("value", ["math:pi", "mens_exp.config.plugins:Registry"])
+def test_what_is_of_another_kind_is_refused(offered, value):
+    """An entry point may point to anything."""
+    registry = offered(thirds=[value])
+    with pytest.raises(SetupError, match=f"a {registry.spec.__name__} with the name thirds"):
+        registry.known("thirds")
+
+
+def test_a_spec_of_another_name_is_refused(offered):
+    """Records have the name of the spec, and settings that of the entry point."""
+    ours = next(iter(offered.ours.built_in))
+    offered.ours.spec.another = offered.ours.built_in[ours]  # any place that can be imported
+    place = f"{offered.ours.spec.__module__}:{offered.ours.spec.__qualname__}.another"
+    try:
+        with pytest.raises(SetupError, match="with the name thirds"):
+            offered(thirds=[place]).known("thirds")
+    finally:
+        del offered.ours.spec.another
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_several_of_one_name_are_refused(offered, others):
+    """Neither one of ours nor another package's is replaced in silence."""
+    name = next(iter(offered.ours.built_in)) if others == 1 else "thirds"
+    registry = offered(**{name: ["one:SPEC", "two:SPEC"][:others]})
+    what = f"several {registry.kind}s are called {name}"
+    with pytest.raises(SetupError, match=what):
+        registry.known(name)
+
+
+def test_only_names_that_a_setting_can_have_are_offered(offered):
+    """Others are passed over: no command can ask for them."""
+    registry = offered(thirds=["one:SPEC"], Third=["one:SPEC"], mro=["one:SPEC"])
+    assert registry.installed_names() == ("thirds",)
+
+
+def test_what_nobody_offers_is_unknown(offered):
+    """Records come from elsewhere too, with names that nothing here has."""
+    assert offered().known("thirds") is None
