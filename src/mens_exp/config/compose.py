@@ -417,6 +417,8 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
             root[group] = node
     if "sandbox" not in stored:  # written before this group existed
         root["sandbox"] = SCHEMAS["sandbox"]["none"]
+    if "module" not in stored:  # as above
+        root["module"] = SCHEMAS["module"]["module"]
     tokenizer = stored.get("tokenizer")
     if isinstance(tokenizer, DictConfig) and _PERMISSION not in tokenizer:  # as above
         root["tokenizer"][_PERMISSION] = tokenizer.get("name") == "vox"
@@ -436,8 +438,8 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
-    is_sink = group == "logger" and "_target_" not in values  # ours name no class
-    if group in CLASS_GROUPS and not is_sink and values.get("_target_") not in our_targets():
+    is_ours = group in {"logger", "schedule"} and "_target_" not in values  # these name no class
+    if group in CLASS_GROUPS and not is_ours and values.get("_target_") not in our_targets():
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 

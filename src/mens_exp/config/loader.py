@@ -98,6 +98,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "lion": optim.LionConfig,
     },
     "schedule": {"schedule": optim.ScheduleConfig},
+    "module": {"module": trainer.ModuleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
     "logger": {
         "wandb": logger.WandbLogger,

@@ -17,7 +17,7 @@ from mens_exp.config.logger import LoggerConfig, NoLogger, WandbLogger
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimizerConfig, ScheduleConfig
+from mens_exp.config.optim import AnySchedule, OptimizerConfig
 from mens_exp.config.promotion import DECIDES, CompareConfig, PolicyConfig, PromoteConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.suite import SuiteConfig, by_suite
@@ -41,7 +41,13 @@ from mens_exp.config.task import (
     SyncConfig,
     TaskConfig,
 )
-from mens_exp.config.trainer import AdapterConfig, CallbackConfig, CheckpointConfig, TrainerConfig
+from mens_exp.config.trainer import (
+    AdapterConfig,
+    CallbackConfig,
+    CheckpointConfig,
+    ModuleConfig,
+    TrainerConfig,
+)
 
 
 class DeploymentTarget(Enum):
@@ -251,7 +257,8 @@ class RunConfig:
         only_if=(WRITES_MERGED, GRAPH_ANSWERS, _HOLDS_ROWS_OUT, COUNTS_TOKENS),
     )
     optim: OptimizerConfig = _group(Effect.TRAINING, read_by=TRAINING)
-    schedule: ScheduleConfig = _group(Effect.TRAINING, read_by=TRAINING)
+    schedule: AnySchedule = _group(Effect.TRAINING, read_by=TRAINING)
+    module: ModuleConfig = _group(Effect.TRAINING, read_by=TRAINING)
     trainer: TrainerConfig = _group(
         Effect.TRAINING,
         read_by=TRAINING,

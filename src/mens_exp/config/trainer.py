@@ -302,6 +302,16 @@ class TrainerConfig:
         return self.devices * self.num_nodes
 
 
+TUNING = "mens_exp.training.module.TrainingModule"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleConfig:
+    """The LightningModule that turns micro-batches into optimizer steps."""
+
+    _target_: str = setting(TUNING, "Class of the module; set by the option.")
+
+
 _SAVES = Condition(
     holds=lambda config: "checkpoint" in config.callbacks,
     words=lambda _: "without the checkpoint callback",

@@ -30,9 +30,9 @@ from mens_exp.config.backend import BackendConfig
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import OwnLogger
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimizerConfig
+from mens_exp.config.optim import OptimizerConfig, OwnSchedule
 from mens_exp.config.root import MOVED
-from mens_exp.config.trainer import REFUSED, CallbackConfig
+from mens_exp.config.trainer import REFUSED, CallbackConfig, ModuleConfig
 from mens_exp.errors import ConfigError, DataError, Problems, nearest
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ CLASS_GROUPS: dict[str, type] = {
     "callbacks": CallbackConfig,
     "logger": OwnLogger,
     "objective": ObjectiveConfig,
+    "module": ModuleConfig,
     "optim": OptimizerConfig,
+    "schedule": OwnSchedule,
 }
 
 

@@ -21,11 +21,11 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, ProxyConfig
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
-from mens_exp.config.fields import Effect
+from mens_exp.config.fields import UNSET, Effect
 from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel
-from mens_exp.config.trainer import Selection
+from mens_exp.config.trainer import TUNING, Selection
 from mens_exp.corpus import synthetic
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
@@ -228,7 +228,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
             batch_size=config.data.micro_batch_size,
             grad_accum=trainer.accumulate_grad_batches,
             learning_rate=config.optim.lr,
-            warmup_steps=config.schedule.warmup_steps,
+            warmup_steps=getattr(config.schedule, "warmup_steps", None),
             seed=config.seed,
             epochs=trainer.max_epochs if trainer.max_epochs > 0 else None,
             max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
@@ -368,15 +368,18 @@ RECORDING_CALLBACKS = frozenset(
 # Validation affects what is learned if it selects the adapter or ends the run.
 _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 _LIMIT = "trainer.limit_val_batches"  # likewise
-# Settings that earlier releases lack. They are left out where they are null, so that a stored
-# configuration means what it meant.
-_LATER = frozenset(
-    f"trainer.{name}"
-    for name in (
-        *("benchmark", "gradient_clip_algorithm", "max_time", "min_steps", "plugins"),
-        *("precision", "sync_batchnorm"),
-    )
-)
+# Settings that earlier releases lack, and the values that stand for what they did. These are left
+# out, so that a stored configuration means what it meant.
+_LATER: dict[str, Any] = {
+    "module._target_": TUNING,
+    **dict.fromkeys(
+        f"trainer.{name}"
+        for name in (
+            *("benchmark", "gradient_clip_algorithm", "max_time", "min_steps", "plugins"),
+            *("precision", "sync_batchnorm"),
+        )
+    ),
+}
 
 
 def learned_settings(config: RunConfig) -> dict[str, Any]:
@@ -386,7 +389,7 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if field.name != "callbacks"
         for path, value in _leaves(getattr(config, field.name), field.name)
-        if effect_of(path) is Effect.TRAINING and not (value is None and path in _LATER)
+        if effect_of(path) is Effect.TRAINING and value != _LATER.get(path, UNSET)
     }
     active = {
         path: value

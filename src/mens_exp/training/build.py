@@ -43,6 +43,7 @@ from mens_exp.training.distributed import (
     sharded,
     strategy_of,
 )
+from mens_exp.training.hosted_module import hosting
 from mens_exp.training.loggers import (
     LoggerFeed,
     RunTrainer,
@@ -171,12 +172,25 @@ def build_backend(
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Combine backend and objective into the module, in training mode."""
     declare(config.objective.spec.metrics)
-    module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
+    module = _module(config, backend, _objective(config), total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
     if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes
     module.train()  # from_pretrained sets evaluation mode, and Lightning keeps it
     return module
+
+
+def _module(
+    config: RunConfig, backend: Backend, objective: Objective | TokenLoss, *, total_steps: int
+) -> TrainingModule:
+    """Build the module: ours, one that inherits from it, or another that ours takes in."""
+    node = config.module
+    cls: Any = get_class(node._target_)  # Hydra's own spelling
+    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name != "_target_"}
+    if not issubclass(cls, TrainingModule):
+        return hosting(cls, settings)(config, backend, objective, total_steps=total_steps)
+    made: TrainingModule = cls(config, backend, objective, total_steps=total_steps, **settings)
+    return made
 
 
 def _objective(config: RunConfig) -> Objective | TokenLoss:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
 from mens_exp.config.objective import OBJECTIVES
-from mens_exp.config.optim import OptimConfig, warmup_steps
+from mens_exp.config.optim import OptimConfig, ScheduleConfig
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import Promise, Refusal, Selection, Strategy
 from mens_exp.errors import ConfigError, NoEffectError, expected_name
@@ -273,6 +273,8 @@ def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
 def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `schedule`."""
     schedule, trainer = config.schedule, config.trainer
+    if not isinstance(schedule, ScheduleConfig):
+        return  # a class of the user's checks its own values
     if schedule.warmup_steps is not None and schedule.warmup_frac is not None:
         yield ConfigError(
             "warm-up is set twice",
@@ -294,9 +296,11 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
         bound: the setting that determines this length, for the message.
     """
     schedule = config.schedule
+    if not isinstance(schedule, ScheduleConfig):
+        return
     steps = schedule.warmup_steps
     # A fraction scales with the run, except in a run of one step, which is then all warm-up.
-    if steps is not None and warmup_steps(schedule, total_steps) >= total_steps:
+    if steps is not None and steps >= total_steps:
         yield ConfigError(
             "warm-up lasts as long as the run",
             where="schedule.warmup_steps",

@@ -53,6 +53,17 @@ _KINDS = {
         "lightning.pytorch.loggers.logger.Logger",
         optional=("run", "save_dir", "version"),
     ),
+    "module": _Kind(
+        "a subclass of lightning.LightningModule",
+        "lightning.pytorch.core.module.LightningModule",
+        optional=("backend", "config", "objective", "total_steps"),
+    ),
+    "schedule": _Kind(
+        "a subclass of torch.optim.lr_scheduler.LRScheduler",
+        "torch.optim.lr_scheduler.LRScheduler",
+        given=("optimizer",),
+        optional=("total_steps",),
+    ),
     "optim": _Kind(
         "a subclass of torch.optim.Optimizer",
         "torch.optim.optimizer.Optimizer",
@@ -114,6 +125,11 @@ _REFUSED = {
         Promise.ARTIFACT,
         "what it unfreezes is not in the adapter that is written",
         "choose what is trained with lora.targets, or backend=full",
+    ),
+    "torch.optim.lr_scheduler.ReduceLROnPlateau": Refusal(
+        Promise.PLANNED,
+        "the rates of all steps are known before the first, and it follows a measurement",
+        "use schedule=cosine or another that follows steps, with callbacks.early_stopping",
     ),
     f"{_CALLBACKS}prediction_writer.BasePredictionWriter": Refusal(
         Promise.ASKED, "a run predicts nothing", "read the answers in events.jsonl"

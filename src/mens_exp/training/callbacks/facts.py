@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning import Callback
 
 from mens_exp.config.optim import warmup_steps
+from mens_exp.training.hosted_module import promises
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -46,6 +47,13 @@ class ManifestFacts(Callback):
             "device": str(pl_module.device),
             "deterministic": _deterministic(),
         }
+        if (of_module := promises(pl_module)) is not None:
+            facts["module"] = of_module
+            words = "; ".join(f"“{one}” ({why})" for one, why in of_module["unproven"].items())
+            facts["notes"] = [*facts.get("notes", []), f"unproven by the module: {words}"]
+        if facts["warmup_steps"] is None:
+            why = "the schedule is a class that tells nothing of it"
+            self.run.manifest.unknown["facts.warmup_steps"] = why
         notes = facts.pop("notes", [])
         known = self.run.manifest.notes
         known += [note for note in notes if note not in known]
