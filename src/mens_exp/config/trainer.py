@@ -292,7 +292,7 @@ class TrainerConfig:
     @property
     def sharing(self) -> Strategy:
         """The way in which processes share the work; a class of the user's is a form of ddp."""
-        if self.strategy in Strategy.__members__:
+        if isinstance(self.strategy, str) and self.strategy in Strategy.__members__:
             return Strategy(self.strategy)
         return Strategy.one if self.world_size == 1 else Strategy.ddp
 
