@@ -87,7 +87,7 @@ def logged(run, *, condition=None):
     return found
 
 
-def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mirrored, capfd):
+def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mirrored, caplog):
     """Under the step in which it was logged, whatever Lightning counts it by."""
     names = ["default", *DOCUMENTED, "logs", "media"]
     run = lab(f"callbacks=[{','.join(names)}]", "logger=wandb", "trainer.val_check_interval=8")
@@ -100,7 +100,7 @@ def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mir
     assert {step for step, name in found if name == "val_acc"} == {2, 4}
     assert logged(run, condition="base")[0, "val_acc"] == [0.25]
     assert (found[4, "key"], found[4, "nested.value"]) == ([7.0], [8.0])
-    assert "Trainable params" in "".join(capfd.readouterr())  # of Lightning's ModelSummary
+    assert "Trainable params" in caplog.text  # of Lightning's ModelSummary
     assert len([*(run.path / "lightning").rglob("*.ckpt")]) == 1  # of its ModelCheckpoint
 
     manifest = Manifest.read(run.manifest)
@@ -195,3 +195,11 @@ def test_lightning_s_refusal_is_no_bug_of_ours(lab, tmp_path, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert "Lightning" in told
     assert "`nothing`" in told
+
+
+def test_a_bug_in_code_of_the_users_is_said_to_be_there(lab, tmp_path, capsys):
+    """By its file; a bug of ours is said to be ours."""
+    file = next(tmp_path.glob("lab_*.py"))
+    file.write_text(CODE.replace('self.log("val_acc", 0.25)', "1 / 0"), "utf-8")
+    lab("callbacks=[default,logs]", code=1)
+    assert f"A bug in {file.name}; the record" in capsys.readouterr().err
