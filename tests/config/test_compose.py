@@ -167,6 +167,7 @@ def test_every_value_enters_the_digest():
     told.min_steps, told.benchmark, told.sync_batchnorm = 1, True, True
     told.limit_val_batches, told.profiler, told.plugins = 2, "simple", ["p"]
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
+    base.logger.notes = "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
     base.compare.primary, base.compare.reference = "k", "a"

@@ -15,7 +15,6 @@ import functools
 import io
 import os
 import pickle
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,7 @@ from mens_exp.config.fields import Declaration, Effect, declared
 from mens_exp.config.user_config import user_fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
     from hydra._internal.config_repository import IConfigRepository
     from hydra.core.config_search_path import ConfigSearchPath
@@ -72,11 +71,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "tokenizer": {"tokenizer": model.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
     "lora": {"lora": lora.LoraConfig},
-    "objective": {
-        "causal": objective.CausalObjective,
-        "assistant": objective.AssistantObjective,
-        "last_k": objective.LastKObjective,
-    },
+    "objective": {name: spec.schema for name, spec in objective.OBJECTIVES.built_in.items()},
     "backend": {
         "qlora": backend.QloraConfig,
         "lora": backend.LoraGraphConfig,
@@ -112,6 +107,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "unsafe": evaluation.UnsafeSandbox,
         "none": evaluation.NoSandbox,
     },
+    "study": {"study": promotion.StudyConfig},
     "policy": {
         "burn_production": promotion.BurnProductionPolicy,
         "qlora_plateau": promotion.QloraPlateauPolicy,
@@ -141,7 +137,11 @@ DISCRIMINATORS = {
 }
 
 # Groups of which installed packages add schemas; each spec has its own.
-REGISTRIES: dict[str, Registry[Any]] = {"suite": suite.SUITES}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "lora": lora.ADAPTERS,
+    "objective": objective.OBJECTIVES,
+    "suite": suite.SUITES,
+}
 
 # Names of schemas in the records of earlier runs.
 _EARLIER = {"model": {"directory": "hf"}}
@@ -249,7 +249,7 @@ class InstalledSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the schema of an installed object."""
         group, name = _schema_at(config_path) or ("", "")
-        node = _open(REGISTRIES[group].named(name).schema)
+        node = _open(_schema_in(REGISTRIES[group].named(name)))
         return ConfigResult(
             self.provider, config_path, node, {"package": None}, is_schema_source=True
         )
@@ -336,6 +336,13 @@ def is_open(node: Any) -> bool:
     return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
 
 
+def is_installed(group: str, values: dict[str, Any]) -> bool:
+    """Return whether stored ``values`` of ``group`` are of an object that a package adds."""
+    if group not in REGISTRIES or group not in DISCRIMINATORS:
+        return False
+    return values.get(DISCRIMINATORS[group]) in REGISTRIES[group].installed_names()
+
+
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:
     """Return the dataclass for stored ``values`` of ``group``.
 
@@ -355,11 +362,18 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
         value = values[DISCRIMINATORS[group]]
         name = _EARLIER.get(group, {}).get(value, value)
         added = REGISTRIES[group].known(name) if group in REGISTRIES else None
-        return schemas[name] if added is None else added.schema
+        return schemas[name] if added is None else _schema_in(added)
+    if group == "lora" and (method := lora.ADAPTERS.known(values.get("variant", "lora"))):
+        return _schema_in(method)
     return schemas[group]
 
 
-_LOGGER = "logger"
+def _schema_in(spec: Any) -> type:
+    """Return the settings of a spec; an adapter method without its own has the group's."""
+    found: type = spec.schema or lora.LoraConfig
+    return found
+
+
 _MOST = 32  # cached choices of options, a few hundred kilobytes each
 # Settings of Hydra's own node that no other part of the node depends on.
 _LEAVES = ("hydra.run.", "hydra.sweep.", "hydra.launcher.", "hydra.sweeper.")
@@ -462,45 +476,7 @@ class CachingLoader(ConfigLoaderImpl):
         self, defaults: list[ResultDefault], repo: IConfigRepository
     ) -> DictConfig:
         own = _Copies(repo, {}) if isinstance(repo, _Files) else repo
-        return super()._compose_config_from_defaults_list(_loggers_apart(defaults), own)
-
-
-def _loggers_apart(defaults: list[ResultDefault]) -> list[ResultDefault]:
-    """Give each of several loggers a package: `logger.<option>` in place of `logger`.
-
-    A run has several of them, unlike options of other groups, and one of them alone keeps its keys
-    directly under `logger`. An option that only lists others stays there too.
-    """
-    parents = {str(one.config_path): str(one.parent) for one in defaults if _is_logger(one)}
-    typed = {str(one.parent) for one in defaults if one.package == _LOGGER} & parents.keys()
-    typed -= set(parents.values())
-    if len(typed) < 2:  # noqa: PLR2004
-        return defaults
-    below = Counter(above for one in typed for above in _above(one, parents))
-    apart: dict[str, str] = {}
-    for one in typed:
-        line = [one, *(above for above in _above(one, parents) if below[above] == 1)]
-        apart |= dict.fromkeys(line, f"{_LOGGER}.{line[-1].rpartition('/')[2]}")
-    return [
-        replace(one, package=apart[place]) if (place := _of_logger(one, parents)) in apart else one
-        for one in defaults
-    ]
-
-
-def _is_logger(one: ResultDefault) -> bool:
-    return one.package == _LOGGER and str(one.config_path).startswith(f"{_LOGGER}/")
-
-
-def _above(option: str, parents: Mapping[str, str]) -> Iterator[str]:
-    """Yield the options that an option is listed in, from the inside outwards."""
-    while (option := parents[option]) in parents:
-        yield option
-
-
-def _of_logger(one: ResultDefault, parents: Mapping[str, str]) -> str:
-    """Return the option that an entry is, or is the schema of."""
-    is_option = str(one.config_path) in parents
-    return str(one.config_path if is_option else one.parent) if one.package == _LOGGER else ""
+        return super()._compose_config_from_defaults_list(logger.apart(defaults), own)
 
 
 def _is_plain(override: Override) -> bool:

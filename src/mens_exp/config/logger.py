@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hydra.core.default_element import ResultDefault
 
 
 class WandbMode(Enum):
@@ -94,3 +101,44 @@ class TensorboardLogger(LoggerConfig):
     """lightning.pytorch.loggers.TensorBoardLogger."""
 
     sink: str = "tensorboard"
+
+
+_LOGGER = "logger"
+
+
+def apart(defaults: list[ResultDefault]) -> list[ResultDefault]:
+    """Give each of several loggers a package: `logger.<option>` in place of `logger`.
+
+    A run has several of them, unlike options of other groups, and one of them alone keeps its keys
+    directly under `logger`. An option that only lists others stays there too.
+    """
+    parents = {str(one.config_path): str(one.parent) for one in defaults if _is_logger(one)}
+    typed = {str(one.parent) for one in defaults if one.package == _LOGGER} & parents.keys()
+    typed -= set(parents.values())
+    if len(typed) < 2:  # noqa: PLR2004
+        return defaults
+    below = Counter(above for one in typed for above in _above(one, parents))
+    apart: dict[str, str] = {}
+    for one in typed:
+        line = [one, *(above for above in _above(one, parents) if below[above] == 1)]
+        apart |= dict.fromkeys(line, f"{_LOGGER}.{line[-1].rpartition('/')[2]}")
+    return [
+        replace(one, package=apart[place]) if (place := _of_logger(one, parents)) in apart else one
+        for one in defaults
+    ]
+
+
+def _is_logger(one: ResultDefault) -> bool:
+    return one.package == _LOGGER and str(one.config_path).startswith(f"{_LOGGER}/")
+
+
+def _above(option: str, parents: Mapping[str, str]) -> Iterator[str]:
+    """Yield the options that an option is listed in, from the inside outwards."""
+    while (option := parents[option]) in parents:
+        yield option
+
+
+def _of_logger(one: ResultDefault, parents: Mapping[str, str]) -> str:
+    """Return the option that an entry is, or is the schema of."""
+    is_option = str(one.config_path) in parents
+    return str(one.config_path if is_option else one.parent) if one.package == _LOGGER else ""

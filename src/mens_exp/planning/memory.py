@@ -339,10 +339,12 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
     every_module = modules_of(config, shape)
     modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
-    inputs = {one.reads: one.width for one in modules}
+    method = config.lora.spec
+    inputs = {one.reads: one.width for one in modules} if method.keeps_inputs else {}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 else 0
-    adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
+    kept = sum(method.kept_per_token(r=ranks[one.path], out=one.out) for one in modules)
+    adapters = sum(inputs.values()) * (width + mask) + kept * width
     if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
         shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
         every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}

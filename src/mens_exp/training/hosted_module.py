@@ -166,7 +166,7 @@ class HostedModule(TrainingModule):
 
     def added(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained beside the adapter: in checkpoints, and in no adapter."""
-        known = {id(parameter) for parameter in self.backend.parameters()}
+        known = {id(parameter) for parameter in self.backend.trainable().values()}
         named = self.named_parameters()
         return {name: p for name, p in named if p.requires_grad and id(p) not in known}
 

@@ -412,7 +412,7 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
 
 
 class _Console:
-    """What the run printed, as its mirror keeps it; printed again, W&B takes it for this process's.
+    """The run's output as its mirror keeps it; printed again, W&B takes it for this process's.
 
     An attempt has a file; the mirror of an attempt that did not keep it has none.
     """
