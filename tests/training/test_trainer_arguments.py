@@ -17,7 +17,7 @@ from mens_exp.config.trainer import REFUSED, TrainerConfig
 from mens_exp.planning.checks import classes
 from mens_exp.planning.contract import contract_of, learned_settings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text("utf-8")
 PROFILERS = "lightning.pytorch.profilers"
 GROUPS = {"logger", "callbacks"}  # config groups of their own
 PASSED = [

@@ -54,16 +54,27 @@ class WandbLogger(LoggerConfig):
         WandbMode.offline,
         "Both write into the run directory; with online, a process of its own uploads as it runs.",
     )
-    project: str = setting("mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"})
-    entity: str | None = setting(None, "W&B entity; null is the account's default.")
-    group: str | None = setting(None, "W&B group; null is the sweep, or the experiment.")
+    project: str = setting(
+        "mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"}, example="qlora-study"
+    )
+    entity: str | None = setting(
+        None, "W&B entity; null is the account's default.", example="my-team"
+    )
+    group: str | None = setting(
+        None, "W&B group; null is the sweep, or the experiment.", example="first-study"
+    )
     name: str | None = setting(
         None,
         "W&B run name; null is made from what varies. Jobs of a sweep add their number to it.",
         aliases={"run_name": "Transformers and TRL"},
+        example="nf4-r16",
     )
-    tags: list[str] = setting([], "Tags beside those made from the overrides.")
-    notes: str | None = setting(None, "Text on the run's page, such as what it is to show.")
+    tags: list[str] = setting(
+        [], "Tags beside those made from the overrides.", example="[nf4,pilot]"
+    )
+    notes: str | None = setting(
+        None, "Text on the run's page, such as what it is to show.", example="rank"
+    )
     system_metrics: bool = setting(
         False,
         "Let W&B sample the machine too, every 15 s, for its System panels. The record has a "

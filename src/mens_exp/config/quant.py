@@ -303,6 +303,7 @@ class QuantConfig:
         read_by=_READ,
         only_if=_SKIP,
         idle=[],
+        example="[lm_head,down_proj]",
     )
 
     @property

@@ -363,22 +363,24 @@ class AdapterConfig:
             remedy="drop adapter=, or start from it with lora.init_from=<its directory>",
         ),
         idle=None,
+        example="candle_qlora_adapter.safetensors",
     )
 
     select: Selection = setting(
         Selection.last,
-        "last: the one of the last step; best: the one that adapter.metric holds best, by default "
+        "last: that of the last step; best: the best one by adapter.metric, by default that "
         "of the lowest validation loss seen, the final validation included (needs "
         "trainer.val_check_interval).",
         changes=Effect.TRAINING,
     )
     metric: str = setting(
         "val/loss",
-        "What adapter.select=best goes by: val/loss, or a KPI such as task_success or parse_rate "
-        "that callbacks.scorecard measures while training runs.",
+        "What adapter.select=best selects by: val/loss, or a KPI such as task_success or "
+        "parse_rate that callbacks.scorecard measures while training runs.",
         only_if=when("adapter.select", "best"),
         idle="val/loss",
         aliases={"metric_for_best_model": "Transformers and TRL"},
+        example="task_success",
     )
 
 

@@ -92,7 +92,7 @@ _AVERAGES = Refusal(
     Promise.ARTIFACT,
     "it averages the frozen base too, whose copy then drifts from the weights that were read, and "
     "its state is in no checkpoint",
-    "average the adapter alone (docs/extending.md, Weight averaging)",
+    "average the adapter alone (docs/how-to/extending.md, Weight averaging)",
 )
 _REFUSED = {
     f"{_CALLBACKS}batch_size_finder.BatchSizeFinder": Refusal(
@@ -114,7 +114,7 @@ _REFUSED = {
         Promise.ARTIFACT,
         "it averages at the end of Lightning's epochs, of which a run has one, and would put the "
         "start in the place of what was trained",
-        "average the adapter after steps (docs/extending.md, Weight averaging)",
+        "average the adapter after steps (docs/how-to/extending.md, Weight averaging)",
     ),
     f"{_CALLBACKS}weight_averaging.WeightAveraging": _AVERAGES,
     f"{_CALLBACKS}pruning.ModelPruning": Refusal(
@@ -141,7 +141,7 @@ _REFUSED = {
     "lightning.fabric.plugins.environments.cluster_environment.ClusterEnvironment": Refusal(
         Promise.NOTHING_LOST,
         "the run starts its processes itself, or torchrun does",
-        "use trainer.devices and trainer.num_nodes (docs/several_processes.md)",
+        "use trainer.devices and trainer.num_nodes (docs/how-to/several_processes.md)",
     ),
 }
 # Their own formats: the graph computes in quant.compute_dtype, whatever stands around it.
