@@ -236,6 +236,7 @@ class TrainerConfig:
         None,
         "Lightning's name of quant.compute_dtype, which decides: 32-true or bf16-mixed. The "
         "adapter is in f32 with either.",
+        example="bf16-mixed",
     )
     min_steps: int | None = setting(
         None, "Optimizer steps before a callback may end the run; null: none.", ge=1
@@ -244,10 +245,12 @@ class TrainerConfig:
         None,
         "Training time after which the run ends, DD:HH:MM:SS; null: no limit. How many steps that "
         "is depends on the machine.",
+        example="00:12:00:00",
     )
     limit_val_batches: Any = setting(
         None,
         "Micro-batches of a validation, as a whole number or a share of all; null: all.",
+        example="0.5",
         changes=Effect.NOTHING,
     )
     num_sanity_val_steps: int = setting(
