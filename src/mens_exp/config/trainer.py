@@ -141,6 +141,7 @@ class TrainerConfig:
         "model, or fsdp, each with its part of the frozen decoder layers. A mapping with _target_ "
         "names a DDPStrategy and its arguments.",
         changes=Effect.NOTHING,
+        example="ddp",
     )
     devices: int = setting(
         1,
@@ -230,7 +231,9 @@ class TrainerConfig:
         changes=Effect.NOTHING,
     )
     gradient_clip_algorithm: str | None = setting(
-        None, "norm scales all gradients together, value clips each number; null is norm."
+        None,
+        "norm scales all gradients together, value clips each number; null is norm.",
+        example="value",
     )
     precision: str | None = setting(
         None,
@@ -278,9 +281,12 @@ class TrainerConfig:
         "simple, advanced or pytorch, whose reports are in the run directory; or a mapping with "
         "_target_, a profiler of Lightning's form.",
         changes=Effect.NOTHING,
+        example="simple",
     )
     plugins: list[Any] | None = setting(
-        None, "Mappings with _target_: precision plugins and LayerSync of Lightning's form."
+        None,
+        "Mappings with _target_: precision plugins and LayerSync of Lightning's form.",
+        example="[{_target_: lightning.pytorch.plugins.TorchSyncBatchNorm}]",
     )
     enable_progress_bar: bool = setting(
         False, "Show Lightning's progress bar beside callbacks.progress.", changes=Effect.NOTHING
