@@ -229,6 +229,7 @@ class TrainerConfig:
         "Deterministic algorithms, true or false, or warn to use them where there are any; null "
         "turns them on on CPU and leaves them off on GPU.",
         changes=Effect.NOTHING,
+        example="warn",
     )
     gradient_clip_algorithm: str | None = setting(
         None,
