@@ -180,7 +180,13 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
     own = f"hydra.run.dir={beside / 'merging'}"
     budget = "parity.accept=true"
     typed(
-        *("task=merge", f"path={beside / 'run'}", f"merge.mode={mode}", f"out={out}"),
+        *(
+            "task=merge",
+            "logger=none",
+            f"path={beside / 'run'}",
+            f"merge.mode={mode}",
+            f"out={out}",
+        ),
         *(own, budget, "parity.tokens=64"),
     )
     found = inspect(out)
