@@ -269,13 +269,13 @@ def test_one_mask_is_drawn_for_each_layer_input(
     """Projections of one input share it: two layers of q/k/v, o, gate/up and down are eight."""
     from mens_exp.lora import keyed
 
-    draw, keys = keyed._keep, []
+    draw, keys = keyed.Mask.draw, []
 
-    def counted(key, *rest):
-        keys.append(key)
-        return draw(key, *rest)
+    def counted(mask, like):
+        keys.append(mask.key)
+        return draw(mask, like)
 
-    monkeypatch.setattr(keyed, "_keep", counted)
+    monkeypatch.setattr(keyed.Mask, "draw", counted)
     backend = tiny_backend(f"lora={targets}", f"quant.compute_dtype={compute}").train()
     backend(packed_batch(random_documents([9]), [[0]], index=0))
     assert len(keys) == len(set(keys)) == expected

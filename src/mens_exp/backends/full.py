@@ -51,6 +51,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self.layers: dict[str, Any] = {}
         self.stacks: list[Stack] = []
         self.dropouts = []
+        self.inputs = []
 
     @property
     def has_adapter(self) -> bool:

@@ -20,7 +20,7 @@ from mens_exp.backends.adapters import (
     start_facts,
     tied_head_is_meant,
 )
-from mens_exp.backends.frozen_base import frozen_weights, load_base
+from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import (
@@ -36,6 +36,7 @@ from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import share_dropout
+from mens_exp.lora.linear import take_over
 from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
@@ -93,15 +94,16 @@ class QloraBackend(torch.nn.Module):
         self.modules_chosen = chosen(config.lora, self.shape)
         self.stacks = stacks_of(self.modules_chosen)
         plain = [one for one in self.modules_chosen if one.stack is None]
-        weights = StoredWeights(base.directory, self.shape.family)
+        stored = StoredWeights(base.directory, self.shape.family)
         self.model, self.layers = adapted(
             load_base(config, base, loaded_on or device),
             config.lora,
             self.modules_chosen,
             self.shape.family,
-            weights,
+            stored,
         )
         self.differs_in_evaluation = differs_in_evaluation(self.model)
+        self._inputs_are_cast = True  # PEFT's default
         self.model.peft_config[ADAPTER].revision = base.revision
         self.causal_lm = self.model.get_base_model()
         self.total_parameters = int(self.causal_lm.num_parameters())
@@ -112,13 +114,21 @@ class QloraBackend(torch.nn.Module):
         ):
             attention.enable_checkpointing(self.causal_lm)
         self.residuals, self.errors, self.start_s = start_all(
-            config, [*plain, *self.stacks], self.layers, weights
+            config, [*plain, *self.stacks], self.layers, stored
         )
         self.dropouts = share_dropout(
             [(one, self.layers[one.logical]) for one in plain],
             p=config.lora.dropout,
             seed=config.seed,
             adapter=ADAPTER,
+        )
+        weights = FrozenWeights(dense=bool(__import__("os").environ.get("DENSE")))
+        weights.take_over(self.causal_lm)
+        self.inputs = take_over(
+            [(one, self.layers[one.logical]) for one in plain],
+            adapter=ADAPTER,
+            weights=weights,
+            together=self.shape.family.verified,
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -148,6 +158,8 @@ class QloraBackend(torch.nn.Module):
         """Position every dropout stream at a micro-batch."""
         for dropout in self.dropouts:
             dropout.begin(micro_batch)
+        for shared in self.inputs:
+            shared.forget()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return the adapter's parameters, f32, by logical name."""
@@ -355,10 +367,12 @@ class QloraBackend(torch.nn.Module):
         the loss of SmolLM2 moved by 0.2 %.
         """
         learns = torch.is_grad_enabled()
-        for module in self.layers.values():
-            # PEFT checks only CUDA's autocast. When training on CPU, it would give each projection
-            # an f32 copy of the input, and each copy would draw its dropout mask again.
-            module.cast_input_dtype_enabled = not learns
+        if self._inputs_are_cast is learns:
+            for module in self.layers.values():
+                # PEFT checks only CUDA's autocast. When training on CPU, it would give each
+                # projection an f32 copy of the input, which would draw its dropout mask again.
+                module.cast_input_dtype_enabled = not learns
+            self._inputs_are_cast = not learns
         device = next(self.model.parameters()).device.type
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig, trains_base
 from mens_exp.config.model import HfModel, checkpointing_wanted
+from mens_exp.config.objective import LOGIT_BYTES
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
@@ -50,9 +51,6 @@ _MOMENTS = {
     "SGD": 4.0,
 }
 _MOMENTS_UNKNOWN = 8.0  # Adam's; for a user-defined optimizer
-# measured: chunks of 512 instead of 64 positions took 177 MB more, 8 bytes a logit; plus the bf16
-# logits, which the smaller chunk's peak hides.
-_LOGITS = 10
 
 # measured: experiments/memory_model, SmolLM2-135M on CPU
 # With checkpointing, one layer's activations are allocated and freed thirty times and leave larger
@@ -221,7 +219,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
-        "head chunk": _head_positions(config) * shape.vocab_size * _LOGITS,
+        "head chunk": _head_positions(config, shape, kind) * shape.vocab_size * LOGIT_BYTES,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
         else _CUDA_FRAMEWORK,
@@ -378,10 +376,12 @@ def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict
     return {"plain weights, for the base": round(weights * bits / 8)}
 
 
-def _head_positions(config: RunConfig) -> int:
+def _head_positions(config: RunConfig, shape: Shape, kind: str) -> int:
     """Return the positions whose logits exist at the same time."""
-    positions = config.data.seq_len * config.data.micro_batch_size
-    return config.objective.spec.head_positions(config.objective, positions)
+    every = config.data.seq_len * config.data.micro_batch_size
+    objective, on_gpu = config.objective, kind == "cuda"
+    found = objective.spec.head_positions(objective, every, shape.vocab_size, on_gpu=on_gpu)
+    return min(every, found)
 
 
 EXPERTS_DENSE = "experts, not quantized"
