@@ -21,7 +21,7 @@ from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.model import attention
-from mens_exp.model.products import frozen_linear, is_rounded, products_dtype
+from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype, rms_norm
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.binding import binding_of
@@ -274,16 +274,18 @@ class FrozenWeights:
         return weight if isinstance(layer, torch.nn.Linear) else weight.t()
 
     def take_over(self, model: torch.nn.Module) -> None:
-        """Replace the forward pass of linear layers by ours, where that is faster.
+        """Replace the forward pass of linear layers and norms by ours, where that is faster.
 
-        It is if the weight is kept in the dtype of products, or if the device has no instructions
-        for it. ``del layer.forward`` undoes it.
+        A linear layer's is if its weight is kept in the dtype of products, or if the device has no
+        instructions for it. ``del module.forward`` undoes it.
         """
         from transformers.pytorch_utils import Conv1D
 
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | Conv1D) and not hasattr(module, "lora_A"):
                 module.forward = _FrozenForward(module, self)  # type: ignore[method-assign]
+            elif _is_rms_norm(module):
+                module.forward = _NormForward(module)
 
     def keeps(self, layer: Any) -> bool:
         """Return whether a dequantized copy of a layer's weight is kept while it learns."""
@@ -324,6 +326,31 @@ class _FrozenForward:
             return found
         y = frozen_linear(x, functools.partial(weights.of, layer), layer.bias)
         return y.to(x.dtype) if hasattr(layer.weight, "quant_state") else y
+
+
+class _NormForward:
+    """The forward pass of a frozen norm: ours if it learns, otherwise its own."""
+
+    def __init__(self, norm: Any) -> None:
+        self.norm, self.own = norm, norm.forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.norm.weight
+        if torch.is_grad_enabled() and not weight.requires_grad and weight.dtype is x.dtype:
+            return rms_norm(x, weight, self.norm.variance_epsilon)
+        found: torch.Tensor = self.own(x)
+        return found
+
+
+def _is_rms_norm(module: torch.nn.Module) -> bool:
+    """Return whether a module computes what Llama's norm does, by the code of its class."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    ours, theirs = (getattr(one.forward, "__code__", None) for one in (LlamaRMSNorm, type(module)))
+    return theirs is not None and all(
+        getattr(ours, part) == getattr(theirs, part)
+        for part in ("co_code", "co_names", "co_consts", "co_varnames")
+    )
 
 
 def _is_plain(layer: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mens_exp.lora.keyed import Dropped, KeyedDropout
-from mens_exp.model.products import add_product, linear, product, products_dtype
+from mens_exp.model.kernels import add_product, linear, product, products_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -172,7 +172,8 @@ class SharedInput:
             return None
         A_RI, B_OR = one.pair
         weight_OI = self.weights.of(one.base, dtype).float()
-        summed_OI = weight_OI.addmm(B_OR, A_RI, alpha=one.scale)
+        with torch.autocast(weight_OI.device.type, enabled=False):
+            summed_OI = weight_OI.addmm(B_OR, A_RI, alpha=one.scale)
         lengths_O: torch.Tensor = torch.linalg.vector_norm(summed_OI, dim=1)
         return lengths_O
 

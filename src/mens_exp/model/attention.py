@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.errors import ModelFileError
-from mens_exp.model.products import add_product, product
+from mens_exp.model.kernels import add_product, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
