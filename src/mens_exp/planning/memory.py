@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig, trains_base
+from mens_exp.config.lora import LoraVariant
 from mens_exp.config.model import HfModel, checkpointing_wanted
 from mens_exp.config.objective import LOGIT_BYTES
 from mens_exp.config.quant import ComputeDtype
@@ -38,7 +39,11 @@ if TYPE_CHECKING:
 
 BUCKETS = "gradient buckets"  # what only several processes have
 
-_F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
+_F32 = 4  # bytes of an element
+_MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU draws it again
+# Families whose norms keep their input for the backward pass in place of an f32 copy, by
+# `model_type`: a test compares the models.
+SLIM_NORMS = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
 # Bytes of moments per parameter, by the optimizer's class name.
 _MOMENTS = {
     "AdamW": 8.0,
@@ -66,6 +71,7 @@ _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
 # measured: SmolLM2 with checkpointing, where no larger peak hides them, took 380 MB more with
 # documents of sixteen lengths than of one: oneDNN caches separate kernels for each shape.
 _KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 24_000_000, 32, 16
+_ROWS = 128  # queries that attend at a time, at least: model/attention.py
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
@@ -90,13 +96,28 @@ class Documents:
     typical: float
     varied: bool = True
 
-    def squares(self, sequences: int, seq_len: int) -> float:
-        """Return the sum of squared lengths in the largest micro-batch, the cost of attention.
+    def pairs(self, sequences: int, seq_len: int) -> float:
+        """Return the pairs of query and key in the largest micro-batch, which have a weight each.
 
         Assumes one document of the greatest length; the rest are of typical length.
         """
-        longest = min(self.longest, seq_len)
-        return longest**2 + (sequences * seq_len - longest) * min(self.typical, seq_len)
+        longest, typical = min(self.longest, seq_len), min(self.typical, seq_len)
+        return pairs(longest) + (sequences * seq_len - longest) / typical * pairs(round(typical))
+
+
+def pairs(tokens: int) -> int:
+    """Count the pairs of query and key of a document: blocks of queries, and the keys up to each.
+
+    On a CPU, as in `model/attention.py`: lengths are rounded up to buckets.
+    """
+    padded = _bucketed(tokens)
+    step = _bucketed(-(-padded // max(padded // _ROWS, 1)))
+    ends = [min(first + step, padded) for first in range(0, padded, step)]
+    return sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
+
+
+def _bucketed(tokens: int) -> int:
+    return -(-tokens // _BUCKET) * _BUCKET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +231,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
         **_plain_beside_residual(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
-        "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
+        "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
         # Gradients are reduced in separate buckets, which together have the same size.
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
@@ -247,6 +268,14 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
     )
+
+
+def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
+    """Return the parameters that products use copies of, in the compute format."""
+    has_f32 = config.quant.compute_dtype is ComputeDtype.f32
+    if has_f32 and (config.backend.name == "full" or proxy_stack(config, shape) is not None):
+        return 0
+    return parameters
 
 
 def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
@@ -314,8 +343,7 @@ def _kept(
     per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
     scores = 0.0
     if on_cpu and config.data.packing:  # otherwise a fused kernel saves none
-        squares = documents.squares(sequences, config.data.seq_len)
-        scores = shape.num_attention_heads * squares * width
+        scores = shape.num_attention_heads * documents.pairs(sequences, config.data.seq_len) * width
     if again:  # the input of every layer, and everything in one layer at a time
         inputs = tokens * layers * shape.hidden_size * width
         return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
@@ -325,26 +353,33 @@ def _kept(
 def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
     """Return the average bytes that a decoder layer saves per token, without attention scores.
 
-    Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
-    query, key and value (and their fused kernel's output); gate, up and their activation; for
-    each input of an adapter, the result of dropout and its mask; A's output for each target.
+    Derived from the saved tensors of the real graph: the input of each of two norms, in f32 unless
+    they are slim; query, key and value (and their fused kernel's output); gate, up and their
+    activation; for each input of an adapter, the result of dropout and its mask; A's output for
+    each target, and in DoRA the output that the ratio of lengths scales.
     """
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
-    pairs = shape.num_key_value_heads * shape.head_dim
+    narrow = shape.num_key_value_heads * shape.head_dim
     is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
-    total = 2.0 * _F32 * shape.hidden_size
-    total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
+    learns_norms = config.backend.name == "full" or trains_base(config.backend, config.model.source)
+    is_slim = shape.family.model_type in SLIM_NORMS and not learns_norms
+    total = 2.0 * (width if is_slim else _F32) * shape.hidden_size
+    total += width * (heads + 2 * narrow + (0 if on_cpu else heads))
     total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
     every_module = modules_of(config, shape)
     modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
     inputs = {one.reads: one.width for one in modules}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
-    mask = _MASK if config.lora.dropout > 0 else 0
+    mask = _MASK if config.lora.dropout > 0 and on_cpu else 0
     adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
+    if config.lora.variant is LoraVariant.dora:
+        adapters += width * sum(one.out for one in modules)
     if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
         shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
-        every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}
-        adapters += width * sum(w for reads, w in every.items() if reads not in shared)
+        ours = {one.path for one in modules} if on_cpu else set()  # computed by lora/linear.py
+        every = [one for one in linear_modules(shape) if one.layer is not None]
+        others = {one.reads: one.width for one in every if one.path not in ours}
+        adapters += width * sum(w for reads, w in others.items() if reads not in shared)
     return total + adapters / shape.num_hidden_layers
 
 
