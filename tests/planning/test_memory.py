@@ -3,19 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mens_exp.backends import frozen_base
+from mens_exp.backends import frozen_layers
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.quant import QuantConfig
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, shape_of
-from mens_exp.planning.memory import (
-    SLIM_NORMS,
-    Documents,
-    bits_per_weight,
-    memory,
-    optimizer_bytes,
-)
+from mens_exp.planning.activations import SLIM_NORMS, Documents
+from mens_exp.planning.memory import bits_per_weight, memory, optimizer_bytes
 
 LLAMA_8B = Shape(
     family=FAMILIES["llama"],
@@ -208,7 +203,7 @@ def test_what_a_graph_keeps_is_what_is_planned(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_slim_norms_are_those_of_the_models(name, family_backend):
     """A family is listed if its model's norms keep their input alone."""
-    own = [m for m in family_backend(name).modules() if frozen_base._is_rms_norm(m)]
+    own = [m for m in family_backend(name).modules() if frozen_layers._is_rms_norm(m)]
     assert bool(own) == (name in SLIM_NORMS)
 
 

@@ -20,7 +20,8 @@ from mens_exp.backends.adapters import (
     start_facts,
     tied_head_is_meant,
 )
-from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
+from mens_exp.backends.frozen_base import frozen_weights, load_base
+from mens_exp.backends.frozen_layers import FrozenWeights
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import (
@@ -35,11 +36,14 @@ from mens_exp.errors import ConfigError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
-from mens_exp.lora.keyed import share_dropout
+from mens_exp.lora.keyed import SFC64, share_dropout
 from mens_exp.lora.linear import take_over
 from mens_exp.model import attention
+from mens_exp.model.kernels import is_rounded
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.planning.machine import look
+from mens_exp.planning.memory import keeps_dense_copy
 from mens_exp.quant.bnb import (
     as_published,
     compute_dtype,
@@ -122,12 +126,13 @@ class QloraBackend(torch.nn.Module):
             seed=config.seed,
             adapter=ADAPTER,
         )
-        weights = FrozenWeights(dense=bool(__import__("os").environ.get("DENSE")))
-        weights.take_over(self.causal_lm)
+        dense = keeps_dense_copy(config, self.shape, _total_bytes(device))
+        self.weights = FrozenWeights(dense=dense)
+        self.weights.take_over(self.causal_lm)
         self.inputs = take_over(
             [(one, self.layers[one.logical]) for one in plain],
             adapter=ADAPTER,
-            weights=weights,
+            weights=self.weights,
             together=self.shape.family.verified,
         )
 
@@ -148,6 +153,8 @@ class QloraBackend(torch.nn.Module):
         support activation checkpointing recompute only in training mode, so they follow the mode.
         """
         super().train(mode)
+        if not mode:
+            self.weights.forget()
         for module in _frozen_parts(self.causal_lm) if mode else ():
             module.eval()
         for stack in self.stacks:  # the block around adapted experts may add noise to its inputs
@@ -342,6 +349,22 @@ class QloraBackend(torch.nn.Module):
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
             **start_facts(self.lora, self.errors, self.start_s),
+            "dense_copy": self.weights.dense,
+            "numerics": self._numerics(),
+        }
+
+    def _numerics(self) -> dict[str, str]:
+        """Name the forms that a step is computed in: another form rounds otherwise.
+
+        A number is raised when a form changes. Records without these are of PEFT's forward pass.
+        """
+        device = next(self.model.parameters()).device
+        own = "rounded from f32" if is_rounded(self.compute_dtype, device) else "own"
+        return {
+            "adapters": "projections of an input together 1" if self.inputs else "PEFT's",
+            "attention": "blocks of queries 1" if device.type == "cpu" else "by document 1",
+            "dropout": SFC64 if device.type == "cpu" else "torch's generator of the device",
+            "products": own,
         }
 
     def _expert_facts(self) -> dict[str, Any]:
@@ -377,6 +400,13 @@ class QloraBackend(torch.nn.Module):
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):
             yield
+
+
+def _total_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device, if it is known."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return look("cpu").total_bytes
 
 
 def _frozen_parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

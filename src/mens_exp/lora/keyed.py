@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.targets import LinearModule
 
+SFC64 = "SFC64, 15 bits"  # the generator of masks on a CPU, as records name it
 _LEVELS = 32768  # dropout compares 15 random bits per element
 _Result = TypeVar("_Result", torch.Tensor, "Dropped")
 _STREAMS = "base_model.model."  # prefix of every stream's name; changing it would change the masks

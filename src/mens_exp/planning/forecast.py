@@ -18,8 +18,8 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.planning import machine, throughput_model
+from mens_exp.planning.activations import Documents
 from mens_exp.planning.memory import (
-    Documents,
     Memory,
     bits_per_weight,
     frozen_linears,
@@ -290,7 +290,8 @@ def forecast(
         if (one.device, one.backend) == (machine.name, config.backend.name)
         and is_alike(one, **sizes)
     ][-_RECENT:]
-    plain = memory(config, shape, documents, kind=machine.kind)
+    kind, total_bytes = machine.kind, machine.total_bytes
+    plain = memory(config, shape, documents, kind=kind, total_bytes=total_bytes)
     seen = residuals(_ratios(known))
     return Forecast(
         memory=_corrected(plain, seen),

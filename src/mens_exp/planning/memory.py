@@ -12,22 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.backend import ProxyConfig, trains_base
-from mens_exp.config.lora import LoraVariant
-from mens_exp.config.model import HfModel, checkpointing_wanted
+from mens_exp.config.backend import trains_base
+from mens_exp.config.model import checkpointing_wanted
 from mens_exp.config.objective import LOGIT_BYTES
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
-from mens_exp.layout import hub
-from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
 from mens_exp.layout.targets import (
     adapter_parameters,
     chosen,
     described,
-    linear_modules,
-    pattern_values,
-    target_problems,
 )
+from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,15 +30,11 @@ if TYPE_CHECKING:
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.planning.activations import Documents
 
 BUCKETS = "gradient buckets"  # what only several processes have
 
 _F32 = 4  # bytes of an element
-_MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU draws it again
-# Families whose norms keep their input for the backward pass in place of an f32 copy, by
-# `model_type`: a test compares the models.
-SLIM_NORMS = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
 # Bytes of moments per parameter, by the optimizer's class name.
 _MOMENTS = {
     "AdamW": 8.0,
@@ -70,8 +61,7 @@ _CPU_F32_EXTRA = 130_000_000  # measured: memory of a built f32 base beyond its 
 _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
 # measured: SmolLM2 with checkpointing, where no larger peak hides them, took 380 MB more with
 # documents of sixteen lengths than of one: oneDNN caches separate kernels for each shape.
-_KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 24_000_000, 32, 16
-_ROWS = 128  # queries that attend at a time, at least: model/attention.py
+_KERNELS_PER_SHAPE, _MOST_SHAPES = 24_000_000, 16
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
@@ -80,44 +70,6 @@ _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experimen
 _CUDA_FRAMEWORK = 600_000_000
 _CUDA_KEPT = {"activations": 1.10, "attention scores": 1.10}
 _CUDA_SPREAD = (0.25, 0.25)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Documents:
-    """Lengths of the documents to train on, in tokens.
-
-    Attributes:
-        longest: the longest.
-        typical: token-weighted mean document length.
-        varied: whether the documents have many different lengths.
-    """
-
-    longest: int
-    typical: float
-    varied: bool = True
-
-    def pairs(self, sequences: int, seq_len: int) -> float:
-        """Return the pairs of query and key in the largest micro-batch, which have a weight each.
-
-        Assumes one document of the greatest length; the rest are of typical length.
-        """
-        longest, typical = min(self.longest, seq_len), min(self.typical, seq_len)
-        return pairs(longest) + (sequences * seq_len - longest) / typical * pairs(round(typical))
-
-
-def pairs(tokens: int) -> int:
-    """Count the pairs of query and key of a document: blocks of queries, and the keys up to each.
-
-    On a CPU, as in `model/attention.py`: lengths are rounded up to buckets.
-    """
-    padded = _bucketed(tokens)
-    step = _bucketed(-(-padded // max(padded // _ROWS, 1)))
-    ends = [min(first + step, padded) for first in range(0, padded, step)]
-    return sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
-
-
-def _bucketed(tokens: int) -> int:
-    return -(-tokens // _BUCKET) * _BUCKET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,11 +141,6 @@ def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
     return round(_MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters), name.startswith("Paged")
 
 
-def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
-    """Return the modules that get an adapter; empty if a target is invalid (reported elsewhere)."""
-    return () if target_problems(config.lora, shape) else chosen(config.lora, shape)
-
-
 def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     """Return whether activations are recomputed in the backward pass."""
     return checkpointing_wanted(
@@ -203,7 +150,40 @@ def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     )
 
 
-def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) -> Memory:
+_DENSE_SHARE = 1 / 64  # an unverified guess of what nobody misses
+
+
+def keeps_dense_copy(config: RunConfig, shape: Shape, total_bytes: int | None) -> bool:
+    """Return whether dequantized weights are kept while they learn.
+
+    Args:
+        config: the run.
+        shape: dimensions of the base model.
+        total_bytes: memory of the device; None if unknown.
+    """
+    quant = config.quant
+    reads = "dense_copy" in quant.spec.settings and config.backend.name != "proxy"
+    if not reads or config.trainer.strategy is Strategy.fsdp:
+        return False
+    if quant.dense_copy is not None:
+        return quant.dense_copy
+    return total_bytes is not None and dense_copy(config, shape) <= total_bytes * _DENSE_SHARE
+
+
+def dense_copy(config: RunConfig, shape: Shape) -> int:
+    """Return the bytes of quantized weights in the compute format."""
+    width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
+    return (frozen_linears(config, shape) - dense_experts(config, shape)) * width
+
+
+def memory(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    *,
+    kind: str,
+    total_bytes: int | None = None,
+) -> Memory:
     """Estimate the peak memory of a training process.
 
     Args:
@@ -211,13 +191,14 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         shape: dimensions of the base model.
         documents: lengths of the training documents.
         kind: ``cpu`` or ``cuda``.
+        total_bytes: memory of the device; None if unknown.
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
     parameters = trained_parameters(config, shape)
     moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     on_cpu = kind == "cpu"
     again = recomputes(config, shape, kind)
-    kept = _kept(config, shape, documents, width=width, on_cpu=on_cpu, again=again)
+    kept = saved_bytes(config, shape, documents, width=width, on_cpu=on_cpu, again=again)
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
@@ -230,6 +211,11 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
         **_plain_beside_residual(config, shape, bits),
+        **(
+            {"base weights, dequantized": dense_copy(config, shape)}
+            if keeps_dense_copy(config, shape, total_bytes)
+            else {}
+        ),
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
@@ -318,69 +304,8 @@ def _holes(kept: Mapping[str, float], factor: Mapping[str, float]) -> float:
 
 def _kernels(documents: Documents) -> float:
     """Return the memory of the kernels of all shapes; holes of larger tensors can hold them."""
-    shapes = -(-documents.longest // _BUCKET) if documents.varied else 1
+    shapes = -(-documents.longest // BUCKET) if documents.varied else 1
     return float(_KERNELS_PER_SHAPE * min(shapes, _MOST_SHAPES))
-
-
-def _kept(
-    config: RunConfig,
-    shape: Shape,
-    documents: Documents,
-    *,
-    width: int,
-    on_cpu: bool,
-    again: bool,
-) -> dict[str, float]:
-    """Return the bytes saved for the backward pass, by kind."""
-    sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
-    if not config.data.packing:
-        seq_len = min(seq_len, documents.longest)
-    tokens, layers = sequences * seq_len, shape.num_hidden_layers
-    stack = proxy_stack(config, shape)
-    if stack is not None:  # no attention: per projection its input, the norm's, and A's output
-        one = width * (2 * shape.hidden_size + config.lora.r) + _F32 * shape.hidden_size
-        return {"activations": float(tokens * len(stack.middle) * one), "attention scores": 0.0}
-    per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
-    scores = 0.0
-    if on_cpu and config.data.packing:  # otherwise a fused kernel saves none
-        scores = shape.num_attention_heads * documents.pairs(sequences, config.data.seq_len) * width
-    if again:  # the input of every layer, and everything in one layer at a time
-        inputs = tokens * layers * shape.hidden_size * width
-        return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
-    return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
-
-
-def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
-    """Return the average bytes that a decoder layer saves per token, without attention scores.
-
-    Derived from the saved tensors of the real graph: the input of each of two norms, in f32 unless
-    they are slim; query, key and value (and their fused kernel's output); gate, up and their
-    activation; for each input of an adapter, the result of dropout and its mask; A's output for
-    each target, and in DoRA the output that the ratio of lengths scales.
-    """
-    wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
-    narrow = shape.num_key_value_heads * shape.head_dim
-    is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
-    learns_norms = config.backend.name == "full" or trains_base(config.backend, config.model.source)
-    is_slim = shape.family.model_type in SLIM_NORMS and not learns_norms
-    total = 2.0 * (width if is_slim else _F32) * shape.hidden_size
-    total += width * (heads + 2 * narrow + (0 if on_cpu else heads))
-    total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
-    every_module = modules_of(config, shape)
-    modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
-    inputs = {one.reads: one.width for one in modules}
-    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
-    mask = _MASK if config.lora.dropout > 0 and on_cpu else 0
-    adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
-    if config.lora.variant is LoraVariant.dora:
-        adapters += width * sum(one.out for one in modules)
-    if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
-        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
-        ours = {one.path for one in modules} if on_cpu else set()  # computed by lora/linear.py
-        every = [one for one in linear_modules(shape) if one.layer is not None]
-        others = {one.reads: one.width for one in every if one.path not in ours}
-        adapters += width * sum(w for reads, w in others.items() if reads not in shared)
-    return total + adapters / shape.num_hidden_layers
 
 
 def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
@@ -462,21 +387,6 @@ def in_parts(
     else:  # loaded in host memory, and scored by the first process only
         peak = alone if config.suite.spec.scores else 0
     return parts | {WHOLE: max(0, peak - sum(parts.values()))}
-
-
-def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
-    """Return the proxy's stack; None for other backends.
-
-    A checkpoint created here is complete. One whose headers are not available is assumed to be.
-
-    Raises:
-        MensError: the stack cannot be built, or a directory's headers cannot be read.
-    """
-    backend = config.backend
-    if not isinstance(backend, ProxyConfig):
-        return None
-    keys = hub.describe(config.model).tensors if isinstance(config.model, HfModel) else None
-    return stack_of(shape, backend, keys or None)
 
 
 def trained_parameters(config: RunConfig, shape: Shape) -> int:
