@@ -77,6 +77,7 @@ docs: $(STAMP) ## Make the pages of docs/ that the code knows best
 	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
 	$(BIN)/python tests/support/reliability_page.py > docs/reliability.md
 	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/architecture.md
+	$(BIN)/python tests/support/api_page.py > docs/api.md
 
 families: $(STAMP) ## Write docs/families.md by training every model type of transformers (ten minutes)
 	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/families.md

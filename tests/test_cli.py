@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 
 import fork_server
 import pytest
@@ -87,10 +90,75 @@ def test_cfg_with_resume_resumes_nothing(finished, capsys):
     assert f"resume: {finished.path}" in capsys.readouterr().out
 
 
-def test_shell_completion_is_hydras(capsys):
-    """The line that --hydra-help tells to evaluate defines a completion function."""
-    assert cli.main(["-sc", "install=bash"]) == 0
-    assert "hydra_bash_completion()" in capsys.readouterr().out
+# How each shell begins without a user's own settings, and evaluates the script.
+SHELLS = {
+    "bash": (["--norc", "--noprofile", "-i"], 'eval "$(mens-exp -sc install=bash)"'),
+    "zsh": (
+        ["-f", "-i"],
+        'autoload -U compinit; compinit -u -D; eval "$(mens-exp -sc install=zsh)"',
+    ),
+    "fish": (["--no-config", "-i"], "mens-exp -sc install=fish | source"),
+}
+
+
+@pytest.mark.parametrize("program", ["mens-exp", "python -m mens_exp"])
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_options_and_keys(shell_path, tmp_path, shell, program):
+    """The tab key is pressed in the shell itself, behind a group's option and behind a key."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is missing: apt-get install {shell}")
+    flags, script = SHELLS[shell]
+    environment = {"PATH": shell_path, "HOME": str(tmp_path), "TERM": "dumb", "LANG": "C.UTF-8"}
+    with Terminal([shell, *flags], environment) as terminal:
+        terminal.type(f"{script}; echo RE''ADY\n")
+        terminal.wait_for("READY")
+        terminal.type(f"echo {program} >/dev/null; {program} model=tiny_lla\t")
+        terminal.wait_for("model=tiny_llama")
+        terminal.type(" lora.alpha_pat\t")
+        terminal.wait_for("lora.alpha_pattern")
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, command, environment):
+        self.command, self.environment = command, environment
+
+    def __enter__(self):
+        master, slave = os.openpty()
+        self.master, self.seen = master, ""
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", *self.command],  # fish wants the terminal to be its own
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=self.environment,
+        )
+        os.close(slave)
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def wait_for(self, text, seconds=60):
+        """Read until a text is there, what a terminal only draws left out."""
+        until = time.monotonic() + seconds
+        while text not in re.sub(r"\x1b[\[\]()?>=][0-9;?]*[ -/]*[@-~]?|[\r\x08]", "", self.seen):
+            assert time.monotonic() < until, self.seen
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+        self.seen = ""
+
+
+def test_another_shell_is_told_what_to_write(refused):
+    """Hydra would raise."""
+    said = refused("-sc", "install=tcsh")
+    assert "install=<bash|zsh|fish>" in said
 
 
 def test_hydra_help_shows_hydras_flags(capsys):
@@ -108,10 +176,11 @@ def test_version_is_ours(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--frobnicate"], "unknown flag found --frobnicate"),
-        (["--config-name", "mine"], "--config-name: has no effect here found mine"),
-        (["--config-dir", "mine"], "--config-dir: has no effect here"),
-        (["--config-path", "mine"], "--config-path: has no effect here"),
+        (["--frobnicate"], "there is no such flag found --frobnicate"),
+        (["--config-name", "mine"], "--config-name: there is no such primary config found mine"),
+        (["--config-dir", "mine"], "--config-dir: is no directory of options found file://mine"),
+        (["--config-path", "mine"], "--config-path: would take our own groups away"),
+        (["--experimental-rerun", "x"], "--experimental-rerun: is not offered: it loads a pickle"),
         (["--resolve", "model=tiny_llama"], "the flags do not go together"),
         (["--run", "--multirun", "model=tiny_llama"], "the flags do not go together"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 def entry_point() -> None:
     """Run the command of ``sys.argv`` and exit with its code."""
-    # oneDNN reads it when torch is imported. The default caches 1,024 kernels, one per shape, and
-    # the process grows for hundreds of steps; 128 are enough for a step (experiments/LOG.md).
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    from mens_exp.api import bound_kernel_cache
+
+    bound_kernel_cache()
     sys.stdout, sys.stderr = _Outliving.of(sys.stdout), _Outliving.of(sys.stderr)
     sys.exit(main(sys.argv[1:]))
 
@@ -133,7 +134,9 @@ def _refuse_under_torchrun(argument: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
-    from mens_exp.config.overrides import spelled_out
+    from mens_exp.config.override_values import spelled_out
+    from mens_exp.config.overrides import sources_in
+    from mens_exp.config.user_config import reading
 
     if "--version" in arguments:
         from mens_exp import __version__
@@ -143,25 +146,145 @@ def _dispatch(arguments: list[str]) -> int:
     arguments = spelled_out(arguments)
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    _refuse_flags(parsed, rest)
+    _refuse_flags(parsed, rest, arguments)
+    sources = sources_in(parsed.overrides, name=parsed.config_name, directory=parsed.config_dir)
+    with reading(sources):
+        return _answered(_without_sources(arguments, parsed), parser, parsed)
+
+
+def _without_sources(arguments: list[str], parsed: Any) -> list[str]:
+    """Return the arguments without the flags whose directories and names are known by now."""
+    flags = {"--config-dir": parsed.config_dir, "-cd": parsed.config_dir}
+    flags |= {"--config-name": parsed.config_name, "-cn": parsed.config_name}
+    kept, skips = [], False
+    for text in arguments:
+        name, equals, _ = text.partition("=")
+        if not skips and name not in flags:
+            kept.append(text)
+        skips = not skips and name in flags and not equals
+    return kept
+
+
+def _answered(arguments: list[str], parser: Any, parsed: Any) -> int:
+    """Answer a command whose config sources are set."""
+    from mens_exp.api import checked_cells
+
     if parsed.help or parsed.hydra_help:
         from mens_exp.config.compose import show_help
 
         if parsed.overrides:
-            _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
+            checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
         show_help(parser, parsed)
         return 0
     if parsed.cfg:
-        _checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
-    if parsed.cfg or parsed.info or parsed.shell_completion:
+        checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
+    if parsed.shell_completion:
+        return _complete(arguments, parsed.overrides)
+    if parsed.cfg or parsed.info:
         return _hydra(arguments, [])
-    if _given(parsed.overrides, "resume"):
-        return _resume(parsed.overrides, multirun=parsed.multirun)
-    in_hydra = parsed.run or parsed.resolve or _in_process(parsed.overrides)
-    if _given(parsed.overrides, "sweep.resume") or (parsed.multirun and not in_hydra):
-        return _sweep(parsed.overrides)
-    cells = _checked_cells(parsed.overrides, multirun=parsed.multirun)
-    return _hydra(arguments, cells) if parsed.multirun or parsed.resolve else _run(cells[0])
+    return _started(arguments, parsed)
+
+
+# What a shell evaluates. Each asks the program that is being typed, mens-exp or python -m mens_exp,
+# for what its line may go on with; lines of another Python program are left to the shell.
+_SCRIPTS = {
+    "bash": """_mens_exp_completion() {
+    local line="${COMP_LINE:0:$COMP_POINT}" word cut choices
+    local program=mens-exp module='^ *([^ ]*python[0-9.]*) +-m +mens_exp '
+    if [[ "$line" =~ $module ]]; then
+        program="${BASH_REMATCH[1]} -m mens_exp"
+    elif [[ "$line" != *mens-exp\\ * ]]; then
+        return
+    fi
+    word="${line##*[[:space:]]}"
+    choices=$(COMP_LINE="$line" $program -sc query=bash 2>/dev/null)
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+    if [[ "$COMP_WORDBREAKS" == *=* ]]; then
+        cut="${word%"${word##*=}"}"
+        COMPREPLY=("${COMPREPLY[@]#"$cut"}")
+    fi
+}
+complete -o nospace -o default -F _mens_exp_completion mens-exp python python3
+""",
+    "zsh": r"""_mens_exp_completion() {
+    local line="${(j: :)words[1,CURRENT]}" program=mens-exp
+    if [[ "$line" == *python*\ -m\ mens_exp\ * ]]; then
+        program="${words[1]} -m mens_exp"
+    elif [[ "$line" != *mens-exp\ * ]]; then
+        _default
+        return
+    fi
+    local -a choices
+    choices=(${(f)"$(COMP_LINE=$line ${(z)program} -sc query=fish 2>/dev/null)"})
+    compadd -Q -S '' -- $choices
+}
+compdef _mens_exp_completion mens-exp python python3
+""",
+    "fish": """function __mens_exp_completion
+    set -l line (commandline -cp)
+    set -l program mens-exp
+    if string match -qr 'python[0-9.]* +-m +mens_exp ' -- $line
+        set program (string match -r '^ *(\\S+)' -- $line)[2] -m mens_exp
+    end
+    COMP_LINE=$line $program -sc query=fish 2>/dev/null
+end
+complete -c mens-exp -f -a '(__mens_exp_completion)'
+set -l is_module 'string match -qr -- "-m +mens_exp " (commandline -cp)'
+for program in python python3
+    complete -c $program -n $is_module -f -a '(__mens_exp_completion)'
+end
+""",
+}
+_UNDONE = {
+    "bash": "complete -r mens-exp python python3; unset -f _mens_exp_completion",
+    "zsh": "compdef -d mens-exp python python3; unfunction _mens_exp_completion",
+    "fish": "complete -e -c mens-exp; complete -e -c python; complete -e -c python3",
+}
+_MODULE = re.compile(r"^\s*\S+\s+-m\s+mens_exp(?=\s)")
+
+
+def _complete(arguments: list[str], asked: Sequence[str]) -> int:
+    """Print the completion script of a shell, or what a line may go on with.
+
+    Raises:
+        ConfigError: there is no such shell.
+    """
+    from mens_exp.errors import ConfigError
+
+    action, _, shell = (asked[0] if asked else "").partition("=")
+    if action == "query":
+        # Hydra knows one word for a program; what it offers is the same for both.
+        line = _MODULE.sub("mens-exp", os.environ.get("COMP_LINE", ""))
+        os.environ["COMP_LINE"] = line
+        return _hydra(arguments, [])
+    scripts = {"install": _SCRIPTS, "uninstall": _UNDONE}.get(action, {})
+    if shell not in scripts:
+        raise ConfigError(
+            "is no shell that can be completed in",
+            where="--shell-completion",
+            found=" ".join(asked) or "nothing",
+            expected=f"install=<{'|'.join(_SCRIPTS)}>, or uninstall=<…>",
+            remedy='write eval "$(mens-exp -sc install=bash)" (zsh too), or for fish: '
+            "mens-exp -sc install=fish | source",
+        )
+    print(scripts[shell])  # noqa: T201  # the requested output
+    return 0
+
+
+def _started(arguments: list[str], parsed: Any) -> int:
+    """Start what a command asks for, or continue it."""
+    from mens_exp.api import checked_cells
+
+    overrides, multirun = parsed.overrides, parsed.multirun
+    if _given(overrides, "study"):
+        return _study(overrides, multirun=multirun)
+    if _given(overrides, "resume"):
+        return _resume(overrides, multirun=multirun)
+    in_hydra = parsed.run or parsed.resolve or _in_process(overrides)
+    if _given(overrides, "sweep.resume") or (multirun and not in_hydra):
+        return _sweep(overrides)
+    cells = checked_cells(overrides, multirun=multirun)
+    return _hydra(arguments, cells) if multirun or parsed.resolve else _run(cells[0])
 
 
 def _run(cell: Cell) -> int:
@@ -189,6 +312,18 @@ def _sweep(overrides: Sequence[str]) -> int:
     return launch(overrides)
 
 
+def _study(overrides: Sequence[str], *, multirun: bool) -> int:
+    """Conduct or continue a study."""
+    from mens_exp.errors import ConfigError
+    from mens_exp.sweeps.studying import conduct
+
+    if multirun:
+        raise ConfigError(
+            "a study says itself what runs", where="study", found="-m", remedy="drop -m"
+        )
+    return conduct(overrides)
+
+
 def _given(overrides: Sequence[str], key: str) -> bool:
     """Return whether the last override of a key sets a value."""
     values = [text.lstrip("+") for text in overrides if text.lstrip("+").startswith(f"{key}=")]
@@ -202,60 +337,52 @@ def _in_process(overrides: Sequence[str]) -> bool:
     return launcher_of(overrides, multirun=True) == IN_PROCESS
 
 
-def _refuse_flags(parsed: Any, unknown: list[str]) -> None:
+def _behind(flag: str, arguments: Sequence[str]) -> str | None:
+    """Return the argument after a flag, if it looks like its value."""
+    place = list(arguments).index(flag) + 1 if flag in arguments else len(arguments)
+    after = arguments[place] if place < len(arguments) else "-"
+    return None if "=" in flag or "=" in after or after.startswith("-") else after
+
+
+def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> None:
     """Refuse unknown flags, and Hydra flags that would bypass the checks.
 
     Raises:
         MensError: there are such flags.
     """
-    from mens_exp.errors import ConfigError, NoEffectError, Problems
+    from mens_exp.config.suggestions import of_flag
+    from mens_exp.errors import ConfigError, Problems
 
-    problems: list[ConfigError] = [
-        NoEffectError(
-            "here",
-            where=f"--{name.replace('_', '-')}",
-            found=str(getattr(parsed, name)),
-            expected="overrides of the configuration that --cfg job shows",
+    problems: list[ConfigError] = []
+    if parsed.config_path is not None:
+        problems.append(
+            ConfigError(
+                "would take our own groups away",
+                where="--config-path",
+                found=parsed.config_path,
+                expected="--config-dir, which adds a directory to them",
+                remedy=f"write --config-dir {parsed.config_path}",
+            )
         )
-        for name in ("config_path", "config_name", "config_dir", "experimental_rerun")
-        if getattr(parsed, name) is not None
-    ]
-    if unknown:
-        expected = "a flag that --hydra-help shows"
-        problems.append(ConfigError("unknown flag", found=" ".join(unknown), expected=expected))
+    if parsed.experimental_rerun is not None:
+        problems.append(
+            ConfigError(
+                "is not offered: it loads a pickle, which can run anything, and checks nothing",
+                where="--experimental-rerun",
+                found=parsed.experimental_rerun,
+                expected="a run's own record",
+                remedy="write task=inspect inspect.replay=true path=<run>, or resume=<run>",
+            )
+        )
+    for flag in unknown:
+        expected = "settings as key=value, without dashes; --hydra-help shows the flags there are"
+        value = _behind(flag, arguments)
+        found = flag if value is None else f"{flag} {value}"
+        remedy = of_flag(flag, value)
+        problems.append(
+            ConfigError("there is no such flag", found=found, expected=expected, remedy=remedy)
+        )
     Problems.raise_if(problems)
-
-
-def _checked_cells(
-    overrides: Sequence[str], *, multirun: bool, with_files: bool = True
-) -> list[Cell]:
-    """Compose every cell, and raise all problems of the command at once."""
-    from mens_exp.config.overrides import check
-    from mens_exp.errors import Problems
-    from mens_exp.planning.checks import machine
-    from mens_exp.planning.machine import of_torchrun
-    from mens_exp.tasks.resolve_references import pin_inputs
-
-    checked = check(overrides, multirun=multirun)
-    problems = list(checked.problems)
-    for cell in checked.cells if with_files else ():
-        problems += pin_inputs(cell)
-        problems += _used_directory(cell, multirun=multirun)
-        if of_torchrun() is not None:
-            problems += machine.check_processes(cell.config)
-    Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
-    return list(checked.cells)
-
-
-def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
-    """Refuse a directory that holds a run, before Hydra writes files into it."""
-    from mens_exp.artifacts.run_dir import RunDir
-    from mens_exp.tasks.run import run_is_there
-
-    directory = cell.composed.sweep_dir if multirun else cell.composed.run_dir
-    if directory is None or not RunDir(Path(directory)).manifest.exists():
-        return []
-    return [run_is_there(Path(directory))]
 
 
 def _hydra(arguments: list[str], cells: list[Cell]) -> int:
@@ -263,8 +390,8 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, prepare_hydra
-    from mens_exp.config.user_config import config_directory
+    from mens_exp.config.compose import VERSION_BASE, prepare_hydra
+    from mens_exp.config.user_config import config_directory, primary_config
     from mens_exp.errors import ConfigError
     from mens_exp.tasks.run import CANCELLED, run_task
 
@@ -284,7 +411,7 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     try:
         with _frozen(config_directory(), is_sweep=len(cells) > 1) as groups:
             application = hydra.main(
-                version_base=VERSION_BASE, config_path=str(groups), config_name=CONFIG_NAME
+                version_base=VERSION_BASE, config_path=str(groups), config_name=primary_config()
             )(one)
             application()
     except SystemExit as stop:
@@ -302,23 +429,24 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
     if not is_sweep:
         yield groups
         return
-    from mens_exp.config.user_config import frozen_as, user_directory
+    from mens_exp.config.user_config import frozen_as, user_directories
 
-    own = user_directory()
     with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
-        theirs = None if own is None else shutil.copytree(own, Path(copy) / "own")
+        own = enumerate(user_directories())
+        theirs = [shutil.copytree(one, Path(copy) / f"own_{number}") for number, one in own]
         with frozen_as(theirs):
             yield shutil.copytree(groups, Path(copy) / groups.name)
 
 
 def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
+    from mens_exp.api import split_pairs
     from mens_exp.errors import ConfigError
     from mens_exp.tasks.run import ended
     from mens_exp.tasks.train import completed, prepare_resumption, resume_training
 
     if multirun:
         raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
-    pairs = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    pairs = split_pairs(overrides)
     asked = pairs.pop("resume")
     done = None if pairs else completed(asked)
     if done is not None:

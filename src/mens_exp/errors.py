@@ -158,12 +158,28 @@ class Refusals(Problems):
 
 
 _CUTOFF = 0.5  # below it difflib's suggestions stop looking like typing slips; unverified guess
+_MOST_CHARS = 320  # of listed names: four lines of a terminal
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name most like `name`, or None when none is alike."""
-    close = get_close_matches(name, list(known), n=1, cutoff=_CUTOFF)
+def nearest(name: str, known: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
+    """Return the known name most like `name`, or None when none is alike.
+
+    Args:
+        name: the name that is not known.
+        known: the names that are.
+        cutoff: least likeness, from 0 to 1.
+    """
+    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return close[0] if close else None
+
+
+def listed(names: Sequence[str]) -> str:
+    """Say that one of some names is expected; of many, the first are named."""
+    shown = list(names)
+    while len(shown) > 1 and len(", ".join(shown)) > _MOST_CHARS:
+        shown.pop()
+    more = len(names) - len(shown)
+    return f"one of {', '.join(shown)}{f' and {more} more' if more else ''}"
 
 
 def expected_name(name: str, known: Iterable[str]) -> str:
@@ -172,7 +188,7 @@ def expected_name(name: str, known: Iterable[str]) -> str:
     close = nearest(name, names)
     if close is not None:
         return f"a known name; the nearest is {close}"
-    return f"one of {', '.join(names)}" if names else "no name at all here"
+    return listed(names) if names else "no name at all here"
 
 
 def nearest_file(directory: Path, name: str, suffixes: tuple[str, ...]) -> str:

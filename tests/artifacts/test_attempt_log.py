@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from mens_exp.artifacts.sweep import AttemptLog
@@ -53,3 +55,44 @@ def test_an_end_whose_begin_was_torn_is_nobodys(tmp_path):
     log = AttemptLog(path)
     log.ended(0)
     assert log.attempts() == []
+
+
+def test_two_attempts_at_once_have_their_own_ends(tmp_path):
+    """Slurm lost the first and started the second; the first one ends while the second runs on."""
+    path = tmp_path / "attempts.jsonl"
+    first, second = AttemptLog(path), AttemptLog(path)
+    first.began(7, 1.5, host="a", queue_id="12_0")
+    second.began(8, 2.5, host="b", queue_id="12_0")
+    first.ended(0, peak_rss_bytes=3)
+    one, other = AttemptLog(path).attempts()
+    assert (one["exit_code"], one["peak_rss_bytes"], one["why"]) == (0, 3, None)
+    assert (other["ended_utc"], other["exit_code"]) == (None, None)
+    AttemptLog(path).ended(None, why="NODE_FAIL")  # by who did not start it: the last one
+    assert [x["why"] for x in AttemptLog(path).attempts()] == [None, "NODE_FAIL"]
+
+
+def test_an_end_whose_own_begin_is_not_there_is_no_other_attempt_s(tmp_path):
+    """Its line was torn, and the line of the next attempt stands."""
+    path = tmp_path / "attempts.jsonl"
+    lost, other = AttemptLog(path), AttemptLog(path)
+    lost.began(7, 1.5, host="a", queue_id=None)
+    path.unlink()
+    other.began(8, 2.5, host="a", queue_id=None)
+    lost.ended(1)
+    (one,) = AttemptLog(path).attempts()
+    assert (one["pid"], one["exit_code"]) == (8, None)
+
+
+def test_attempts_that_write_at_once_lose_no_line(tmp_path):
+    """Each cuts off half a line of a dead writer, never half a line of a living one."""
+    path = tmp_path / "attempts.jsonl"
+
+    def write(number):
+        log = AttemptLog(path)
+        for turn in range(25):
+            log.began(number, float(turn), host="a" * 2_000, queue_id=None)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    found = [(one["pid"], one["process_started"]) for one in AttemptLog(path).attempts()]
+    assert sorted(found) == [(number, float(turn)) for number in range(4) for turn in range(25)]

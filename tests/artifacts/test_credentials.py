@@ -23,6 +23,12 @@ RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
         "api_key=" + RANDOM,
         "export OPENAI_API_KEY='" + RANDOM + "'",
         '{"token": "' + RANDOM + '"}',
+        "Authorization: Bearer " + RANDOM,
+        "DefaultEndpoints;AccountKey=" + RANDOM * 4 + "==;",
+        "https://host/file?X-Amz-Signature=" + RANDOM,
+        "npm_" + RANDOM + RANDOM[:16],
+        "pypi-" + RANDOM * 3,
+        "dapi" + "0f" * 16,
     ],
 )
 def test_a_credential_is_masked_wherever_it_stands(text):
@@ -35,7 +41,7 @@ def test_a_credential_is_masked_wherever_it_stands(text):
     assert safe["n"] == 3
     assert safe["notes"][0].startswith("before ")
     assert safe["notes"][0].endswith(" after")
-    for secret in ("user:pw", "hunter2", RANDOM, "IOSFODNN7QQQQQQQ"):
+    for secret in ("user:pw", "hunter2", RANDOM, "IOSFODNN7QQQQQQQ", "0f0f0f"):
         assert secret not in str(safe)
 
 
@@ -67,7 +73,14 @@ def test_what_is_no_credential_is_left_as_it_is(value):
     assert screened(record) == record
 
 
-def test_a_content_hash_under_any_name_is_no_credential():
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "password", "client_secret"])
+def test_a_key_that_looks_like_a_hash_is_masked_beside_a_sure_name(name):
+    """W&B's keys had the form of a commit for years."""
+    key = hashlib.sha1(b"x", usedforsecurity=False).hexdigest()
+    assert key not in str(screened([f"{name}={key}", {name: key}]))
+
+
+def test_a_content_hash_under_an_unsure_name_is_no_credential():
     """Commits and digests are what records are made of."""
     for value in (hashlib.sha1(b"x", usedforsecurity=False).hexdigest(), "e" * 64):
         assert screened({"token": value, "key": f"token={value}"}) == {

@@ -11,7 +11,13 @@ import pytest
 from attacks import attack
 
 from mens_exp.artifacts import untrusted_input
-from mens_exp.artifacts.untrusted_input import pattern_matches, pattern_problem, pattern_searches
+from mens_exp.artifacts.untrusted_input import (
+    first_match,
+    pattern_matches,
+    pattern_problem,
+    pattern_problems,
+    pattern_searches,
+)
 from mens_exp.errors import DataError
 
 TEXT = "a" * 60 + "!"
@@ -113,3 +119,34 @@ def test_a_fork_has_a_process_of_its_own():
     assert json.loads(end.message)[0] != ours
     assert pattern_searches("[b]", "b", "x.json")
     assert untrusted_input._WORKER._process.pid == ours
+
+
+def test_the_first_pattern_that_matches_is_told():
+    """Names are matched here and the others in the process; their order is that of the file."""
+    patterns = ["b", "[x]b", "a$", "[a]", "a", "(.*)"]
+    for text in ("a", "b", "xb", "c", "ab", ""):
+        expected = next((n for n, one in enumerate(patterns) if re.match(one, text)), None)
+        assert first_match(patterns, text, "order.json") == expected
+
+
+def test_a_file_of_many_patterns_is_one_question(monkeypatch):
+    """Three thousand patterns for each of sixteen modules took minutes, one question at a time."""
+    asked = []
+    real = untrusted_input._WORKER.ask
+    monkeypatch.setattr(
+        untrusted_input._WORKER, "ask", lambda *told: asked.append(told[0]) or real(*told)
+    )
+    patterns = [f".*[{n % 10}]{n}_proj$" for n in range(1_000)]
+    assert pattern_problems([*patterns, "("], "many.json") == [None] * 1_000 + [
+        "missing ), unterminated subpattern at position 0"
+    ]
+    assert first_match(patterns, "layers.77_proj", "many.json") == 7
+    assert first_match(patterns, "layers", "many.json") is None
+    assert asked == ["compile", "match", "match"]
+
+
+def test_more_patterns_than_any_model_has_modules_are_refused():
+    """By their number, before any is compiled."""
+    with pytest.raises(DataError, match="too many patterns") as refused:
+        pattern_problems(["[a]"] * 10_001, "most.json")
+    assert refused.value.found == "10,001"

@@ -92,7 +92,8 @@ def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path):
 
 
 def test_a_directory_without_a_manifest_is_refused(tmp_path):
-    """With no run anywhere, the nearest that exists is the directory."""
+    """With no run anywhere, it is said that one has to be trained first."""
     with pytest.raises(RequestError, match=r"no manifest.json in this directory") as caught:
         resolve(str(tmp_path), tmp_path / "outputs")
-    assert f"the nearest is {tmp_path.as_posix()}" in str(caught.value)
+    assert "there is none under" in str(caught.value)
+    assert "train first: python -m mens_exp" in str(caught.value)

@@ -8,7 +8,7 @@ import torch
 from lightning import Trainer
 
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
-from mens_exp.backends.adapters import ADAPTER
+from mens_exp.backends.lora import ADAPTER
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch
 from mens_exp.model import sources
@@ -209,14 +209,18 @@ def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
     backend = moved(tiny_backend(*overrides))
     _, tensors = backend.adapter(tiny_config(*overrides))
     expected = logits_of(backend, batch)
-    start = adapters._start
+    ours = adapters.initialization_of
 
-    def other(*args):
-        found = start(*args)
-        pair = (found.taken[0] * 1.05, found.taken[1])
-        return type(found)(pair=found.pair, taken=pair)
+    class Other:
+        def __init__(self, spec):
+            self.spec = spec
 
-    monkeypatch.setattr(adapters, "_start", other)
+        def start(self, site, lora):
+            found = ours(self.spec).start(site, lora)
+            pair = (found.taken[0] * 1.05, found.taken[1])
+            return type(found)(pair=found.pair, taken=pair)
+
+    monkeypatch.setattr(adapters, "initialization_of", Other)
     fresh = tiny_backend(*overrides)
     assert not torch.equal(logits_of(fresh, batch), logits_of(tiny_backend(), batch))
     state = backend.start_state()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
-from mens_exp.backends.adapters import ADAPTER
+from mens_exp.backends.lora import ADAPTER
 from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy

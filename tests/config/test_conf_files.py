@@ -37,19 +37,22 @@ def schemas():
 
 @pytest.mark.parametrize("file", FILES, ids=name)
 def test_file_opens_with_one_line_that_says_what_it_is_for(file):
-    """A sentence of its own; only experiments and presets go on, with their command."""
+    """A sentence of its own; experiments, studies and presets go on, with their command."""
     first, *others = header(file)
     assert re.fullmatch(r"# \S.{10,97}[.?]", first)
-    assert bool(others) == (file.parent.name in {"experiment", "preset"})
+    assert bool(others) == (file.parent.name in {"experiment", "preset", "study"})
 
 
-@pytest.mark.parametrize("experiment", group_options()["experiment"])
-def test_experiment_states_question_command_and_expectation(experiment):
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [(group, name) for group in ("experiment", "study") for name in group_options()[group]],
+)
+def test_experiment_states_question_command_and_expectation(group, name):
     """Its comment asks, shows the exact command, and says what to expect of it."""
-    question, command, expected = header(ROOT / "experiment" / f"{experiment}.yaml")
+    question, command, expected = header(ROOT / group / f"{name}.yaml")
     assert "?" in question
     assert command.startswith("# Command:  python -m mens_exp ")
-    assert f"experiment={experiment}" in command.split()
+    assert f"{group}={name}" in command.split()
     assert re.match(r"# Expected: about .*(s|minutes).* GB.*; metric: ", expected)
 
 
@@ -73,7 +76,7 @@ def test_root_chooses_an_option_of_every_group():
     """The defaults list names each group that there is, and nothing else."""
     composed = compose([[]])[0]
     assert composed.choices.keys() == group_options().keys()
-    unset = ("preset", "experiment", "policy")
+    unset = ("preset", "experiment", "policy", "study")
     assert [composed.choices.pop(group) for group in unset] == [None] * len(unset)
     assert all(option in group_options()[group] for group, option in composed.choices.items())
 

@@ -177,7 +177,7 @@ def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(write, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "conf", copy)
     file.write_text("# o\n_target_: m.O\nlr: 0.75\n", encoding="utf-8")
-    with user_config.frozen_as(copy):
+    with user_config.frozen_as([copy]):
         assert compose([["optim=mine"]])[0].values.optim.lr == 0.25
     assert compose([["optim=mine"]])[0].values.optim.lr == 0.75
     assert user_config.user_directory() == tmp_path / "conf"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.override_values import ALIASES, alias_of
 from mens_exp.config.overrides import check
 from mens_exp.config.root import RunConfig
+from mens_exp.config.suggestions import ALIASES, alias_of
 from mens_exp.config.user_config import group_options
 
 

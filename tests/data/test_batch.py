@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.data.batch import blocks_of, packed_batch, padded_batch
 
 PAD = 0
 IDS = [[10, 11, 12, 13], [20, 21, 22]]
@@ -96,3 +99,28 @@ def test_moving_a_batch_moves_every_tensor_and_nothing_else(documents):
     ):
         assert tensor.device.type == "meta"
     assert (batch.tokens, batch.index, batch.documents) == (7, 3, None)
+
+
+def test_further_values_are_those_of_the_targets(documents):
+    """In their order, packed and padded."""
+    values = np.arange(7, dtype=np.float32) / 4
+    documents = replace(documents, extra={"weight": values})
+    for batch in (
+        packed_batch(documents, [[1, 0]], index=0, multiple=16),
+        padded_batch(documents, [[1], [0]], index=0, pad_id=PAD),
+    ):
+        assert batch.targets_M.tolist() == [21, 22, 12, 13]
+        assert batch.extra["weight"].tolist() == [1.25, 1.5, 0.5, 0.75]
+        assert batch.to("meta").extra["weight"].device.type == "meta"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_documents_that_stay_together_are_in_one_block(random_documents, packing):
+    """In their order, within what a block holds."""
+    lengths = np.random.default_rng(0).integers(2, 33, 120).tolist()
+    documents = replace(random_documents(lengths), together=3)
+    blocks = blocks_of(documents, packing=packing, capacity=100)
+    units = [tuple(block[i : i + 3].tolist()) for block in blocks for i in range(0, len(block), 3)]
+    assert sorted(units) == [(i, i + 1, i + 2) for i in range(0, 120, 3)]
+    assert max(int(documents.lengths[block].sum()) for block in blocks) <= 100
+    assert len(blocks) < 40 if packing else len(blocks) == 40

@@ -6,6 +6,7 @@ from itertools import islice, zip_longest
 
 import pytest
 import torch
+import two_answers
 
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side, side_of
@@ -31,9 +32,10 @@ def module(tiny_config, tiny_base, tmp_path, path):
     """Build a datamodule over the rows, forty micro-batches long."""
     tokenizer = HfTokenizer.from_directory(tiny_base.directory)
 
-    def build(*overrides):
+    def build(*overrides, objective=None):
         usual = ["data=jsonl", f"data.path={path}", "data.val_frac=0.3", "data.heldout_frac=0.1"]
         config = tiny_config(*usual, "data.seq_len=128", "trainer.max_steps=10", *overrides)
+        config.objective = objective or config.objective
         return RowsDataModule(config, load_rows(config.data, tmp_path), tokenizer, tmp_path)
 
     return build
@@ -206,3 +208,21 @@ def test_one_micro_batch_can_be_asked_for(module):
     """It is the one that iteration comes to."""
     stream = stream_of(module)
     assert same([stream.batch(i) for i in (0, 7, 25)], [list(stream)[i] for i in (0, 7, 25)])
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_documents_of_a_row_arrive_together(module, path, monkeypatch, packing, streaming):
+    """In training and validation, from memory and as a stream; each with its own values."""
+    two_answers.offer(monkeypatch)
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    rows = [row | {"fields": {"worse": "y" * (1 + i % 5)}} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    streamed = STREAMED if streaming else ()
+    data = module(*streamed, f"data.packing={packing}", objective=two_answers.SETTINGS)
+    for stream in (data.train_dataloader(), data.val_dataloader()):
+        for batch in stream:
+            numbers = batch.document_M.unique_consecutive().tolist()
+            assert [n + 1 for n in numbers[::2]] == numbers[1::2]
+            worse = batch.document_M % 2 == numbers[0] % 2 ^ 1
+            assert (batch.extra["place"] < 0).tolist() == worse.tolist()

@@ -120,6 +120,15 @@ def test_other_rows_confound_whatever_the_contract_says(tiny_config):
     assert found.confounded_by == ("another content of data.rows_sha256",)
 
 
+def test_a_base_of_another_configuration_confounds_where_both_recorded_it(tiny_config):
+    """Runs of an earlier release recorded no hash of config.json."""
+    one, other = ({"base_config_sha256": text} for text in ("one", "other"))
+    arm, reference = side(tiny_config(), **one), side(tiny_config(), **other)
+    named = ("another content of base_config_sha256",)
+    assert guard(arm, reference, ["optim.lr"]).confounded_by == named
+    assert guard(arm, side(tiny_config()), ["optim.lr"]).confounded_by == ()
+
+
 def test_a_length_moves_documents_but_never_rows(tiny_config):
     """Documents are cut at another length by the factor itself; other rows are no part of it."""
     arm = side(tiny_config("data.seq_len=64"), **{"data.train_sha256": "cut"})

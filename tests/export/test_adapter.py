@@ -12,7 +12,7 @@ import torch
 
 from mens_exp.artifacts.adapter_v2 import read_adapter_v2
 from mens_exp.artifacts.adapter_v3 import deltas, read_adapter
-from mens_exp.backends.adapters import tied_head_is_meant
+from mens_exp.backends.lora import tied_head_is_meant
 from mens_exp.config.model import HfModel
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, MensError, Problems

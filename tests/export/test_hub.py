@@ -34,6 +34,8 @@ def test_one_commit_holds_adapter_card_and_records(hub, stand_in, asked, here, f
         "adapter_config.json": finished.peft / "adapter_config.json",
         "adapter_model.safetensors": finished.peft / "adapter_model.safetensors",
         "chat_template.jinja": finished.peft / "chat_template.jinja",
+        "tokenizer.json": finished.peft / "tokenizer.json",
+        "tokenizer_config.json": finished.peft / "tokenizer_config.json",
         "README.md": finished.model_card,
         "mens_exp/manifest.json": finished.manifest,
         "mens_exp/config.yaml": finished.config,

@@ -35,7 +35,7 @@ import torch
 from bitsandbytes import functional
 from mens_exp.export.merge import Merge, write_tensors
 from mens_exp.layout.adapter_base import AdaptedLayer, places
-from mens_exp.lora.low_rank import Delta
+from mens_exp.lora.method import Delta
 shard, out, base = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 keys = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
 layers = [AdaptedLayer(logical=f"l{i}.up", key=k, shape=(8192, 4096)) for i, k in enumerate(keys)]

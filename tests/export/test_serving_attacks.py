@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,9 +67,8 @@ def port_of(server):
 
 
 def connected(server):
-    one = socket.create_connection(("127.0.0.1", port_of(server)), timeout=20)
-    one.settimeout(20)
-    return one
+    # Far longer than any answer takes on a busy machine: the server's limits are what is tested.
+    return socket.create_connection(("127.0.0.1", port_of(server)), timeout=300)
 
 
 def head(method, path, *lines, host="127.0.0.1"):
@@ -181,6 +181,7 @@ WRONG = {
     "seed": [1.5, "1", 2**64, -(2**64), True, []],
     "stop": [1, [1], [""], "", {}, ["x"] * 1000, [["x"]]],
     "stream": ["yes", 1, [], {}],
+    "stream_options": [True, [], {"include_usage": 1}, {"include": True}, {"include_usage": True}],
     "frequency_penalty": [-1, 3, "x", -2, []],
     "n": [0, 2, "1", -1],
     "logprobs": [True, 5],
@@ -194,6 +195,8 @@ OF_CHAT = {
     "tools": [1, {}, "x", [1], [None]],
     "chat_template_kwargs": [1, [], "x", {"tokenize": False}, {"return_tensors": "np"}],
     "response_format": [{"type": "json_object"}, 1],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 1],
+    "parallel_tool_calls": [False, 0, "x"],
 }
 
 
@@ -219,6 +222,7 @@ RIGHT = {
         {"messages": [{"role": "system", "content": ""}, *HELLO], "max_completion_tokens": 1},
         {"messages": HELLO, "logit_bias": {"5": 2.5}, "user": "me", "n": 1, "logprobs": False},
         {"messages": HELLO, "tools": [], "tool_choice": "auto", "metadata": {}},
+        {"messages": HELLO, "parallel_tool_calls": True, "stream_options": None},
         {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}},
         {
             "messages": [
@@ -355,52 +359,49 @@ DRIPPING = {
 
 @pytest.fixture(scope="module")
 def waiting(server):
-    """All who send no more and all who send a byte now and then, at once; how long each took."""
+    """All who send no more and all who send a byte now and then, at once; what they got."""
     return dict(_waited(server))
 
 
 def _waited(server):
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(STALLED) + len(DRIPPING)) as pool:
         ones = {name: stack.enter_context(connected(server)) for name in (*STALLED, *DRIPPING)}
-        began = time.monotonic()
         ends = {name: pool.submit(_stalled, ones[name], data) for name, data in STALLED.items()}
         ends |= {name: pool.submit(_dripping, ones[name], data) for name, data in DRIPPING.items()}
         for name, end in ends.items():
-            ended, found = end.result()
-            yield name, (ended - began, found)
+            yield name, end.result()
 
 
 def _stalled(one, data):
     one.sendall(data)
     status, _, body = answer(one)
-    rest = one.recv(10)
-    return time.monotonic(), (status, body, rest)
+    return status, body, one.recv(10)
 
 
 def _dripping(one, begun):
+    """Send a byte now and then, as many as no server that cuts anybody off would take."""
     one.sendall(begun)
-    until = time.monotonic() + 10
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        while time.monotonic() < until:
+    try:
+        for _ in range(1_000):  # the first of them take longer than the server's second
             one.sendall(b"x")
             time.sleep(0.1)
-    return time.monotonic(), None
+    except (BrokenPipeError, ConnectionResetError):
+        return "cut off"
+    return "served for ever"
 
 
 @pytest.mark.parametrize("name", STALLED)
 def test_client_that_sends_no_more_is_408_and_cut_off(waiting, server, name):
     """However slowly it goes on."""
-    took, (status, body, rest) = waiting[name]
+    status, body, rest = waiting[name]
     assert (status, rest) == (408, b"")
     assert error_of(json.loads(body))
-    assert took < 10
 
 
 @pytest.mark.parametrize("part", DRIPPING)
 def test_slow_loris_is_cut_off(waiting, server, part):
     """A byte now and then does not begin the wait anew."""
-    took, _ = waiting[part]
-    assert took < 6
+    assert waiting[part] == "cut off"
 
 
 BROKEN = {
@@ -500,6 +501,7 @@ def test_many_requests_at_once(server):
 def test_client_that_goes_away_costs_no_answer(server, stream, when):
     """What it asked for is not generated to the end: the next client does not wait for it."""
     body = good(prompt="Hello", stream=stream, max_tokens=1500, stop=["\0never"])
+    alone_s = _answered_s(server)
     for _ in range(12):
         one = connected(server)
         one.sendall(posted(TEXT, body))
@@ -509,9 +511,13 @@ def test_client_that_goes_away_costs_no_answer(server, stream, when):
             else:
                 time.sleep(0.05)
         one.close()
+    assert _answered_s(server) < 3 + 20 * alone_s  # 18,000 tokens more take far longer
+
+
+def _answered_s(server):
     began = time.monotonic()
     assert asked(server, TEXT, good(prompt="Hello", max_tokens=1))[0] == 200
-    assert time.monotonic() - began < 3
+    return time.monotonic() - began
 
 
 def test_client_that_takes_nothing_is_cut_off(monkeypatch):
@@ -544,6 +550,46 @@ def test_stream_is_whole(server):
     assert json.loads(events[-2])["usage"]["completion_tokens"] <= 4
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_stream_options_say_where_the_usage_stands(server, path, is_wanted):
+    """In an event of its own without a choice, as OpenAI's clients expect, or nowhere."""
+    asks = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
+    options = {"stream": True, "stream_options": {"include_usage": is_wanted}}
+    with connected(server) as one:
+        one.sendall(posted(path, good(**asks, **options, max_tokens=3)))
+        status, _, body = answer(one)
+    *events, end = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
+    events = list(map(json.loads, events))
+    assert (status, end) == (200, "[DONE]")
+    told = [one["usage"]["completion_tokens"] for one in events if one.get("usage")]
+    if is_wanted:
+        last = events.pop()
+        assert (last["choices"], last["object"]) == ([], events[0]["object"])
+        assert len(told) == 1
+        assert told[0] <= 3
+    else:
+        assert told == []
+    assert all(one["choices"] and not one.get("usage") for one in events)
+    assert events[-1]["choices"][0]["finish_reason"] in {"stop", "length"}
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+
+
+def test_a_model_is_told_of_no_tool_where_none_may_be_called():
+    """`tool_choice="none"` takes the tools out of the prompt."""
+    about = {"messages": HELLO, "tools": [TOOL]}
+
+    def tools(**more):
+        return serving.checked({**about, **more}, is_chat=True, model="m", vocabulary=9).get(
+            "tools"
+        )
+
+    assert tools() == tools(tool_choice="auto") == [TOOL]
+    assert tools(tool_choice="none") is None
+
+
 def test_the_end_does_not_wait_for_answers(directory):
     """Ctrl-C while several are answered, and while one sends nothing."""
     with quick(), serving.serving(directory, host="127.0.0.1", port=0) as running:
@@ -551,9 +597,8 @@ def test_the_end_does_not_wait_for_answers(directory):
         for one in held[1:]:
             one.sendall(posted(TEXT, good(prompt="Hello", max_tokens=200, stop=["\0never"])))
         time.sleep(0.3)
-        began = time.monotonic()
-    assert time.monotonic() - began < serving._STOP_S
-    assert running.process.returncode is not None
+    # It ended within the time after which it would have been killed.
+    assert running.process.returncode not in {None, -signal.SIGKILL}
     for one in held:
         one.close()
 

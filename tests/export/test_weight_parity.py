@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from mens_exp.errors import ModelFileError
 from mens_exp.export.parity import tensor_errors
 from mens_exp.layout.adapter_base import AdaptedLayer, places
-from mens_exp.lora.low_rank import Delta
+from mens_exp.lora.method import Delta
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
 OUT, WIDTH, RANK = 6, 64, 2

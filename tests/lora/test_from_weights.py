@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mens_exp.lora.low_rank import delta, loftq, low_rank, pissa, stacked
+from mens_exp.config.lora import LoraConfig
+from mens_exp.lora.method import LOFTQ, PISSA, Site, delta, low_rank, stacked
 
 
 def matrix(out=96, width=64, seed=0):
@@ -16,6 +17,16 @@ def coarse(values):
     """A quantizer of a few levels, as a stand-in for NF4."""
     step = values.abs().max() / 4
     return (values / step).round() * step
+
+
+def pissa(weight, **where):
+    lora = LoraConfig(name="all_linear", targets=["all_linear"])
+    return PISSA.start(Site(weight_OI=weight, rounded=coarse, **where), lora)
+
+
+def loftq(weight, rounded, *, iters, **where):
+    lora = LoraConfig(name="all_linear", targets=["all_linear"], loftq_iters=iters)
+    return LOFTQ.start(Site(weight_OI=weight, rounded=rounded, **where), lora)
 
 
 def best(values, r):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft.utils.integrations import dequantize_module_weight
 
-from mens_exp.backends.adapters import ADAPTER
+from mens_exp.backends.lora import ADAPTER
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.families import FAMILIES
 from mens_exp.lora import linear

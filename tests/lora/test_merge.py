@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mens_exp.lora.low_rank import Delta
+from mens_exp.lora.method import Delta
 
 
 def test_the_delta_is_added_at_its_scale():

@@ -180,6 +180,8 @@ def test_operations_of_a_token(tiny_config):
     shape = shape_of(tiny_config().model)
     weights = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
     assert flop_per_token(shape, 1000) == 4 * weights + 6000 + 2 * 320 * 64
+    again = flop_per_token(shape, 1000, reference=True) - flop_per_token(shape, 1000)
+    assert again == 2 * weights + 320 * 64  # forward alone, and half as many heads as tokens
 
 
 def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(

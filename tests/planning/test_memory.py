@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mens_exp.backends import frozen_layers
 from mens_exp.config.compose import compose, typed
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import QuantConfig
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.families import FAMILIES
@@ -213,3 +216,14 @@ def test_default_job_is_predicted_as_measured():
     made = memory(config, shape_of(config.model), Documents(longest=512, typical=330), kind="cpu")
     for measured in (2.30e9, 2.77e9):
         assert made.low < measured < made.high
+
+
+def test_an_objective_with_a_reference_keeps_the_base_s_states(tiny_config, monkeypatch):
+    """512 positions of 64 numbers in bf16; the passes themselves follow each other."""
+    config = tiny_config()
+    usual = of(config).components
+    spec = replace(config.objective.spec, needs_reference=True)
+    monkeypatch.setattr(OBJECTIVES, "_known", {"assistant": spec})
+    components = of(config).components
+    assert components.pop("reference") == 512 * 64 * 2
+    assert components == usual

@@ -17,31 +17,46 @@ import pytest
 from mens_exp.artifacts.run_dir import RunDir
 
 HERE = Path(__file__).parent
-KINDS = {"quantizer": ("mens_exp.quantizers", "quant")}  # folder -> entry points, group of options
+KINDS = {  # folder -> entry points, group of options
+    "adapter": ("mens_exp.adapter_methods", "lora"),
+    "objective": ("mens_exp.objectives", "objective"),
+    "quantizer": ("mens_exp.quantizers", "quant"),
+    "suite": ("mens_exp.suites", "suite"),
+}
 
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
     """Install every toy; returns the directory that Python finds them in, and their options."""
     site, options = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("options")
-    for kind, (group, option_group) in KINDS.items():
-        (module,) = (HERE / kind).glob("toy_*.py")
+    for module in sorted(HERE.glob("*/toy_*.py")):
+        kind = module.parent.name
+        group, option_group = KINDS[kind]
         (option,) = (HERE / kind).glob("*.yaml")
         shutil.copy(module, site)
-        (options / "conf" / option_group).mkdir(parents=True)
+        (options / "conf" / option_group).mkdir(parents=True, exist_ok=True)
         shutil.copy(option, options / "conf" / option_group)
-        about = site / f"{module.stem}-1.0.dist-info"
-        about.mkdir()
-        name = module.stem.replace("_", "-")
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        line = f"[{group}]\n{option.stem} = {module.stem}:SPEC\n"
-        (about / "entry_points.txt").write_text(line)
+        _install(site, module.stem, f"[{group}]\n{option.stem} = {module.stem}:SPEC\n")
+    for option_group in ("objective", "suite"):  # the others are chosen by a setting
+        option = options / "conf" / option_group / "broken.yaml"
+        option.parent.mkdir(parents=True, exist_ok=True)
+        option.write_text(f"defaults: [/schema/{option_group}/broken@_here_, _self_]\n")
+    lines = [f"[{group}]\nbroken = no_such_module:SPEC\n" for group, _ in KINDS.values()]
+    _install(site, "broken", "".join(lines))
     return site, options
 
 
+def _install(site, name, entry_points):
+    """Write what pip does about a package."""
+    about = site / f"{name}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(entry_points)
+
+
 @pytest.fixture
-def typed(installed, tiny_run, tmp_path):
-    """Return a function that types a command where the toys are installed.
+def typed(installed, tmp_path):
+    """Return a function that types a command where the toys are installed, or are not.
 
     The schemas read entry points when they are imported, so the commands are forked from a process
     that was started beside the toys.
@@ -49,12 +64,11 @@ def typed(installed, tiny_run, tmp_path):
     site, options = installed
     shutil.copytree(options / "conf", tmp_path / "conf")
 
-    def run(*words, code=0):
-        by_key = {word.partition("=")[0]: word for word in [*tiny_run, *words]}
+    def run(*words, code=0, with_toys=True):
         done = fork_server.run(
-            [sys.executable, "-m", "mens_exp", *by_key.values()],
+            [sys.executable, "-m", "mens_exp", *words],
             cwd=tmp_path,
-            env={**os.environ, fork_server.SITE: str(site)},
+            env={**os.environ, **({fork_server.SITE: str(site)} if with_toys else {})},
             capture_output=True,
             text=True,
         )
@@ -65,11 +79,13 @@ def typed(installed, tiny_run, tmp_path):
 
 
 @pytest.fixture
-def trained(typed, tmp_path):
+def trained(typed, tiny_run, tmp_path):
     """Return a function that trains for a few steps with the toys at hand."""
 
-    def run(*words):
-        typed(*words, "hydra.run.dir=run")
-        return RunDir(tmp_path / "run")
+    def run(*words, name="run", code=0):
+        usual = [*tiny_run, f"hydra.run.dir={name}"]
+        by_key = {word.partition("=")[0]: word for word in [*usual, *words]}
+        done = typed(*by_key.values(), code=code)
+        return done if code else RunDir(tmp_path / name)
 
     return run

@@ -7,10 +7,13 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from mens_exp.config.lora import ADAPTERS
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import QUANTIZERS
+from mens_exp.config.suite import SUITES
 from mens_exp.errors import SetupError
 
-REGISTRIES = [QUANTIZERS]
+REGISTRIES = [ADAPTERS, OBJECTIVES, QUANTIZERS, SUITES]
 
 
 @pytest.fixture(params=REGISTRIES, ids=lambda one: one.kind)
@@ -79,3 +82,21 @@ def test_only_names_that_a_setting_can_have_are_offered(offered):
 def test_what_nobody_offers_is_unknown(offered):
     """Records come from elsewhere too, with names that nothing here has."""
     assert offered().known("thirds") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("lora.variant=broken", "adapter method"),
+        ("objective=broken", "objective"),
+        ("quant.quant_type=broken", "quantizer"),
+        ("suite=broken", "suite"),
+    ],
+)
+def test_a_command_that_asks_for_a_broken_package_says_which(trained, tmp_path, word, kind):
+    """The installation is at fault, not the request; commands that ask for nothing of it go on."""
+    done = trained(word, code=3)
+    assert f"an installed {kind} cannot be imported" in done.stderr
+    assert "no_such_module" in done.stderr
+    assert "repair or uninstall broken" in done.stderr
+    assert not (tmp_path / "run").exists()

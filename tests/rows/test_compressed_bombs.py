@@ -14,7 +14,7 @@ from attacks import attack
 
 from mens_exp.errors import DataError, Problems
 from mens_exp.evals.program_suite import read_tasks
-from mens_exp.rows import decode, files, readers
+from mens_exp.rows import decode, files, readers, tables
 from mens_exp.rows.readers import Reading, read_rows
 
 MIB = 2**20
@@ -41,7 +41,8 @@ def small(monkeypatch):
     """Make every limit a sixteenth of what it is."""
     monkeypatch.setattr(files, "_ALWAYS_BYTES", files._ALWAYS_BYTES // 16)
     monkeypatch.setattr(readers, "_MOST_BAD", readers._MOST_BAD // 16)
-    monkeypatch.setattr(decode, "MAX_LINE_BYTES", decode.MAX_LINE_BYTES // 16)
+    for module in (decode, tables):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", module.MAX_LINE_BYTES // 16)
 
 
 @pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
@@ -181,7 +182,7 @@ def test_every_column_of_a_table_is_read_as_before(tmp_path):
     plain = pa.Table.from_pylist(rows * 600)
     path = tmp_path / "a.parquet"
     pq.write_table(plain, path)
-    from mens_exp.rows.decode import rows_of_file
+    from mens_exp.rows.tables import rows_of_file
 
     expected = [{k: v for k, v in row.items() if v is not None} for row in rows * 600]
     assert [row for _, row in rows_of_file(path, "parquet", "data.path")] == expected

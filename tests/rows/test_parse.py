@@ -244,3 +244,13 @@ def test_a_row_may_end_with_calls():
     """Nothing has to come back: the calls are the answer to learn."""
     pair = parse_row({"messages": CALLING[:2]}, "x:1")
     assert json.loads(pair.response) == {"name": "weather", "arguments": {}}
+
+
+def test_a_row_of_a_million_keys_is_told_in_a_few_lines():
+    """Naming each took time quadratic in their number: an hour for one line of ten megabytes."""
+    with pytest.raises(Problems) as refused:
+        parse_row({f"k{number}": 1 for number in range(20_000)}, "rows.jsonl:1")
+    told = [problem.what for problem in refused.value.problems]
+    assert len(told) < 60
+    assert any("unknown keys" in what for what in told)
+    assert "19950 more" in str(refused.value)

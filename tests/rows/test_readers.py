@@ -242,6 +242,15 @@ def test_columns_may_hold_any_format(rows):
     assert pair.prompt == "p\n\ni"
 
 
+def test_columns_may_hold_further_fields(rows):
+    """Each under the name that an objective reads."""
+    how = Reading(columns={**COLUMNS.columns, "fields.worse": "lang", "fields.weight": "n"})
+    (pair,) = read_rows(written(rows, QUESTION), how).pairs
+    assert pair.fields == (("weight", 7), ("worse", "en"))
+    with pytest.raises(DataError, match=r"data\.columns\.fields\.worse"):
+        read_rows(rows, Reading(columns={**COLUMNS.columns, "fields.worse": "lagn"}))
+
+
 def test_column_that_no_row_has_is_refused_with_the_nearest(rows):
     """A slip in an optional one would pass unseen."""
     how = Reading(columns={**COLUMNS.columns, "system": "lnag"})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,7 @@ pairs = st.builds(
     language=st.none() | any_text,
     system=st.none() | any_text,
     group=any_text,
+    fields=st.sampled_from([(), (("a", 2), ("b", 0.1 + 0.2), ("c d", "é"))]),
 )
 
 
@@ -140,7 +142,7 @@ def test_misspelt_key_is_refused_with_the_nearest():
     message = refusal({"promt": "p", "response": "r"})
     assert "unknown key 'promt' · found 'p'" in message
     assert "the nearest is 'prompt'" in message
-    assert "'group', 'difficulty' and 'provenance'" in message
+    assert "'difficulty', 'fields' and 'provenance'" in message
 
 
 def test_key_in_capitals_is_refused_with_the_nearest():
@@ -201,6 +203,35 @@ def test_id_depends_on_the_system_prompt():
     """Another system prompt is another training text."""
     bare = TrainingPair(prompt="p", response="r")
     assert TrainingPair(prompt="p", response="r", system="").id != bare.id
+
+
+def test_id_depends_on_further_fields():
+    """An objective learns from them."""
+    bare = TrainingPair(prompt="p", response="r")
+    (worse, better) = (replace(bare, fields=(("worse", text),)) for text in "ab")
+    assert len({bare.id, worse.id, better.id}) == 3
+
+
+def test_further_fields_are_texts_and_numbers():
+    """By name; null is no value, as tables have it where a row lacks one."""
+    row = {"prompt": "p", "response": "r", "fields": {"worse": "w", "weight": 0.5, "no": None}}
+    assert parse_row(row, "x:1").fields == (("weight", 0.5), ("worse", "w"))
+    assert parse_row(row | {"fields": None}, "x:1").fields == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("w", "'fields' must be an object · found string 'w'"),
+        ({"worse": ["w"]}, "'worse' of 'fields' must be a string"),
+        ({"weight": True}, "'weight' of 'fields' must be a string"),
+        ({"weight": float("nan")}, "'weight' of 'fields' is not finite"),
+        ({"worse": "\ud800"}, "'worse' of 'fields' holds half a surrogate pair"),
+    ],
+)
+def test_other_fields_are_refused(value, said):
+    """They have to be the same in every file format."""
+    assert said in refusal({"prompt": "p", "response": "r", "fields": value})
 
 
 def test_json_leaves_out_what_is_at_its_default():

@@ -15,7 +15,8 @@ import torch
 
 # Pages and logs that show times, and what Hydra keeps of the command as it was typed.
 # What the record names as failed, after which a run counts as done: it can be drawn again.
-SPARE = "cache/reference/"  # saves the next run a second; nobody misses it
+# They save the next run a second; nobody misses them.
+SPARE = ("cache/reference/", "cache/data_contract/")
 DRAWN = ("report.html", "MODEL_CARD.md", "run_summary.json", "training_skip_stats.json")
 SHOWN = re.compile(r"(\.html|\.log|MODEL_CARD\.md|\.hydra/.*)$")
 # Keys of JSON whose values are times, sizes of processes, or what happened to a run on its way.

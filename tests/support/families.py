@@ -292,6 +292,11 @@ transformers alone, in f32 over the same quantized weights; see
 Experts get adapters with `lora=experts`, through PEFT's `target_parameters`, in {experts}.
 Other mixtures refuse it and train with `lora=attention`.
 
+PEFT adds the update of an expert to its weight in the format of the weight. In bf16, an update
+smaller than 1/512 to 1/256 of its weight is rounded away in training and generation; a merge adds
+in f32 and rounds once. Set `quant.compute_dtype=f32` where small updates of experts matter. Other
+modules keep weight and update apart.
+
 | model type | trains | difference | why not |
 |---|---|---|---|"""
 

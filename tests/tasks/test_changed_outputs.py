@@ -80,13 +80,30 @@ def test_a_peft_directory_of_nobody_is_continued_from_and_its_hash_recorded(
     assert recorded["path"] == str(theirs)
 
 
-@pytest.mark.parametrize("name", ["adapter/adapter_manifest.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["adapter/adapter_manifest.json", "config.yaml", "chat_template.jinja"]
+)
 def test_an_edited_record_of_the_adapter_is_refused(copied, capsys, tmp_path, name):
     """Another alpha or another base would be merged."""
     file = copied.path / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
     said = refused(capsys, tmp_path, "task=merge", f"path={copied.path}")
     assert f"{name}: is not what its run wrote" in said
+
+
+def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_inputs(
+    copied, capsys, tmp_path
+):
+    """The run's copy is what a merge hands on."""
+    manifest = Manifest.read(copied.manifest)
+    del manifest.outputs["chat_template.jinja"]
+    manifest.write(copied.manifest)
+    copied.chat_template.write_text(copied.chat_template.read_text("utf-8") + " ", "utf-8")
+    for command in (["task=merge"], ["task=export", "format=peft"]):
+        said = refused(
+            capsys, tmp_path / command[-1].partition("=")[2], *command, f"path={copied.path}"
+        )
+        assert "inputs.chat_template_sha256: is not what the run was trained on" in said
 
 
 def test_a_run_at_work_may_change_its_files(copied, capsys, tmp_path):

@@ -16,6 +16,7 @@ from mens_exp.artifacts.comparison import Comparison, Verdict
 from mens_exp.artifacts.decision_ledger import EntryKind, append
 from mens_exp.artifacts.manifest import Attempt, Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.errors import DataError
 from mens_exp.tasks.study_runs import read_study
 
 WITHOUT = "quant.double_quant=false"
@@ -390,6 +391,17 @@ def test_an_evaluation_stands_for_its_run_s_scorecard(study, compare, tmp_path):
     assert primary(record)["estimate"] == 0.25
     assert all(run["scored_by"] for run in record.runs)
     assert str(tmp_path) in str(record.runs[0]["scored_by"])
+
+
+def test_an_evaluation_whose_configuration_was_edited_is_refused(study):
+    """It says by which suite the answers are read again."""
+    path = study(seeds=[1, 2])
+    scored = study("scored", seeds=[1, 2], of=path)
+    config = RunDir(min(scored.iterdir())).config
+    config.write_text(config.read_text("utf-8") + "\n", "utf-8")
+    with pytest.raises(DataError, match="is not what its run wrote") as refused:
+        read_study([str(path), str(scored)])
+    assert refused.value.where == str(config)
 
 
 def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(study, compare):

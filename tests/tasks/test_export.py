@@ -14,7 +14,7 @@ from mens_exp.artifacts.adapter_v2 import read_adapter_directory
 from mens_exp.artifacts.adapter_v3 import deltas, read_adapter, write_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.backends.adapters import tied_head_is_meant
+from mens_exp.backends.lora import tied_head_is_meant
 from mens_exp.model.quiet import quiet
 
 

@@ -186,3 +186,17 @@ def test_a_training_state_that_is_none_is_refused(tmp_path, capsys, content):
     with pytest.raises(DataError, match="no training state"):
         read_state(path)
     assert capsys.readouterr().out == ""
+
+
+def test_a_cache_that_cannot_keep_measurements_does_not_fail_a_run(train_in, tmp_path, monkeypatch):
+    """Token counts and the comparison with transformers are made again by the next run."""
+    own = tmp_path / "cache"
+    own.mkdir()
+    for name in ("reference", "data_contract"):
+        (own / name).write_text("no directory", "utf-8")
+    monkeypatch.setenv("MENS_EXP_CACHE", str(own))
+    run = train_in(tmp_path / "run", "trainer.max_steps=1")
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status is Status.SUCCEEDED
+    (note,) = [one for one in manifest.notes if "was not kept for later runs" in one]
+    assert str(own / "reference") in note

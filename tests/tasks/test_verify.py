@@ -255,6 +255,24 @@ def test_an_edited_figure_of_a_certificate_is_found(spoilt, inspect, *, with_rec
     assert ("certificate of its run: requantized.max_kl" in found) == with_record
 
 
+def test_an_edited_sentence_of_a_certificate_is_found(spoilt, inspect):
+    """No figure says it; the run that wrote the certificate kept a copy."""
+    edit(spoilt / "model" / "parity.json", lambda value: value.update(reference="the best one"))
+    found = differing(inspect(spoilt / "model", "inspect.verify=true", code=4))
+    assert found == ["certificate of its run: text"]
+
+
+def test_a_flipped_source_is_found_where_the_merge_read_it(finished, inspect, tmp_path):
+    """Neither beside the output nor below outputs: the record of the merge names the place."""
+    run = shutil.copytree(finished.path, tmp_path / "deep" / "study" / "run")
+    out = ["task=merge", f"path={run}", f"out={tmp_path / 'model'}", "parity.tokens=64"]
+    record = f"hydra.run.dir={tmp_path / 'record'}"
+    assert cli.main([*out, record, "parity.accept=true"]) == 0
+    flip(run / TENSORS)
+    found = differing(inspect(tmp_path / "model", "inspect.verify=true", code=4))
+    assert "sources.adapter_sha256" in found
+
+
 def test_a_figure_of_an_unknown_machine_may_be_close(spoilt, inspect):
     """A thousandth more is close, and the note says why that counts; a tenth more differs."""
     shutil.rmtree(spoilt / "record")

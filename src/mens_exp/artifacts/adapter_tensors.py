@@ -1,4 +1,4 @@
-"""Adapter tensors: their file, validation against the header, and the spectrum of an update.
+"""Adapter tensors: their forms, their file and its validation, and the spectrum of an update.
 
 Schemas v2 and v3 share these rules. The singular values of an update ``s · B A`` are computed
 without forming the product: with thin QRs of B and of Aᵀ, ``B A`` is ``Q_B (R_B R_Aᵀ) Q_Aᵀ``. Both
@@ -12,6 +12,7 @@ Shapes: R rank, I inputs and O outputs of a projection, E experts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,16 +24,103 @@ from mens_exp.artifacts.atomic import write_bytes
 from mens_exp.errors import DataError, MensError, expected_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
 _MATRIX_RANK, _STACK_RANK = 2, 3
 _SHOWN = 8
-HALVES = {"lora_a": "[{rank}, in]", "lora_b": "[out, {rank}]"}
+HALVES: dict[str, tuple[str, ...]] = {"lora_a": ("r", "in"), "lora_b": ("out", "r")}
 MAGNITUDE = "lora_magnitude"
 HEAD = "lm_head"
+SIZES = ("r", "in", "out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterForm:
+    """The tensors that an adapter has for each layer, and the update that they stand for.
+
+    Attributes:
+        name: the adapter method, as records have it.
+        tensors: sizes of each tensor, by the last part of its name: ``r`` (rank), ``in``, ``out``.
+        root_scale: whether the scale of ``B A`` is ``alpha / sqrt(r)`` instead of ``alpha / r``.
+        no_delta: why the tensors are no update ``s · B A``; None if they are.
+    """
+
+    name: str
+    tensors: dict[str, tuple[str, ...]]
+    root_scale: bool = False
+    no_delta: str | None = None
+
+    @property
+    def has_pair(self) -> bool:
+        """Whether two of the tensors are the matrices A and B of an update ``s · B A``."""
+        return HALVES.keys() <= self.tensors.keys()
+
+    def scale(self, alpha: float, rank: float) -> float:
+        """Return the factor applied to ``B A``."""
+        return alpha / (math.sqrt(rank) if self.root_scale else rank)
+
+    def alpha(self, scale: float, rank: float) -> float:
+        """Return the alpha that gives a scale; see :meth:`scale`."""
+        return scale * (math.sqrt(rank) if self.root_scale else rank)
+
+    def shapes(self, *, r: int, width: int, out: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's tensors, by the last part of their names."""
+        sizes = {"r": r, "in": width, "out": out}
+        return {name: tuple(sizes[one] for one in dims) for name, dims in self.tensors.items()}
+
+    def parameters(self, *, r: int, width: int, out: int) -> int:
+        """Return the number of values of a layer's tensors."""
+        shapes = self.shapes(r=r, width=width, out=out)
+        return sum(math.prod(shape) for shape in shapes.values())
+
+    def weight_shape(
+        self, layer: str, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int | None, ...]:
+        """Return the shape of the weight that a layer's tensors update, None where they leave it.
+
+        Args:
+            layer: logical name.
+            shapes: shapes of the adapter's tensors by name.
+        """
+        found: dict[str, int] = {}
+        stacked: tuple[int, ...] = ()
+        for name, dims in self.tensors.items():
+            shape = shapes[f"{layer}.{name}"]
+            stacked = shape[: len(shape) - len(dims)]
+            found |= dict(zip(dims, shape[len(stacked) :], strict=True))
+        return (*stacked, found.get("out"), found.get("in"))
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        AdapterForm(name="lora", tensors=HALVES),
+        AdapterForm(name="rslora", tensors=HALVES, root_scale=True),
+        AdapterForm(
+            name="dora",
+            tensors={**HALVES, MAGNITUDE: ("out",)},
+            no_delta="DoRA is no delta: it sets the length of each row of the weight that it "
+            "changes",
+        ),
+    )
+}
+
+
+def foreign_form(name: str, tensors: Mapping[str, Sequence[str]]) -> AdapterForm:
+    """Return the form of another package's method, as a record describes it.
+
+    Args:
+        name: the method.
+        tensors: sizes of each tensor of a layer.
+    """
+    return AdapterForm(
+        name=name,
+        tensors={part: tuple(dims) for part, dims in tensors.items()},
+        no_delta=f"{name} is no delta: only its own method knows what its tensors make of a weight",
+    )
 
 
 class Header(Protocol):
@@ -49,8 +137,9 @@ class Header(Protocol):
         """Return the rank r of one logical layer."""
         ...
 
-    def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that each layer has."""
+    @property
+    def form(self) -> AdapterForm:
+        """The tensors that each layer has."""
         ...
 
 
@@ -186,7 +275,8 @@ def disagreements(
         for name, kind in kinds.items()
         if kind != "F32"
     ]
-    expected = {f"{layer}.{half}" for layer in header.layer_order for half in header.parts()}
+    parts = header.form.tensors
+    expected = {f"{layer}.{part}" for layer in header.layer_order for part in parts}
     for name in sorted(set(shapes) - expected):
         known = expected_name(name, expected)
         found.append(DataError("a tensor of no layer", where=where, found=name, expected=known))
@@ -195,20 +285,28 @@ def disagreements(
         for name in sorted(expected - set(shapes))
     ]
     for layer in dict.fromkeys(header.layer_order):
-        found += _shape_problems(layer, header.rank_of(layer), shapes, where)
+        found += _shape_problems(layer, header.form, header.rank_of(layer), shapes, where)
     return found + _head_problems(header, shapes, where)
 
 
 def _shape_problems(
-    layer: str, rank: int, shapes: Mapping[str, tuple[int, ...]], where: str
+    layer: str,
+    form: AdapterForm,
+    rank: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
 ) -> list[DataError]:
     found = []
-    for axis, (half, form) in zip((-2, -1), HALVES.items(), strict=True):
-        name = f"{layer}.{half}"
+    for part, dims in form.tensors.items():
+        name = f"{layer}.{part}"
         shape = shapes.get(name)
-        ranks = (_MATRIX_RANK, _STACK_RANK)
-        if shape is not None and (len(shape) not in ranks or shape[axis] != rank):
-            found.append(_wrong_shape(f"{where}: {name}", shape, form.format(rank=rank)))
+        if shape is None or part == MAGNITUDE:
+            continue
+        stacks = (len(dims), len(dims) + 1) if part in HALVES else (len(dims),)
+        given = zip(dims[::-1], shape[::-1], strict=False)
+        if len(shape) not in stacks or any(one == "r" and size != rank for one, size in given):
+            expected = ", ".join(str(rank) if one == "r" else one for one in dims)
+            found.append(_wrong_shape(f"{where}: {name}", shape, f"[{expected}]"))
     first, second = (shapes.get(f"{layer}.{half}", ()) for half in HALVES)
     if first and second and first[:-2] != second[:-2]:
         what = f"{list(first[:-2])}, the experts of lora_a, before its rows and columns"

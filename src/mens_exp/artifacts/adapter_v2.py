@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import adapter_v3
 from mens_exp.artifacts.adapter_tensors import (
-    HALVES,
+    FORMS,
     HEAD,
+    AdapterForm,
     TensorFile,
     header_problems,
     write_tensors,
@@ -72,9 +73,10 @@ class AdapterMeta:
         del layer
         return self.rank
 
-    def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that each layer has."""
-        return tuple(HALVES)
+    @property
+    def form(self) -> AdapterForm:
+        """The tensors that each layer has: LoRA's."""
+        return FORMS["lora"]
 
 
 def read_adapter_v2(directory: Path) -> tuple[AdapterMeta, dict[str, npt.NDArray[np.float32]]]:
@@ -182,8 +184,8 @@ def lower(manifest: AdapterManifest, *, embed_key: str | None = None) -> Adapter
 def _obstacles(manifest: AdapterManifest) -> list[DataError]:
     ranks = {layer: manifest.rank_of(layer) for layer in manifest.layer_order}
     found = []
-    if manifest.variant == "dora":
-        found.append(_cannot("mens_exp.variant", "dora, which is no delta", "lora"))
+    if manifest.form.no_delta is not None:
+        found.append(_cannot("mens_exp.variant", f"{manifest.variant}, which is no delta", "lora"))
     mixed = {layer: r for layer, r in ranks.items() if r != manifest.rank}
     if mixed:
         found.append(
@@ -191,7 +193,7 @@ def _obstacles(manifest: AdapterManifest) -> list[DataError]:
         )
     usual = manifest.alpha / manifest.rank
     scales = {x: s for x in ranks if (s := manifest.scale_of(x)) != usual}
-    if scales and manifest.variant != "dora":
+    if scales and manifest.form.no_delta is None:
         layer = next(iter(scales))
         found.append(
             _cannot(

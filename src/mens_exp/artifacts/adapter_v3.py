@@ -2,7 +2,8 @@
 
 Tensors are ``{logical}.lora_a`` A_RI [r, in] and ``{logical}.lora_b`` B_OR [out, r], float32.
 The layout is that of the Vox mens trainer. Our additions are the key `mens_exp` and, if its variant
-is ``dora``, ``{logical}.lora_magnitude`` [out]. The key `mens_exp.quantizer` records how the base
+is ``dora``, ``{logical}.lora_magnitude`` [out]; a method of another package has tensors of its own,
+which `mens_exp.tensors` describes. The key `mens_exp.quantizer` records how the base
 was quantized, in enough detail to reproduce its 4-bit values bit for bit.
 
 A reader that does not know `mens_exp` takes ``(B @ A) * alpha / max(rank, 1)`` as the delta of
@@ -14,16 +15,18 @@ Shapes: R rank, I inputs and O outputs of a projection.
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
 
 import numpy as np
 
 from mens_exp.artifacts.adapter_tensors import (
-    HALVES,
-    MAGNITUDE,
+    FORMS,
+    SIZES,
+    AdapterForm,
     TensorFile,
+    foreign_form,
     header_problems,
     write_tensors,
 )
@@ -31,7 +34,7 @@ from mens_exp.artifacts.record import check_keys, read_record, write_record
 from mens_exp.errors import DataError, expected_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import numpy.typing as npt
@@ -97,7 +100,6 @@ OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
 FORMATS = ("vox_mens_adapter", "vox_populi_adapter")  # the current name, then older ones
 _OPTIONAL = ("base_model", "provenance", "mens_exp")  # omitted by the schema, never null
 _METHODS = ("lora", "qlora")
-_VARIANTS = ("lora", "rslora", "dora")
 _SCALES = ("header",)
 
 
@@ -139,6 +141,7 @@ class _Ours(TypedDict, total=False):
     quantizer: Quantizer
     rank_pattern: dict[str, int]
     scale: str
+    tensors: dict[str, list[str]]
     tied_head: bool
     variant: str
 
@@ -162,7 +165,8 @@ class AdapterManifest:
         provenance: origin of the base model.
         mens_exp: our additions: content hashes, `rank_pattern` and `alpha_pattern` by logical
             layer, `variant` (default lora), `scale`, `init`, the embedding's key (`embed_key`),
-            the quantizer of the base (`quantizer`), and whether an adapted head is tied.
+            the quantizer of the base (`quantizer`), whether an adapted head is tied, and the sizes
+            of each tensor of a layer (`tensors`) if the variant is none of ours.
     """
 
     format: str = "vox_mens_adapter"
@@ -191,17 +195,15 @@ class AdapterManifest:
             quantizer = self.mens_exp.get("quantizer")
             if isinstance(quantizer, dict):
                 found += quantizer_problems(quantizer, f"{where}: mens_exp.quantizer")
-            names += [
-                ("mens_exp.variant", self.variant, _VARIANTS),
-                ("mens_exp.scale", str(self.mens_exp.get("scale", "header")), _SCALES),
-            ]
+            names.append(("mens_exp.scale", str(self.mens_exp.get("scale", "header")), _SCALES))
+            found += self._form_problems(where)
         for name, value, known in names:
             if value not in known:
                 place, expected = f"{where}: {name}", expected_name(value, known)
                 found.append(DataError("unknown", where=place, found=value, expected=expected))
         for name in ("rank", "alpha"):
             found += self._pattern_problems(where, name)
-        if self._scale_is_the_headers and (self.variant == "rslora" or self._pattern("alpha")):
+        if self._scale_is_the_headers and (self.form.root_scale or self._pattern("alpha")):
             found.append(
                 DataError(
                     "contradicts the variant or alpha_pattern beside it",
@@ -218,8 +220,18 @@ class AdapterManifest:
 
     @property
     def variant(self) -> str:
-        """Effect of the matrices on a weight: ``lora``, ``rslora`` or ``dora``."""
+        """The adapter method: ``lora``, ``rslora``, ``dora``, or another package's."""
         return str((self.mens_exp or {}).get("variant", "lora"))
+
+    @property
+    def form(self) -> AdapterForm:
+        """The tensors of each layer and what they stand for; LoRA's if the record is invalid."""
+        if self.variant in FORMS:
+            return FORMS[self.variant]
+        described = (self.mens_exp or {}).get("tensors")
+        if not isinstance(described, dict) or list(_size_problems(described, "")):
+            return FORMS["lora"]
+        return foreign_form(self.variant, described)
 
     @property
     def quantizer(self) -> Quantizer | None:
@@ -239,15 +251,32 @@ class AdapterManifest:
         times = 2 if init.get("doubled_rank") else 1
         rank = self.rank_of(layer) / times
         alpha = self._pattern("alpha").get(layer, self.alpha) / times
-        return alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
-
-    def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that each layer has."""
-        return (*HALVES, *((MAGNITUDE,) if self.variant == "dora" else ()))
+        return self.form.scale(alpha, rank)
 
     @property
     def _scale_is_the_headers(self) -> bool:
         return (self.mens_exp or {}).get("scale") == "header"
+
+    def _form_problems(self, where: str) -> Iterator[DataError]:
+        """Yield an unknown variant without a description, and a description of a known one."""
+        described = (self.mens_exp or {}).get("tensors")
+        if described is None:
+            if self.variant not in FORMS:
+                yield DataError(
+                    "unknown",
+                    where=f"{where}: mens_exp.variant",
+                    found=self.variant,
+                    expected=expected_name(self.variant, FORMS),
+                )
+        elif self.variant in FORMS:
+            yield DataError(
+                "describes the tensors of a variant that is known",
+                where=f"{where}: mens_exp.tensors",
+                found=self.variant,
+                expected="no such key",
+            )
+        elif isinstance(described, dict):
+            yield from _size_problems(described, where)
 
     def _pattern(self, name: str) -> dict[str, int]:
         """Return a pattern; entries that are not integers are reported and skipped."""
@@ -270,6 +299,21 @@ class AdapterManifest:
                     DataError(f"wrong {name}", where=inside, found=value, expected="1 or more")
                 )
         return found
+
+
+def _size_problems(described: Mapping[str, Any], where: str) -> Iterator[DataError]:
+    """Yield names that are no tensor's, and sizes that a layer does not have."""
+    for name, sizes in described.items():
+        known = isinstance(sizes, list) and sizes and set(map(str, sizes)) <= set(SIZES)
+        if not known or not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
+            yield DataError(
+                "no tensor of a layer",
+                where=f"{where}: mens_exp.tensors.{name}",
+                found=sizes,
+                expected=f"a name, and sizes among {', '.join(SIZES)}",
+            )
+    if not described:
+        yield DataError("no tensor at all", where=f"{where}: mens_exp.tensors")
 
 
 def write_adapter(
@@ -335,10 +379,9 @@ def deltas(
     Both are float32 as stored, in the order of the manifest.
 
     Raises:
-        DataError: the adapter is a DoRA, whose update depends on the weight that it changes.
+        DataError: the adapter is a DoRA or another package's, whose update depends on the weight.
     """
-    if manifest.variant == "dora":
-        raise _no_delta()
+    _refuse_no_delta(manifest)
     return {
         layer: (
             tensors[f"{layer}.lora_a"],
@@ -358,10 +401,9 @@ def portable(
     rank). If they are equal, the bytes do not change. Layers keep their own ranks.
 
     Raises:
-        DataError: the adapter is a DoRA, which has no fixed delta.
+        DataError: the adapter is a DoRA or another package's, which has no fixed delta.
     """
-    if manifest.variant == "dora":
-        raise _no_delta()
+    _refuse_no_delta(manifest)
     usual, folded = manifest.alpha / manifest.rank, dict(tensors)
     for layer in manifest.layer_order:
         factor = manifest.scale_of(layer) / usual
@@ -377,11 +419,13 @@ def portable(
     return replace(manifest, mens_exp=ours or None), folded
 
 
-def _no_delta() -> DataError:
-    return DataError(
-        "DoRA is no delta: it sets the length of each row of the weight that it changes",
-        where="mens_exp.variant",
-        found="dora",
-        expected="lora or rslora",
-        remedy="export it with format=peft, or train with lora.variant=lora",
-    )
+def _refuse_no_delta(manifest: AdapterManifest) -> None:
+    if manifest.form.no_delta is not None:
+        other = "export it with format=peft, or " if manifest.variant in FORMS else ""
+        raise DataError(
+            manifest.form.no_delta,
+            where="mens_exp.variant",
+            found=manifest.variant,
+            expected="lora or rslora",
+            remedy=f"{other}train with lora.variant=lora",
+        )

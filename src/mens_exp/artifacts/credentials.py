@@ -46,6 +46,20 @@ SECRETS: Final[dict[str, Pattern]] = {
         ("sk-",), re.compile(r"\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}")
     ),
     "Hugging Face token": Pattern(("hf_",), re.compile(r"\bhf_[A-Za-z0-9]{30,}")),
+    "W&B key": Pattern(("wandb_v1_",), re.compile(r"\bwandb_v1_[A-Za-z0-9_]{30,}")),
+    "npm or PyPI token": Pattern(
+        ("npm_", "pypi-"), re.compile(r"\b(?:npm_[A-Za-z0-9]{36}\b|pypi-[A-Za-z0-9_-]{50,})")
+    ),
+    "key of a model service": Pattern(
+        ("gsk_", "xai-", "nvapi-", "r8_", "pplx-"),
+        re.compile(r"\b(?:gsk_|xai-|nvapi-|r8_|pplx-)[A-Za-z0-9_-]{32,}"),
+    ),
+    "token of a cloud service": Pattern(
+        ("dapi", "_v1_", "sg."),
+        re.compile(
+            r"\b(?:dapi[0-9a-f]{32}\b|do[opr]_v1_[0-9a-f]{64}\b|SG\.[\w-]{20,}\.[\w-]{20,})"
+        ),
+    ),
     "JSON web token": Pattern(("eyj",), re.compile(r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}")),
     "password in a URL": Pattern(
         ("://",),
@@ -69,12 +83,13 @@ _KEY_BLOCK: Final = re.compile(
     re.DOTALL,
 )
 _IN_URL: Final = re.compile(r"://(?P<secret>[^\s/@\"']+)@")
-_NAME: Final = (
-    r"(?:api|access|private)_?key|secret(?:_?key)?|password|passwd|pwd|token|credentials?"
+_SURE: Final = (  # names of nothing else: there even a value like a content hash is masked
+    r"(?:api|access|account|private|signing)_?key|secret(?:_?key)?|pass(?:word|wd|phrase)?|pwd"
 )
-_NAMED: Final = re.compile(
-    rf"(?i)(?:\b|_)(?:{_NAME})[\"']?\s*[:=]\s*[\"']?(?P<secret>[A-Za-z0-9+/_.~-]{{16,}}=*)"
-)
+_NAME: Final = rf"(?P<sure>{_SURE})|token|credentials?|sig(?:nature)?"
+_VALUE: Final = r"(?P<secret>[A-Za-z0-9+/_.~-]{16,}=*)"
+_NAMED: Final = re.compile(rf"(?i)(?:\b|_)(?:{_NAME})[\"']?\s*[:=]\s*[\"']?{_VALUE}")
+_SCHEME: Final = re.compile(rf"(?i)\b(?:bearer|basic)\s+{_VALUE}")  # of HTTP's Authorization
 _KEY: Final = re.compile(rf"(?i)(?:^|[_.-])(?:{_NAME})$")
 _LEAST_LENGTH: Final = 16
 _LEAST_BITS: Final = 3.2  # per character; words of sixteen letters have 3, a random token 3.7
@@ -99,6 +114,12 @@ def looks_like_one(text: str) -> str | None:
     return masked(text[slice(*spans[0])]) if spans else None
 
 
+def of_known_form(text: str) -> str | None:
+    """Return the first credential in a form that its issuer fixed, masked; None without one."""
+    found = (secret for kind, _, secret in found_in(text) if not SECRETS[kind].guessed)
+    return next(map(masked, found), None)
+
+
 def screened(value: Any, name: str = "") -> Any:
     """Return a JSON value with all detected credentials masked; other values are unchanged.
 
@@ -112,7 +133,8 @@ def screened(value: Any, name: str = "") -> Any:
         return type(value)(screened(one, name) for one in value)
     if not isinstance(value, str):
         return value
-    if _KEY.search(name) and _is_random(value):
+    key = _KEY.search(name)
+    if key is not None and _is_random(value, may_be_hash=key["sure"] is None):
         return masked(value)
     text = value
     for start, end in reversed(_in_record(value)):
@@ -141,16 +163,18 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         for match in _IN_URL.finditer(text):
             if ":" in match["secret"] or _is_random(match["secret"]):
                 yield match.span("secret")
-    for match in _NAMED.finditer(text):
-        if _is_random(match["secret"]):
+    for match in (*_NAMED.finditer(text), *_SCHEME.finditer(text)):
+        if _is_random(match["secret"], may_be_hash=match.groupdict().get("sure") is None):
             yield match.span("secret")
 
 
-def _is_random(text: str) -> bool:
-    """Distinguish a random token from a word, a path or a content hash."""
+def _is_random(text: str, *, may_be_hash: bool = True) -> bool:
+    """Distinguish a random token from a word, a path or, where one may stand, a content hash."""
     if len(text) < _LEAST_LENGTH or re.search(r"\s", text):
         return False
-    if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) or text.startswith((".", "/", "~")):
+    if may_be_hash and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text):
+        return False
+    if text.startswith((".", "/", "~")):
         return False
     counts = Counter(text).values()
     bits = -sum(n / len(text) * math.log2(n / len(text)) for n in counts)

@@ -146,6 +146,14 @@ class _Cached(StoredRecord):
         """Write the record with its digest, atomically."""
         write_record(replace(self, sha256=_content_of(self)), path)
 
+    def keep(self: Any, path: Path) -> str | None:
+        """Write the record if the disk lets it; return the reason why not, which harms no run."""
+        try:
+            self.write(path)
+        except OSError as error:
+            return f"{path} was not kept for later runs: {error.strerror or error}"
+        return None
+
     def problems(self: Any, where: str) -> list[DataError]:
         """Return an error if the content differs from its digest."""
         expected = _content_of(self)

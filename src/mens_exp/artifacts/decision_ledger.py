@@ -91,9 +91,17 @@ class FrozenRules(_Compared, total=False):
     sequential: str
 
 
+class StudyEntry(TypedDict):
+    """The study that a cycle belongs to: the digest of its settings, and what it claims."""
+
+    sha256: str
+    hypothesis: str
+    stopping: str
+
+
 class _Registered(TypedDict):
     cycle: str
-    suite_digest: str
+    suite_digest: str | None
     seeds: list[int]
     arms: list[str]
     factor: str
@@ -107,9 +115,11 @@ class CycleEntry(_Registered, total=False):
 
     The challenger's KPI is expected to change in ``direction`` by more than ``margin``. An entry of
     version 1 has no ``frozen``: the missing values are unknown, and no defaults replace them.
+    A cycle of a ``study`` may have several factors, joined by commas, and no suite.
     """
 
     frozen: FrozenRules
+    study: StudyEntry
 
 
 class RuleRecord(TypedDict):

@@ -98,7 +98,7 @@ def refuse_changed_model(directory: Path) -> dict[Path, str]:
 
 
 def refuse_changed_adapter(directory: Path) -> None:
-    """Refuse the adapter of a run if its files or its configuration differ from what was written.
+    """Refuse the adapter of a run if its files, configuration or template differ from the written.
 
     Args:
         directory: the directory of the adapter, in a run or elsewhere.
@@ -107,8 +107,12 @@ def refuse_changed_adapter(directory: Path) -> None:
         Problems: the hashes of files differ from the recorded ones.
     """
     files = [file for file in sorted(directory.glob("*")) if file.suffix in _ADAPTER]
-    configs = [parent / "config.yaml" for parent in directory.absolute().parents[:_DEPTH]]
-    refuse_changed_outputs(*files, *configs)
+    above = [
+        parent / name
+        for parent in directory.absolute().parents[:_DEPTH]
+        for name in ("config.yaml", "chat_template.jinja")
+    ]
+    refuse_changed_outputs(*files, *above)
 
 
 def _changed(file: Path, hashes: dict[Path, str]) -> Iterator[DataError]:

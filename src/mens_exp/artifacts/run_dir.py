@@ -266,12 +266,16 @@ def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = No
     if run.manifest.is_file():
         return run
     what = "no manifest.json in this directory" if run.path.is_dir() else "no such run directory"
+    near = _nearest(run.path, outputs)
+    known = f"; the nearest is {near}" if near else f"; there is none under {outputs} yet"
     raise RequestError(
         what,
         where="path",
         found=text,
-        expected=f"latest or a run directory; the nearest is {_nearest(run.path, outputs)}",
-        remedy="name a directory that holds a manifest.json",
+        expected=f"latest or a run directory{known}",
+        remedy="name a directory that holds a manifest.json, or write latest"
+        if near
+        else "train first: python -m mens_exp",
     )
 
 
@@ -309,7 +313,7 @@ def _started_utc(run: RunDir, task: str | None) -> str:
     return started if isinstance(started, str) else ""
 
 
-def _nearest(path: Path, outputs: Path) -> str:
+def _nearest(path: Path, outputs: Path) -> str | None:
+    """Return the run with the likest path, else the last one; None if there is no run."""
     known = [run.path.as_posix() for run in runs(outputs)]
-    existing = next((parent for parent in (path, *path.parents) if parent.exists()), Path())
-    return nearest(path.as_posix(), known) or existing.as_posix()
+    return nearest(path.as_posix(), known) or (max(known) if known else None)

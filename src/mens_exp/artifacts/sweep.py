@@ -14,11 +14,13 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.atomic import json_line
+from mens_exp.artifacts.host import file_lock
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.record import StoredRecord, cut_torn_end, read_lines
 from mens_exp.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -232,6 +234,36 @@ class LeftOut(TypedDict):
     same_as: int | None
 
 
+class StudyRecord(TypedDict):
+    """The study that a sweep conducts.
+
+    Attributes:
+        name: its name, and that of its cycle in the ledger.
+        sha256: digest of its settings, which the ledger registers.
+        settings: its settings.
+        factors: settings and groups in which its arms differ.
+        ledger: path of the ledger.
+        entry: number of the ledger entry that registers it; null until it is registered.
+        entry_sha256: digest of that entry.
+        registered_utc: time of that entry.
+        later: jobs that have not been started yet, in order.
+        stopped: the reason why they will not be; null if they will.
+        comparison: directory of the latest comparison, relative to the sweep's; null if none.
+    """
+
+    name: str
+    sha256: str
+    settings: dict[str, Any]
+    factors: list[str]
+    ledger: str
+    entry: int | None
+    entry_sha256: str | None
+    registered_utc: str | None
+    later: list[SweepJob]
+    stopped: str | None
+    comparison: str | None
+
+
 def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
     """Migrate a record of version 1 to version 2; launchers had different names."""
     try:
@@ -279,6 +311,7 @@ class SweepRecord(StoredRecord):
         left_out: the cells that do not run.
         notes: further remarks for the reader.
         search: the search that sampled the cells; None if the command lists them.
+        study: the study that the cells belong to; None for any other sweep.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _sweep_of_1}
@@ -302,6 +335,7 @@ class SweepRecord(StoredRecord):
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     search: SearchRecord | None = None
+    study: StudyRecord | None = None
 
     def problems(self, where: str) -> list[DataError]:
         """Return directories that lead outside the sweep, since the record may be untrusted."""
@@ -312,7 +346,7 @@ class SweepRecord(StoredRecord):
                 found=job["directory"],
                 expected="a path below the sweep's own directory",
             )
-            for place, job in enumerate(self.jobs)
+            for place, job in enumerate([*self.jobs, *(self.study["later"] if self.study else ())])
             if not _is_below(job["directory"])
         ]
 
@@ -372,16 +406,20 @@ class _Line(TypedDict, total=False):
 
 
 class AttemptLog:
-    """The log of attempts at one job."""
+    """The log of attempts at one job.
+
+    Two attempts may be under way if Slurm's controller lost the first, so an end names its attempt.
+    """
 
     def __init__(self, path: Path) -> None:
         """Set the path of the log; the first line creates the file."""
         self._path = path
+        self._own: _Line = {}  # the process that this object has recorded
 
     def began(self, pid: int, process_started: float, *, host: str, queue_id: str | None) -> None:
         """Record that a process started on the job."""
-        line = _Line(event="began", utc=utc_now(), pid=pid, process_started=process_started)
-        line["host"] = host
+        self._own = _Line(pid=pid, process_started=process_started, host=host)
+        line = _Line(event="began", utc=utc_now(), **self._own)
         if queue_id is not None:
             line["queue_id"] = queue_id
         self._append(line)
@@ -389,8 +427,8 @@ class AttemptLog:
     def ended(
         self, exit_code: int | None, *, peak_rss_bytes: int | None = None, why: str | None = None
     ) -> None:
-        """Record that the last process has ended."""
-        line = _Line(event="ended", utc=utc_now(), exit_code=exit_code, why=why)
+        """Record that the process of `began` has ended, or else the last one of the log."""
+        line = _Line(event="ended", utc=utc_now(), exit_code=exit_code, why=why, **self._own)
         line["peak_rss_bytes"] = peak_rss_bytes
         self._append(line)
 
@@ -408,18 +446,28 @@ class AttemptLog:
                 if made and made[-1]["ended_utc"] is None:
                     made[-1]["ended_utc"], made[-1]["why"] = line["utc"], _UNSEEN
                 made.append(_attempt(line))
-            elif made:  # the line of its start may have been truncated
-                made[-1]["ended_utc"], made[-1]["exit_code"] = line["utc"], line["exit_code"]
-                made[-1]["peak_rss_bytes"], made[-1]["why"] = line["peak_rss_bytes"], line["why"]
+            elif (of := _attempt_of(line, made)) is not None:
+                of["ended_utc"], of["exit_code"] = line["utc"], line["exit_code"]
+                of["peak_rss_bytes"], of["why"] = line["peak_rss_bytes"], line["why"]
         return made
 
     def _append(self, line: _Line) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_end(self._path)
-        with self._path.open("ab") as file:
+        lock = self._path.with_name(f".{self._path.name}.lock")
+        with file_lock(lock), self._path.open("ab") as file:
+            cut_torn_end(self._path)  # never of a line that another attempt is writing
             file.write(json_line(line, str(self._path)))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _attempt_of(end: _Line, made: Sequence[JobAttempt]) -> JobAttempt | None:
+    """Return the attempt that a line ends; None if the line of its start was truncated."""
+    if "pid" not in end:
+        return made[-1] if made else None
+    named = (end["pid"], end["process_started"], end["host"])
+    same = (x for x in made if (x["pid"], x["process_started"], x.get("host")) == named)
+    return next(same, None)
 
 
 def _attempt(line: _Line) -> JobAttempt:

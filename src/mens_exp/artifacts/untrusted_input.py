@@ -10,6 +10,7 @@ a different answer. Patterns that consist only of names are matched in this proc
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import re
@@ -17,11 +18,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
 from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_YAML_NODES: Final = 100_000  # the largest run configuration has about 500
 MAX_YAML_DEPTH: Final = 100
@@ -111,6 +115,7 @@ def _too_much(where: str, found: str) -> DataError:
 _MOST_S: Final = 5  # processor time for all matches of one file, or for one search
 _MOST_WALL_S: Final = 60  # per match, if the system cannot limit processor time
 _MOST_BYTES: Final = 2**30  # of memory
+MAX_PATTERNS: Final = 10_000  # of one file; adapters of AdaLoRA have one for each module
 _MOST_PATTERN: Final = 100_000  # characters; compiling some takes quadratic time
 # Names, `.` (any character), `\.`, and the ends of a text: no backtracking possible.
 _NAMES: Final = re.compile(r"\^?(?:[\w.-]|\\\.)*\$?")
@@ -122,6 +127,7 @@ try:
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 except (ImportError, ValueError, OSError):
     pass
+known = {}
 has_timer = hasattr(signal, "setitimer")
 if has_timer:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
@@ -129,18 +135,58 @@ for line in sys.stdin.buffer:
     begun = time.process_time()
     if has_timer:
         signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
-    how, pattern, text = json.loads(line)
-    try:
-        compiled = re.compile(pattern)
-        found = None if how == "compile" else getattr(compiled, how)(text) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        found = str(error)
-    except MemoryError:
-        sys.exit(1)
+    how, patterns, text = json.loads(line)
+    found = [] if how == "compile" else None
+    for number, pattern in enumerate(patterns):
+        problem = None
+        try:
+            if pattern not in known:
+                if len(known) == 20_000:  # searches come in any number
+                    known.clear()
+                known[pattern] = re.compile(pattern)
+            if how != "compile" and getattr(known[pattern], how)(text) is not None:
+                found = number
+                break
+        except (re.error, OverflowError, RecursionError) as error:
+            problem = str(error)
+        except MemoryError:
+            sys.exit(1)
+        if how == "compile":
+            found.append(problem)
     reply = json.dumps([found, time.process_time() - begun]) + "\\n"
     sys.stdout.buffer.write(reply.encode())
     sys.stdout.buffer.flush()
 """
+
+
+def pattern_problems(patterns: Sequence[str], where: str) -> list[str | None]:
+    """Return, for each string, the reason why it is no regular expression; None if it is one.
+
+    Args:
+        patterns: the strings.
+        where: the file that contains them; the patterns of a file share one time limit.
+
+    Raises:
+        DataError: compiling them takes too long, or there are too many.
+    """
+    if len(patterns) > MAX_PATTERNS:
+        raise DataError(
+            "the file has too many patterns",
+            where=where,
+            found=f"{len(patterns):,}",
+            expected=f"at most {MAX_PATTERNS:,}",
+            remedy="name modules in one pattern with |, or drop those that match none",
+        )
+    found: dict[int, str | None] = {
+        number: f"it has more than {_MOST_PATTERN:,} characters"
+        for number, pattern in enumerate(patterns)
+        if len(pattern) > _MOST_PATTERN
+    }
+    asked = [n for n, one in enumerate(patterns) if n not in found and _plain(one) is None]
+    if asked:
+        told = _WORKER.ask("compile", [patterns[number] for number in asked], "", where)
+        found |= dict(zip(asked, told, strict=True))
+    return [found.get(number) for number in range(len(patterns))]
 
 
 def pattern_problem(pattern: str, where: str) -> str | None:
@@ -149,24 +195,38 @@ def pattern_problem(pattern: str, where: str) -> str | None:
     Raises:
         DataError: compiling it takes too long.
     """
-    if len(pattern) > _MOST_PATTERN:
-        return f"it has more than {_MOST_PATTERN:,} characters"
-    found = None if _is_plain(pattern) else _WORKER.ask("compile", pattern, "", where)
-    return found if isinstance(found, str) else None
+    return pattern_problems([pattern], where)[0]
 
 
-def pattern_matches(pattern: str, text: str, where: str) -> bool:
-    """Return whether ``re.match`` finds a pattern at the start of a text.
+def first_match(patterns: Sequence[str], text: str, where: str) -> int | None:
+    """Return the number of the first pattern that ``re.match`` finds at the start of a text.
 
     Args:
-        pattern: a regular expression, for which `pattern_problem` returns None.
+        patterns: regular expressions, for which `pattern_problems` returns None.
         text: the text.
-        where: the file that contains the pattern; the patterns of a file share one time limit.
+        where: the file that contains the patterns, which share one time limit.
 
     Raises:
         DataError: it takes too much time or memory.
     """
-    return _found("match", pattern, text, where)
+    asked, plain = [], None
+    for number, pattern in enumerate(patterns):
+        compiled = _plain(pattern)
+        if compiled is None:
+            asked.append(number)
+        elif compiled.match(text):
+            plain = number
+            break
+    if asked:  # all in one question: a process takes longer to ask than a pattern to match
+        found = _WORKER.ask("match", [patterns[number] for number in asked], text, where)
+        if found is not None:
+            return asked[found]
+    return plain
+
+
+def pattern_matches(pattern: str, text: str, where: str) -> bool:
+    """Return whether ``re.match`` finds a pattern at the start of a text; see `first_match`."""
+    return first_match([pattern], text, where) is not None
 
 
 def pattern_searches(pattern: str, text: str, where: str) -> bool:
@@ -177,13 +237,16 @@ def pattern_searches(pattern: str, text: str, where: str) -> bool:
     Raises:
         DataError: it takes too much time or memory.
     """
-    return _found("search", pattern, text, where)
+    compiled = _plain(pattern)
+    if compiled is not None:
+        return compiled.search(text) is not None
+    return _WORKER.ask("search", [pattern], text, where) is not None
 
 
-def _found(how: str, pattern: str, text: str, where: str) -> bool:
-    if _is_plain(pattern):
-        return getattr(re, how)(pattern, text) is not None
-    return _WORKER.ask(how, pattern, text, where) is True
+@functools.lru_cache(maxsize=16_384)
+def _plain(pattern: str) -> re.Pattern[str] | None:
+    """Return a pattern of names, compiled; None for any other, which the process matches."""
+    return re.compile(pattern) if _is_plain(pattern) else None
 
 
 def _is_plain(pattern: str) -> bool:
@@ -201,21 +264,21 @@ class _Worker:
         self._owner = 0
         self._used_s: Counter[str] = Counter()
 
-    def ask(self, how: str, pattern: str, text: str, where: str) -> Any:
+    def ask(self, how: str, patterns: Sequence[str], text: str, where: str) -> Any:
         """Return the answer of the process."""
         with self._lock:
             is_over = self._used_s[where] > _MOST_S
-            reply = None if is_over else self._answer([how, pattern, text])
+            reply = None if is_over else self._answer([how, patterns, text])
             if reply is None:
                 if how != "search":
                     self._used_s[where] = _MOST_S + 1
-                raise _too_long(pattern, where)
+                raise _too_long(patterns[0], where)
             found, used_s = reply
             if how != "search":
                 self._used_s[where] += used_s
         return found
 
-    def _answer(self, asked: list[str]) -> Any:
+    def _answer(self, asked: list[Any]) -> Any:
         """Ask the process; None if it was killed before it answered."""
         process = self._started()
         assert process.stdin is not None, "it is a pipe"

@@ -1,4 +1,4 @@
-"""LoRA layers on a frozen base through PEFT: placement and initialisation.
+"""Adapted layers on a frozen base: placement and initialisation, whatever the method.
 
 Some initialisations (PiSSA, LoftQ) change the base. The component that they subtract from each
 layer is kept, so that the plain base can be restored.
@@ -8,93 +8,60 @@ Shapes: R rank, I inputs and O outputs of a projection.
 
 from __future__ import annotations
 
-import re
 import time
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.config.lora import LoraInit, LoraVariant
-from mens_exp.errors import ConfigError, SetupError
+from mens_exp.errors import ConfigError
 from mens_exp.layout.peft_format import Stack, stacks_of
-from mens_exp.layout.targets import EXPERTS, pattern_values, shortest_names, without_experts
-from mens_exp.lora import low_rank
-from mens_exp.lora.keyed import initialise
-from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import dequantized, quantized_like, values_of
+from mens_exp.layout.targets import EXPERTS, without_experts
+from mens_exp.lora.method import Site, delta, initialization_of, method_of
+from mens_exp.quant.bnb import dequantized, quantized_like
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
     from mens_exp.layout.targets import LinearModule
-    from mens_exp.lora.low_rank import Pair, Start
+    from mens_exp.lora.method import AdapterMethod, Pair
     from mens_exp.model.stored_weights import StoredWeights
 
-ADAPTER = "default"  # PEFT's own name for a single adapter
-_PREFIX = "base_model.model."
 
-
-def adapted(
+def place_adapter(
     model: Any,
     lora: LoraConfig,
     modules: Sequence[LinearModule],
     family: Family,
     weights: StoredWeights,
-) -> tuple[Any, dict[str, Any]]:
-    """Add PEFT's LoRA layers to modules of the base model.
+) -> tuple[AdapterMethod, Any, dict[str, Any]]:
+    """Add the layers of an adapter method to modules of the base model.
 
     Args:
         model: the base model.
-        lora: rank, alpha and variant.
+        lora: the `lora` group.
         modules: the modules to adapt.
         family: the model's family.
         weights: the stored weights of the base.
 
     Returns:
-        The PEFT model, and its LoRA layers by logical name: first those of linear modules, in the
-        order of ``modules``, then those of experts.
+        The method, the model to run, and its adapted layers by logical name: first those of linear
+        modules, in the order of ``modules``, then those of experts.
 
     Raises:
-        ConfigError: a module is not a linear layer of the loaded model, or PEFT refuses it.
-        SetupError: PEFT adapted modules other than the requested ones.
+        ConfigError: a module is not a linear layer of the loaded model, or the method refuses it.
+        SetupError: the method cannot be used, or adapted other modules than the requested ones.
     """
-    from peft import get_peft_model
-
     stacks = stacks_of(modules)
     plain = [one for one in modules if one.stack is None]
     _refuse_absent(plain, _linear_paths(model), family)
     _refuse_other_experts(model, stacks, weights, without_experts(family, modules))
-    paths = [path for path, _ in model.named_modules()]
-    wanted = peft_config(lora, modules, family, paths)
-    try:
-        with quiet(), tied_head_is_meant():
-            peft = get_peft_model(model, wanted, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(
-            "PEFT refuses the targets on this model",
-            where="lora.targets",
-            found=str(error),
-            remedy=_other_targets(family, ()),
-        ) from error
-    layers = dict(lora_layers(peft))
-    sites: list[LinearModule | Stack] = [*plain, *stacks]
-    expected = {f"{_PREFIX}{one.path}" for one in sites}
-    if layers.keys() != expected:
-        raise SetupError(
-            "PEFT put its layers on other modules than the plan's",
-            where="lora.targets",
-            found=", ".join(sorted(layers.keys() ^ expected)[:8]),
-            expected="the modules of layout/targets.py",
-            remedy=_other_targets(family, sorted(layers.keys() & expected)),
-        )
-    return peft, {one.logical: layers[f"{_PREFIX}{one.path}"] for one in sites}
+    method = method_of(lora.spec)
+    return method, *method.place(model, lora, modules, family)
 
 
 def _refuse_other_experts(
@@ -157,50 +124,18 @@ def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family
             where="lora.targets",
             found=f"{absent[0]}, and {len(absent) - 1} more",
             expected="linear layers, of which routers and stacked experts are none",
-            remedy=_other_targets(family, there, absent),
+            remedy=other_targets(family, there, absent),
         )
 
 
-def _other_targets(family: Family, there: Sequence[str], absent: Sequence[str] = ()) -> str:
+def other_targets(family: Family, there: Sequence[str], absent: Sequence[str] = ()) -> str:
+    """Suggest targets that a model has, in place of absent ones."""
     if "attention" in family.groups:
         also = "; for the experts too, lora=experts lora.targets=[attention,experts]"
         return f"set lora=attention{also if EXPERTS in family.groups else ''}"
     possible, others = ({path.rpartition(".")[2] for path in paths} for paths in (there, absent))
     names = sorted(possible - others)
     return f"set lora.targets=[{','.join(names)}]" if names else "choose another model"
-
-
-def peft_config(
-    lora: LoraConfig, modules: Sequence[LinearModule], family: Family, paths: Iterable[str]
-) -> Any:
-    """Translate the `lora` config group into PEFT's configuration.
-
-    Args:
-        lora: rank, alpha and variant.
-        modules: the modules to adapt.
-        family: the model's family.
-        paths: the paths of all modules of the model.
-    """
-    from peft import LoraConfig as PeftLora
-
-    ranks = pattern_values(lora.rank_pattern, modules, family, lora.r)
-    alphas = pattern_values(lora.alpha_pattern, modules, family, lora.alpha)
-    names = {one.path: one.stack or one.path for one in modules}
-    # A stack of experts takes the values of its members, under the path that PEFT uses for it.
-    ranks, alphas = ({names[p]: v for p, v in found.items()} for found in (ranks, alphas))
-    plain = [one.path for one in modules if one.stack is None]
-    return PeftLora(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=shortest_names(plain, list(paths)),
-        target_parameters=[one.path for one in stacks_of(modules)] or None,
-        rank_pattern={re.escape(path): r for path, r in ranks.items() if r != lora.r},
-        alpha_pattern={re.escape(path): a for path, a in alphas.items() if a != lora.alpha},
-        use_rslora=lora.variant is LoraVariant.rslora,
-        use_dora=lora.variant is LoraVariant.dora,
-        task_type="CAUSAL_LM",
-    )
 
 
 def _linear_paths(model: torch.nn.Module) -> list[str]:
@@ -224,45 +159,6 @@ def _returns_a_tensor(module: Any) -> bool:
     with torch.no_grad():
         zeros = torch.zeros_like(module.weight[:1])
         return isinstance(module(zeros), torch.Tensor)
-
-
-@contextmanager
-def tied_head_is_meant() -> Iterator[None]:
-    """Silence PEFT's warning about a tied head, because training does not change the shared table.
-
-    The adapter's manifest records what a merge has to consider.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
-        # PEFT looks for the experts' patterns among modules only and warns, but it still applies
-        # them.
-        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did no")
-        # GPT-2's Conv1D layers store their weights transposed; PEFT detects this and warns.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        yield
-
-
-def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's LoRA layers with the path of the module or, for experts, of the parameter."""
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper
-
-    for path, module in model.named_modules():
-        if isinstance(module, ParamWrapper):  # one around the other where a module has several
-            yield f"{path.replace('.base_layer', '')}.{module.parameter_name}", module
-        elif isinstance(module, LoraLayer):
-            yield path, module
-
-
-def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Return a LoRA layer's parameters: A ``[R, I]``, B ``[O, R]``, and DoRA's magnitudes ``[O]``.
-
-    The parameters of experts have the shapes that :mod:`mens_exp.layout.peft_format` describes.
-    """
-    found = {"lora_a": module.lora_A[ADAPTER].weight, "lora_b": module.lora_B[ADAPTER].weight}
-    if ADAPTER in module.lora_magnitude_vector:
-        found["lora_magnitude"] = module.lora_magnitude_vector[ADAPTER].weight
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +194,7 @@ class Residuals:
     Both 4-bit versions of each layer are kept, which costs an extra half byte per weight.
     """
 
+    method: AdapterMethod
     weights: StoredWeights
     paths: dict[str, str]
     layers: dict[str, _Residual] = field(default_factory=dict)
@@ -310,7 +207,7 @@ class Residuals:
         device = base.weight.device
         weight_OI = self.weights.read(self.paths[logical], device)
         pair = (taken[0].to(device), taken[1].to(device))
-        left_OI = weight_OI - low_rank.delta(pair, scale_of(module))
+        left_OI = weight_OI - delta(pair, self.method.scale(module))
         residual = quantized_like(plain, left_OI)
         self.layers[logical] = _Residual(module, pair, plain, residual)
         base.weight = residual
@@ -341,13 +238,9 @@ class Residuals:
                 self.take(logical, one.module, (taken[names[0]], taken[names[1]]))
 
 
-def scale_of(module: Any) -> float:
-    """Return the scaling factor of ``B A`` in one of PEFT's LoRA layers."""
-    return float(module.scaling[ADAPTER])
-
-
 def start_all(
     config: RunConfig,
+    method: AdapterMethod,
     modules: Sequence[LinearModule | Stack],
     layers: Mapping[str, Any],
     weights: StoredWeights,
@@ -356,8 +249,9 @@ def start_all(
 
     Args:
         config: the whole configuration.
+        method: the adapter method.
         modules: the adapted modules; adapters of experts support random initialisation only.
-        layers: PEFT's LoRA layers by logical name.
+        layers: the adapted layers by logical name.
         weights: the unquantized base.
 
     Returns:
@@ -365,13 +259,12 @@ def start_all(
         initialisation depends on it, and the seconds that it took.
     """
     began = time.perf_counter()
-    residuals = Residuals(weights, {one.logical: one.path for one in modules})
+    residuals = Residuals(method, weights, {one.logical: one.path for one in modules})
     errors: dict[str, QuantizationError] = {}
     for one in modules:
         module = layers[one.logical]
-        if config.lora.init is LoraInit.default or isinstance(one, Stack):
-            found = parameters_of(module)
-            initialise(found["lora_a"], found["lora_b"], seed=config.seed, layer=one.logical)
+        if isinstance(one, Stack) or not config.lora.init.spec.from_weights:
+            method.draw(module, seed=config.seed, logical=one.logical)
         else:
             errors[one.logical] = _from_weights(config, one, module, residuals)
     return residuals, errors, time.perf_counter() - began
@@ -380,47 +273,22 @@ def start_all(
 def _from_weights(
     config: RunConfig, one: LinearModule, module: Any, residuals: Residuals
 ) -> QuantizationError:
-    base = module.get_base_layer()
+    base, method = module.get_base_layer(), residuals.method
     weight_OI = residuals.weights.read(one.path, base.weight.device)
     before = _error(weight_OI, dequantized(base.weight))
-    start = _start(config, one, module, weight_OI)
-    _set(module, start.pair)
+    site = Site(
+        weight_OI=weight_OI,
+        rounded=lambda values_OI: dequantized(quantized_like(base.weight, values_OI)),
+        r=method.parameters(module)["lora_a"].shape[0],
+        scale=method.scale(module),
+        layer=one.logical,
+    )
+    start = initialization_of(config.lora.init.spec).start(site, config.lora)
     if start.taken is not None:
         residuals.take(one.logical, module, start.taken)
-    _set_lengths(module)
-    seen_OI = dequantized(base.weight) + low_rank.delta(start.pair, scale_of(module))
+    method.set_start(module, start)
+    seen_OI = dequantized(base.weight) + delta(start.pair, site.scale)
     return QuantizationError(before=before, after=_error(weight_OI, seen_OI))
-
-
-def _start(config: RunConfig, one: LinearModule, module: Any, weight_OI: torch.Tensor) -> Start:
-    base = module.get_base_layer()
-    r, scale = int(module.r[ADAPTER]), scale_of(module)
-    if config.lora.init is LoraInit.pissa:
-        return low_rank.pissa(weight_OI, r=r, scale=scale, layer=one.logical)
-
-    def rounded(values_OI: torch.Tensor) -> torch.Tensor:
-        return dequantized(quantized_like(base.weight, values_OI))
-
-    return low_rank.loftq(
-        weight_OI, rounded, r=r, scale=scale, layer=one.logical, iters=config.lora.loftq_iters
-    )
-
-
-def _set(module: Any, pair: Pair) -> None:
-    found = parameters_of(module)
-    with torch.no_grad():
-        found["lora_a"].copy_(pair[0])
-        found["lora_b"].copy_(pair[1])
-
-
-def _set_lengths(module: Any) -> None:
-    """Set DoRA's magnitudes to the initial weights' norms, so that it starts as the identity."""
-    found = parameters_of(module)
-    if "lora_magnitude" in found:
-        weight_OI = values_of(module.get_base_layer())
-        weight_OI = weight_OI + scale_of(module) * (found["lora_b"] @ found["lora_a"])
-        with torch.no_grad():
-            found["lora_magnitude"].copy_(torch.linalg.norm(weight_OI, dim=1))
 
 
 def _error(weight_OI: torch.Tensor, seen_OI: torch.Tensor) -> float:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.backends.adapters import ADAPTER
 from mens_exp.backends.frozen_base import frozen_weights, load_base
-from mens_exp.backends.lora import LoraBackend
+from mens_exp.backends.lora import ADAPTER, LoraBackend
 from mens_exp.backends.saved_model import write_model
 from mens_exp.config.backend import trains_base
 

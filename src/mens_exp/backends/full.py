@@ -19,6 +19,7 @@ from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.saved_model import write_model
 from mens_exp.errors import RequestError
 from mens_exp.layout.shape import shape_of
+from mens_exp.lora.method import AdapterMethod
 from mens_exp.quant.bnb import compute_dtype
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self.model = load_base(config, base, device, dtype=torch.float32)
         self.causal_lm = self.model
         self.model.requires_grad_(requires_grad=True)
-        self.layers: dict[str, Any] = {}
+        self.method, self.layers = AdapterMethod(), {}  # none is adapted
         self.stacks: list[Stack] = []
         self.dropouts = []
         self.inputs = []

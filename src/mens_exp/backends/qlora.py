@@ -1,4 +1,4 @@
-"""QLoRA: f32 LoRA adapters on a frozen, quantized causal model (arXiv:2305.14314).
+"""QLoRA: an f32 adapter on a frozen, quantized causal model (arXiv:2305.14314).
 
 Shapes: D hidden width, M supervised positions, V vocabulary.
 """
@@ -12,35 +12,20 @@ import torch
 
 from mens_exp.artifacts import atomic
 from mens_exp.backends import frozen_base
-from mens_exp.backends.adapters import (
-    ADAPTER,
-    adapted,
-    parameters_of,
-    start_all,
-    start_facts,
-    tied_head_is_meant,
-)
+from mens_exp.backends.adapters import place_adapter, start_all, start_facts
 from mens_exp.backends.frozen_base import frozen_weights, load_base
 from mens_exp.backends.frozen_layers import FrozenWeights
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
-from mens_exp.backends.saved_model import (
-    in_fixed_order,
-    manifest_of,
-    peft_form,
-    stacked_tensors,
-    unstacked_tensors,
-)
+from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
 from mens_exp.config.model import checkpointing_wanted
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, SetupError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
-from mens_exp.lora.keyed import SFC64, share_dropout
-from mens_exp.lora.linear import take_over
+from mens_exp.lora.keyed import SFC64
 from mens_exp.model import attention
 from mens_exp.model.kernels import is_rounded
-from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.planning.machine import look
 from mens_exp.planning.memory import keeps_dense_copy
@@ -68,7 +53,7 @@ _MATRIX = 2
 
 
 class QloraBackend(torch.nn.Module):
-    """A transformers model in 4 or 8 bits with PEFT's LoRA layers."""
+    """A transformers model in 4 or 8 bits with the layers of an adapter method."""
 
     def __init__(
         self,
@@ -99,7 +84,7 @@ class QloraBackend(torch.nn.Module):
         self.stacks = stacks_of(self.modules_chosen)
         plain = [one for one in self.modules_chosen if one.stack is None]
         stored = StoredWeights(base.directory, self.shape.family)
-        self.model, self.layers = adapted(
+        self.method, self.model, self.layers = place_adapter(
             load_base(config, base, loaded_on or device),
             config.lora,
             self.modules_chosen,
@@ -107,9 +92,7 @@ class QloraBackend(torch.nn.Module):
             stored,
         )
         self.differs_in_evaluation = differs_in_evaluation(self.model)
-        self._inputs_are_cast = True  # PEFT's default
-        self.model.peft_config[ADAPTER].revision = base.revision
-        self.causal_lm = self.model.get_base_model()
+        self.causal_lm = self.method.base_model(self.model)
         self.total_parameters = int(self.causal_lm.num_parameters())
         if checkpointing_wanted(
             config.model.gradient_checkpointing,
@@ -118,22 +101,15 @@ class QloraBackend(torch.nn.Module):
         ):
             attention.enable_checkpointing(self.causal_lm)
         self.residuals, self.errors, self.start_s = start_all(
-            config, [*plain, *self.stacks], self.layers, stored
+            config, self.method, [*plain, *self.stacks], self.layers, stored
         )
-        self.dropouts = share_dropout(
-            [(one, self.layers[one.logical]) for one in plain],
-            p=config.lora.dropout,
-            seed=config.seed,
-            adapter=ADAPTER,
-        )
+        adapted = [(one, self.layers[one.logical]) for one in plain]
+        self.dropouts = self.method.dropouts(config, adapted)
         dense = keeps_dense_copy(config, self.shape, _total_bytes(device))
         self.weights = FrozenWeights(dense=dense)
         self.weights.take_over(self.causal_lm)
-        self.inputs = take_over(
-            [(one, self.layers[one.logical]) for one in plain],
-            adapter=ADAPTER,
-            weights=self.weights,
-            together=self.shape.family.verified,
+        self.inputs = self.method.take_over(
+            adapted, self.weights, together=self.shape.family.verified
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -155,7 +131,8 @@ class QloraBackend(torch.nn.Module):
         super().train(mode)
         if not mode:
             self.weights.forget()
-        for module in _frozen_parts(self.causal_lm) if mode else ():
+        adapted = set(self.layers.values())
+        for module in _frozen_parts(self.causal_lm, adapted) if mode else ():
             module.eval()
         for stack in self.stacks:  # the block around adapted experts may add noise to its inputs
             self.causal_lm.get_submodule(stack.module.rpartition(".")[0]).training = False
@@ -173,7 +150,7 @@ class QloraBackend(torch.nn.Module):
         return {
             f"{logical}.{which}": parameter
             for logical, module in self.layers.items()
-            for which, parameter in parameters_of(module).items()
+            for which, parameter in self.method.parameters(module).items()
         }
 
     @contextmanager
@@ -181,7 +158,7 @@ class QloraBackend(torch.nn.Module):
         """Use the plainly quantized base inside the block: no adapter, nothing subtracted."""
         self.residuals.use(plain=True)
         try:
-            with self.model.disable_adapter():
+            with self.method.disabled(self.model, self.layers.values()):
                 yield
         finally:
             self.residuals.use(plain=False)
@@ -201,17 +178,18 @@ class QloraBackend(torch.nn.Module):
 
     @property
     def has_peft_view(self) -> bool:
-        """True: the model consists of PEFT's own layers."""
-        return True
+        """Whether PEFT has a form of the adapter method."""
+        return self.lora.spec.peft is not None
 
     @property
     def peft_view_is_exact(self) -> bool:
-        """Whether the PEFT directory, loaded on the quantized base, is exactly this model.
+        """Whether the PEFT directory, if any, is exactly this model on the quantized base.
 
         It is not if the initialisation changed the base, nor on an 8-bit base on CPU, because 8-bit
         layers quantize their inputs on other devices.
         """
-        return not self.residuals.layers and not self.differs_in_evaluation
+        is_exact = not self.residuals.layers and not self.differs_in_evaluation
+        return is_exact or not self.has_peft_view
 
     @contextmanager
     def as_peft_view(self) -> Iterator[None]:
@@ -219,7 +197,8 @@ class QloraBackend(torch.nn.Module):
         self.residuals.use(plain=True)
         try:
             taken = self.residuals.taken()
-            with peft_form(self.model, self.lora, self.layers, taken), as_published(self.model):
+            form = self.method.saved_form(self.model, self.lora, self.layers, taken)
+            with form, as_published(self.model):
                 yield
         finally:
             self.residuals.use(plain=False)
@@ -306,6 +285,20 @@ class QloraBackend(torch.nn.Module):
             for name, value in tuned.items():
                 parameters[name].copy_(value)
 
+    def merged(self, logical: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight that a layer's adapter makes of another, in the dtype of that weight.
+
+        Args:
+            logical: the layer's name, or that of a stack of experts.
+            weight: ``[O, I]``, or ``[E, O, I]`` of all experts.
+        """
+        layer = self.layers[logical]
+        tensors = {
+            name: one.detach().to(weight) for name, one in self.method.parameters(layer).items()
+        }
+        of = self.method.weight if weight.dim() == _MATRIX else self.method.expert_weights
+        return of(weight, tensors, scale=self.method.scale(layer))
+
     def start_state(self) -> dict[str, torch.Tensor]:
         """Return the state of a checkpoint's base that the published weights do not determine."""
         return self.residuals.taken()
@@ -315,18 +308,21 @@ class QloraBackend(torch.nn.Module):
         self.residuals.restore(taken)
 
     def write_peft(self, directory: Path) -> None:
-        """Write the adapter as a PEFT directory, atomically."""
-        # PEFT would record the local path of the weights, which means nothing on another machine.
-        self.model.peft_config[ADAPTER].base_model_name_or_path = self.base.name
-        with (
-            atomic.directory(directory) as temporary,
-            quiet(),
-            self.as_peft_view(),
-            tied_head_is_meant(),
-        ):
-            self.model.save_pretrained(temporary, save_embedding_layers=False)
-            (temporary / "README.md").unlink(missing_ok=True)  # MODEL_CARD.md replaces it
-            in_fixed_order(temporary / "adapter_config.json")
+        """Write the adapter as a PEFT directory, atomically.
+
+        Raises:
+            SetupError: PEFT has no form of the adapter method.
+        """
+        if not self.has_peft_view:
+            raise SetupError(
+                f"PEFT has no form of {self.lora.spec.name}",
+                where=str(directory),
+                expected="an adapter method with a PEFT view, such as lora.variant=lora",
+                remedy="read adapter/adapter.safetensors, schema v3",
+            )
+        name, revision = self.base.name, self.base.revision
+        with atomic.directory(directory) as temporary, self.as_peft_view():
+            self.method.write_peft(self.model, temporary, base=name, revision=revision)
 
     @property
     def max_positions(self) -> int:
@@ -390,12 +386,7 @@ class QloraBackend(torch.nn.Module):
         the loss of SmolLM2 moved by 0.2 %.
         """
         learns = torch.is_grad_enabled()
-        if self._inputs_are_cast is learns:
-            for module in self.layers.values():
-                # PEFT checks only CUDA's autocast. When training on CPU, it would give each
-                # projection an f32 copy of the input, which would draw its dropout mask again.
-                module.cast_input_dtype_enabled = not learns
-            self._inputs_are_cast = not learns
+        self.method.accumulate_in_f32(self.layers.values(), learns=learns)
         device = next(self.model.parameters()).device.type
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):
@@ -409,19 +400,20 @@ def _total_bytes(device: torch.device) -> int | None:
     return look("cpu").total_bytes
 
 
-def _frozen_parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _frozen_parts(
+    module: torch.nn.Module, adapted: set[torch.nn.Module]
+) -> Iterator[torch.nn.Module]:
     """Yield the largest modules without a trained parameter or a checkpointed layer.
 
     Submodules of an adapted layer are excluded: its dropout has no parameters.
     """
-    from peft.tuners.lora import LoraLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for child in module.children():
-        if isinstance(child, LoraLayer):
+        if child in adapted:
             continue
         follows = any(isinstance(one, GradientCheckpointingLayer) for one in child.modules())
         if follows or any(parameter.requires_grad for parameter in child.parameters()):
-            yield from _frozen_parts(child)
+            yield from _frozen_parts(child, adapted)
         else:
             yield child

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mens_exp.backends.adapters import ADAPTER, parameters_of
 from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS, published_config
+from mens_exp.backends.lora import ADAPTER, PEFT_LORA
 from mens_exp.errors import ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.data.batch import Batch
     from mens_exp.layout.peft_format import Stack
+    from mens_exp.lora.method import AdapterMethod
     from mens_exp.rows.documents import Encoded
 
 _CHUNK = 48  # tokens; gives several chunks of a head, the last one shorter
@@ -189,7 +190,7 @@ def _filled(backend: QloraBackend) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     kept = []
     for module in backend.layers.values():
-        for which, parameter in parameters_of(module).items():
+        for which, parameter in backend.method.parameters(module).items():
             kept.append((parameter, parameter.detach().clone()))
             drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
             with torch.no_grad():
@@ -250,7 +251,7 @@ def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
             made = _AdaptedExperts(module, experts[path])
             leaves |= made.leaves
         elif logical is not None:
-            made = _Adapted(made, other)
+            made = _adapted(made, other, backend.method)
             leaves |= {f"{logical}.{which}": one for which, one in made.leaves.items()}
         if made is not module:
             model.set_submodule(path, made)
@@ -337,7 +338,7 @@ class _AdaptedExperts(torch.nn.Module):
         self.leaves = {
             f"{one.logical}.{which}": matrix.detach().clone().requires_grad_()
             for one, layer in adapted
-            for which, matrix in parameters_of(layer).items()
+            for which, matrix in PEFT_LORA.parameters(layer).items()
         }
 
     def forward(self, *args: Any) -> torch.Tensor:
@@ -367,6 +368,35 @@ def _scale(layer: Any) -> float:
     return alpha / (math.sqrt(rank) if layer.use_rslora[ADAPTER] else rank)
 
 
+def _adapted(base: torch.nn.Module, layer: Any, method: AdapterMethod) -> Any:
+    """Return the reference of an adapted layer."""
+    return _Adapted(base, layer) if method is PEFT_LORA else _Merged(base, layer, method)
+
+
+class _Merged(torch.nn.Module):
+    """A layer that multiplies with the weight that an adapter's tensors make of its own.
+
+    It is the reference for methods that we do not know: their layers compute what their merge does.
+    """
+
+    base: Any
+
+    def __init__(self, base: torch.nn.Module, layer: Any, method: AdapterMethod) -> None:
+        super().__init__()
+        self.base, self.method, self.scale = base, method, method.scale(layer)
+        self.leaves = {
+            which: one.detach().clone().requires_grad_()
+            for which, one in method.parameters(layer).items()
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply with the merged weight."""
+        transposed = not isinstance(self.base, torch.nn.Linear | _Dequantized)  # as Conv1D is
+        weight_OI = self.base.weight.T if transposed else self.base.weight
+        merged_OI = self.method.weight(weight_OI, self.leaves, scale=self.scale)
+        return torch.nn.functional.linear(x, merged_OI, self.base.bias)
+
+
 class _Adapted(torch.nn.Module):
     """A layer with LoRA (arXiv:2106.09685, section 4.1) or DoRA (arXiv:2402.09353, section 4)."""
 
@@ -377,7 +407,7 @@ class _Adapted(torch.nn.Module):
         self.base = base
         self.leaves = {
             which: one.detach().clone().requires_grad_()
-            for which, one in parameters_of(layer).items()
+            for which, one in PEFT_LORA.parameters(layer).items()
         }
         self.scale = _scale(layer)
 

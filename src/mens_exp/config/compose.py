@@ -24,18 +24,26 @@ from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.config.loader import SCHEMAS, CachingLoader, copied, register, schema_of
+from mens_exp.config.loader import (
+    SCHEMAS,
+    CachingLoader,
+    copied,
+    is_installed,
+    register,
+    schema_of,
+)
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
+from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.trainer import steps_beside
+from mens_exp.config.untrusted_config import our_targets, refuse_untrusted
 from mens_exp.config.user_config import (
     CLASS_GROUPS,
     config_directory,
     group_options,
-    our_targets,
+    primary_config,
     read_user_config,
-    refuse_untrusted,
     user_schema,
 )
 from mens_exp.errors import ConfigError, DataError, SetupError
@@ -45,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 # Settings whose values our options derive from other settings.
 _DEPENDENT = (
     ("trainer", "max_steps"),
@@ -162,12 +169,16 @@ def _experiment_directory(*, _root_: DictConfig) -> str:
 @contextmanager
 def _hydra() -> Iterator[None]:
     prepare_hydra()
+    theirs = GlobalHydra.instance().hydra  # of an application that uses this package
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        hydra.config_loader = CachingLoader(hydra.config_loader.get_search_path())
-        yield
+    try:
+        with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            hydra.config_loader = CachingLoader(hydra.config_loader.get_search_path())
+            yield
+    finally:
+        GlobalHydra.instance().hydra = theirs
 
 
 def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
@@ -187,10 +198,12 @@ def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         show = hydra.app_help if parsed.help else hydra.hydra_help
-        show(config_name=CONFIG_NAME, args_parser=parser, args=parsed)
+        show(config_name=primary_config(), args_parser=parser, args=parsed)
 
 
-def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
+def run_composed(
+    one: Composed, task: Callable[[Path], int], *, configures_logging: bool = True
+) -> int:
     """Run a task the way Hydra runs a single job: with its directory, logging and callbacks.
 
     Runs exactly the configuration that was composed and checked. ``hydra.main`` would compose it
@@ -199,6 +212,7 @@ def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
     Args:
         one: a composed configuration that is not a cell of a sweep.
         task: called with the run directory, which exists by then; returns an exit code.
+        configures_logging: whether Hydra sets up Python's logging, which is the whole process's.
 
     Raises:
         SetupError: the directory cannot be created.
@@ -219,7 +233,7 @@ def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
         with read_write(config):
             config.hydra.mode = RunMode.RUN
         callbacks = Callbacks(config)
-        callbacks.on_run_start(config=config, config_name=CONFIG_NAME)
+        callbacks.on_run_start(config=config, config_name=primary_config())
         done = run_job(
             hydra_context=HydraContext(
                 config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks
@@ -228,8 +242,9 @@ def run_composed(one: Composed, task: Callable[[Path], int]) -> int:
             config=config,
             job_dir_key="hydra.run.dir",
             job_subdir_key=None,
+            configure_logging=configures_logging,
         )
-        callbacks.on_run_end(config=config, config_name=CONFIG_NAME, job_return=done)
+        callbacks.on_run_end(config=config, config_name=primary_config(), job_return=done)
     return int(done.return_value)
 
 
@@ -247,7 +262,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
     composed = []
     with _hydra():
         for number, overrides in enumerate(cells, start=first):
-            config = hydra_compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+            config = hydra_compose(primary_config(), list(overrides), return_hydra_config=True)
             composed.append(
                 Composed(
                     overrides=tuple(overrides),
@@ -367,6 +382,35 @@ def _unreadable(path: Path, found: str) -> ConfigError:
     )
 
 
+def study_in(path: Path) -> StudyConfig:
+    """Read a study from a file outside the config groups; it has the keys of ``conf/study``.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds other keys or values.
+    """
+    try:
+        values = _mapping_in(path)
+        values.pop("defaults", None)  # of a file that also serves as an option
+        node = copied(_structured(StudyConfig))
+        node.merge_with(values)
+        missing = sorted(OmegaConf.missing_keys(node))
+        study = None if missing else OmegaConf.to_object(node)
+    except DataError as error:
+        raise ConfigError("cannot be read", where=str(path), found=error.found) from error
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(
+            "is no study",
+            where=f"{path}: {key}" if key else str(path),
+            found=(str(error).splitlines() or [type(error).__name__])[0],
+            expected="the keys of a file of conf/study; docs/studies.md lists them",
+        ) from error
+    if missing:
+        raise ConfigError("is no study", where=str(path), found=f"no {', '.join(missing)}")
+    assert isinstance(study, StudyConfig)
+    return study
+
+
 def _mapping_in(path: Path) -> DictConfig:
     """Read a file once; OmegaConf gets only bytes that the bounded parser accepted as a mapping.
 
@@ -432,7 +476,8 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
-    if group in CLASS_GROUPS and values.get("_target_") not in our_targets():
+    is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
+    if is_own and not is_installed(group, values):
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 

@@ -273,6 +273,16 @@ class ColumnsConfig:
     language: str | None = setting(None, "Column of the language that an answer is written in.")
     group: str | None = setting(None, "Column of what must stay on one side of the split.")
     difficulty: str | None = setting(None, "Column of a difficulty from 1 to 10.")
+    fields: dict[str, str] = setting(
+        {}, "Columns of further fields that the objective reads, by the fields' names."
+    )
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The columns that are named, by field; a further field's key begins with `fields.`."""
+        fields = [one.name for one in dataclasses.fields(self) if one.name != "fields"]
+        own = {name: column for name in fields if (column := getattr(self, name)) is not None}
+        return own | {f"fields.{name}": column for name, column in self.fields.items()}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -340,8 +350,9 @@ class JsonlData(RowsData):
     source: str = "jsonl"
     path: Any = setting(
         MISSING,
-        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: .jsonl "
-        "and .json, also with .gz or .zst, .parquet and .arrow. A line holds at most 64 MiB.",
+        "Files of rows: one file, a list of them, or a glob (rows/*.jsonl). By their names: "
+        ".jsonl, .json and .csv, also with .gz or .zst, .parquet and .arrow. A line holds at most "
+        "64 MiB.",
         contract=("data.train_file",),
     )
     val_path: Any = setting(

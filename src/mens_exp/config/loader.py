@@ -70,11 +70,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "tokenizer": {"tokenizer": model.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
     "lora": {"lora": lora.LoraConfig},
-    "objective": {
-        "causal": objective.CausalObjective,
-        "assistant": objective.AssistantObjective,
-        "last_k": objective.LastKObjective,
-    },
+    "objective": {name: spec.schema for name, spec in objective.OBJECTIVES.built_in.items()},
     "backend": {
         "qlora": backend.QloraConfig,
         "lora": backend.LoraGraphConfig,
@@ -109,6 +105,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "unsafe": evaluation.UnsafeSandbox,
         "none": evaluation.NoSandbox,
     },
+    "study": {"study": promotion.StudyConfig},
     "policy": {
         "burn_production": promotion.BurnProductionPolicy,
         "qlora_plateau": promotion.QloraPlateauPolicy,
@@ -138,7 +135,11 @@ DISCRIMINATORS = {
 }
 
 # Groups of which installed packages add schemas; each spec has its own.
-REGISTRIES: dict[str, Registry[Any]] = {"suite": suite.SUITES}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "lora": lora.ADAPTERS,
+    "objective": objective.OBJECTIVES,
+    "suite": suite.SUITES,
+}
 
 # Names of schemas in the records of earlier runs.
 _EARLIER = {"model": {"directory": "hf"}}
@@ -246,7 +247,7 @@ class InstalledSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the schema of an installed object."""
         group, name = _schema_at(config_path) or ("", "")
-        node = _open(REGISTRIES[group].named(name).schema)
+        node = _open(_schema_in(REGISTRIES[group].named(name)))
         return ConfigResult(
             self.provider, config_path, node, {"package": None}, is_schema_source=True
         )
@@ -333,6 +334,13 @@ def is_open(node: Any) -> bool:
     return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
 
 
+def is_installed(group: str, values: dict[str, Any]) -> bool:
+    """Return whether stored ``values`` of ``group`` are of an object that a package adds."""
+    if group not in REGISTRIES or group not in DISCRIMINATORS:
+        return False
+    return values.get(DISCRIMINATORS[group]) in REGISTRIES[group].installed_names()
+
+
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:
     """Return the dataclass for stored ``values`` of ``group``.
 
@@ -352,8 +360,16 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
         value = values[DISCRIMINATORS[group]]
         name = _EARLIER.get(group, {}).get(value, value)
         added = REGISTRIES[group].known(name) if group in REGISTRIES else None
-        return schemas[name] if added is None else added.schema
+        return schemas[name] if added is None else _schema_in(added)
+    if group == "lora" and (method := lora.ADAPTERS.known(values.get("variant", "lora"))):
+        return _schema_in(method)
     return schemas[group]
+
+
+def _schema_in(spec: Any) -> type:
+    """Return the settings of a spec; an adapter method without its own has the group's."""
+    found: type = spec.schema or lora.LoraConfig
+    return found
 
 
 _MOST = 32  # cached choices of options, a few hundred kilobytes each

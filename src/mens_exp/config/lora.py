@@ -1,29 +1,250 @@
-"""LoRA settings: target layers, adapter shape and initialization."""
+"""Settings of `lora`; and the adapter methods and initializations: what others ask of each.
+
+Nothing here imports torch. The object that places layers on a model, starts, saves and merges them
+is named by :attr:`AdapterSpec.method`; it extends :class:`mens_exp.lora.method.AdapterMethod`.
+
+An installed package adds a method under the entry point group ``mens_exp.adapter_methods``
+(:mod:`mens_exp.config.plugins`). Its name is the value of `lora.variant`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting, when
+from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm
+from mens_exp.config.fields import Condition, Effect, setting, when
+from mens_exp.config.plugins import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_OF_LORA = frozenset(
+    {"r", "alpha", "dropout", "rank_pattern", "alpha_pattern", "init", "loftq_iters"}
+)
+_LINEAR_ALONE = "the adapter method is for linear layers of decoder layers alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpec:
+    """One way to adapt a layer; the defaults are those of a method of your own.
+
+    Attributes:
+        name: value of `lora.variant`, and the name in records.
+        method: ``module:name`` of the :class:`mens_exp.lora.method.AdapterMethod`.
+        form: the tensors of each layer, as records have them.
+        settings: the settings of the `lora` group that it reads, besides its targets.
+        schema: the group's settings, if it has some of its own; None is `LoraConfig`.
+        inits: the values of `lora.init` that it can start from.
+        backends: the backends that can have it.
+        peft: keys of PEFT's LoRA configuration that select it; None if PEFT has no form of it.
+        keeps_inputs: whether the backward pass keeps the input of an adapted layer.
+        not_on_head: why it cannot adapt the head; None if it can.
+        not_on_experts: why it cannot adapt the experts of a layer; None if it can.
+        not_merged: why it cannot be merged into weights; None if it can.
+    """
+
+    name: str
+    method: str
+    form: AdapterForm
+    settings: frozenset[str] = frozenset()
+    schema: type[LoraConfig] | None = None
+    inits: frozenset[str] = frozenset({"default"})
+    backends: tuple[str, ...] = ("qlora", "lora")
+    peft: Mapping[str, bool] | None = None
+    keeps_inputs: bool = False
+    not_on_head: str | None = _LINEAR_ALONE
+    not_on_experts: str | None = _LINEAR_ALONE
+    not_merged: str | None = None
+
+    def fits(self, settings: LoraConfig) -> bool:
+        """Return whether the group has the settings that it reads."""
+        return self.schema is None or isinstance(settings, self.schema)
+
+    def rank(self, settings: LoraConfig) -> int:
+        """Return the rank for records; 1 for a method without one."""
+        return settings.r if "r" in self.settings else 1
+
+    def alpha(self, settings: LoraConfig) -> int:
+        """Return the alpha for records; 1 for a method without one."""
+        return settings.alpha if "alpha" in self.settings else 1
+
+    def kept_per_token(self, *, r: int, out: int) -> int:
+        """Return the elements that the backward pass keeps of a layer, besides its input.
+
+        Args:
+            r: rank of the layer.
+            out: outputs of the layer.
+        """
+        del r
+        return out
+
+    def described(self, settings: LoraConfig) -> list[str]:
+        """Describe the adapter in a few words; defaults are omitted."""
+        found = [self.name]
+        for name in ("r", "alpha"):
+            if name in self.settings:
+                several = getattr(settings, "rank_pattern" if name == "r" else "alpha_pattern")
+                found.append(f"{name} {getattr(settings, name)}{' and others' if several else ''}")
+        if "dropout" in self.settings:
+            found.append(f"dropout {settings.dropout:g}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lora(AdapterSpec):
+    """LoRA and its variants, through PEFT."""
+
+    method: str = "mens_exp.backends.lora:PEFT_LORA"
+    settings: frozenset[str] = _OF_LORA
+    inits: frozenset[str] = frozenset({"default", "pissa", "loftq"})
+    backends: tuple[str, ...] = ("qlora", "lora", "burn")
+    keeps_inputs: bool = True
+    not_on_head: str | None = None
+    not_on_experts: str | None = None
+
+    def kept_per_token(self, *, r: int, out: int) -> int:
+        """Return the size of A's output."""
+        del out
+        return r
+
+
+class _Plain(_Lora):
+    """Plain LoRA, which is not named in descriptions."""
+
+    def described(self, settings: LoraConfig) -> list[str]:
+        """Leave the name out."""
+        return super().described(settings)[1:]
+
+
+class _Dora(_Lora):
+    """DoRA, whose ratio of lengths scales an output."""
+
+    def kept_per_token(self, *, r: int, out: int) -> int:
+        """Return the sizes of A's output and of the one that is scaled."""
+        return r + out
+
+
+_BUILT_IN: dict[str, AdapterSpec] = {
+    spec.name: spec
+    for spec in (
+        _Plain(
+            name="lora",
+            form=FORMS["lora"],
+            backends=("qlora", "lora", "burn", "proxy"),
+            peft={},
+        ),
+        _Lora(name="rslora", form=FORMS["rslora"], peft={"use_rslora": True}),
+        _Dora(
+            name="dora",
+            form=FORMS["dora"],
+            peft={"use_dora": True},
+            not_on_head="the head has rows of zeros (padding), which have no direction to learn "
+            "apart",
+            not_on_experts="PEFT has no DoRA for experts",
+        ),
+    )
+}
+ADAPTERS = Registry(
+    kind="adapter method",
+    group="mens_exp.adapter_methods",
+    spec=AdapterSpec,
+    built_in=_BUILT_IN,
+)
+
+# Keys of PEFT's LoRA configuration that select one of ours.
+PEFT_FLAGS = tuple(
+    sorted({flag for spec in ADAPTERS.built_in.values() for flag in spec.peft or {}})
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSpec:
+    """One way to start an adapter.
+
+    Attributes:
+        name: value of `lora.init`, and the name in records.
+        start: ``module:name`` of the :class:`mens_exp.lora.method.Initialization` that makes
+            initial values of a weight; None draws A and sets B to zero.
+        settings: the settings of the `lora` group that it reads.
+    """
+
+    name: str
+    start: str | None = None
+    settings: frozenset[str] = frozenset()
+
+    @property
+    def from_weights(self) -> bool:
+        """Whether it starts from the base's weights and what quantization misses of them."""
+        return self.start is not None
+
+    def changes_base(self, settings: LoraConfig) -> bool:
+        """Return whether the base then holds the residual that is left of its weights."""
+        del settings
+        return self.from_weights
+
+    def record(self, settings: LoraConfig) -> dict[str, Any]:
+        """Return its settings for the adapter's record."""
+        return {name: getattr(settings, name) for name in sorted(self.settings)}
+
+
+class _OfError(InitSpec):
+    """The quantization error's best approximation, over several rounds."""
+
+    def changes_base(self, settings: LoraConfig) -> bool:
+        """Return whether there is more than one round: in the first, the base stays plain."""
+        return settings.loftq_iters > 1
+
+
+INITS = {
+    spec.name: spec
+    for spec in (
+        InitSpec(name="default"),
+        InitSpec(name="pissa", start="mens_exp.lora.method:PISSA"),
+        _OfError(
+            name="loftq", start="mens_exp.lora.method:LOFTQ", settings=frozenset({"loftq_iters"})
+        ),
+    )
+}
 
 
 class LoraVariant(Enum):
-    """The way the two matrices modify a weight."""
+    """Name of an adapter method; :mod:`mens_exp.config.lora` knows what each of them does."""
 
     lora = "lora"
     rslora = "rslora"
     dora = "dora"
+    vars().update({name: name for name in ADAPTERS.installed_names()})
+
+    @property
+    def spec(self) -> AdapterSpec:
+        """The adapter method."""
+        return ADAPTERS.named(self.value)
 
 
 class LoraInit(Enum):
-    """The initialization of the two matrices."""
+    """The initialization of an adapter's tensors."""
 
     default = "default"
     pissa = "pissa"
     loftq = "loftq"
+
+    @property
+    def spec(self) -> InitSpec:
+        """The initialization."""
+        return INITS[self.value]
+
+
+def _read(name: str) -> Condition:
+    """Return the condition that the adapter method reads a setting."""
+    return Condition(
+        holds=lambda config: name in config.lora.spec.settings,
+        words=lambda config: f"with lora.variant={config.lora.spec.name}, which does not read it",
+        needs="a lora.variant that reads it",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +270,7 @@ class LoraConfig:
         16,
         "Rank of the update (SigilDERG's value).",
         ge=1,
+        only_if=_read("r"),
         contract=("adapter.rank",),
         aliases={"lora_rank": "LLaMA-Factory and torchtune", "lora_r": "Axolotl and LitGPT"},
     )
@@ -56,6 +278,7 @@ class LoraConfig:
         16,
         "Numerator of the scale: alpha / r, alpha / sqrt(r) in rslora (SigilDERG's value).",
         ge=1,
+        only_if=_read("alpha"),
         contract=("adapter.alpha",),
         aliases={"lora_alpha": "PEFT, Axolotl, LLaMA-Factory, torchtune and LitGPT"},
     )
@@ -65,6 +288,7 @@ class LoraConfig:
         "weights PEFT adapts and not their inputs.",
         ge=0,
         lt=1,
+        only_if=_read("dropout"),
         contract=("adapter.dropout",),
         aliases={"lora_dropout": "PEFT, Axolotl, LLaMA-Factory, torchtune and LitGPT"},
     )
@@ -74,10 +298,16 @@ class LoraConfig:
         "the length of each output's weights apart (arXiv:2402.09353).",
     )
     rank_pattern: dict[str, int] = setting(
-        {}, "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts."
+        {},
+        "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts.",
+        only_if=_read("rank_pattern"),
+        idle={},
     )
     alpha_pattern: dict[str, int] = setting(
-        {}, "Alphas of single modules, by target. The last one that matches counts."
+        {},
+        "Alphas of single modules, by target. The last one that matches counts.",
+        only_if=_read("alpha_pattern"),
+        idle={},
     )
     init: LoraInit = setting(
         LoraInit.default,
@@ -99,6 +329,16 @@ class LoraConfig:
     )
 
     @property
+    def spec(self) -> AdapterSpec:
+        """The adapter method."""
+        return self.variant.spec
+
+    @property
     def start_changes_base(self) -> bool:
         """Whether the base holds the residual that initialization left of its weights."""
-        return self.init is LoraInit.pissa or (self.init is LoraInit.loftq and self.loftq_iters > 1)
+        return self.init.spec.changes_base(self)
+
+
+def plain_lora(targets: list[str]) -> LoraConfig:
+    """Return the group for a fresh adapter that adds nothing."""
+    return LoraConfig(name="plain", targets=targets, dropout=0.0)

@@ -1,8 +1,4 @@
-"""Check a single override: its key, type, place in a sweep, and the names used by other tools.
-
-Aliases are the names that other fine-tuners document for settings that exist here, so that an
-error message can suggest ours. A name used by several tools covers all of them.
-"""
+"""Check a single override: its key, its type, and its place in a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import copy
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,16 +23,15 @@ from omegaconf import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
-from mens_exp.config.compose import compose
 from mens_exp.config.fields import shown
-from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, declarations, is_open
-from mens_exp.config.root import MOVED, RunConfig, moved_to
+from mens_exp.config.loader import SET_BY_OPTION, is_open
+from mens_exp.config.root import MOVED, moved_to
+from mens_exp.config.suggestions import options_with, unknown_key
 from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, LocalLauncher
 from mens_exp.config.user_config import group_options
-from mens_exp.errors import ConfigError, MensError, NoEffectError, expected_name, nearest
+from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
-NO_KEY = "is no key of the chosen"
-
+MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
 _NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
 _WORDS = {
@@ -50,6 +45,30 @@ _ELEMENTS = {
     float: "numbers, such as [0.9,0.99]",
     str: "texts, such as [a,b]",
 }
+
+
+def spelled_out(texts: Sequence[str]) -> list[str]:
+    """Expand short forms of overrides.
+
+    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
+    ``experiment=null`` the ``~experiment`` that Hydra knows.
+    """
+    return [_unset(_listed(_of_adapter(text))) for text in texts]
+
+
+def _unset(text: str) -> str:
+    group, _, value = text.partition("=")
+    return f"~{group}" if group in MAY_BE_UNSET and value == "null" else text
+
+
+def _of_adapter(text: str) -> str:
+    short = "adapter="
+    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
+    return f"adapter.file={text.removeprefix(short)}" if is_file else text
+
+
+def _listed(text: str) -> str:
+    return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
 
 
 def override_of(key: str, text: str) -> str:
@@ -79,8 +98,8 @@ def _problems(override: Override, reference: DictConfig, unsure: set[str]) -> It
     key, line = override.key_or_group, str(override.input_line)
     if not exists(reference, key):
         group, _, field = key.partition(".")
-        if group not in unsure or not _options_with(group, field):
-            yield _unknown_key(key, line, reference)
+        if group not in unsure or not options_with(group, field):
+            yield unknown_key(key, line, _leaves(reference))
     elif override.is_delete():
         yield from _deletion_problems(key)
     elif override.is_add():
@@ -133,7 +152,7 @@ def _values(override: Override) -> list[Any]:
 
 def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterator[ConfigError]:
     if not exists(reference, key):
-        yield _unknown_key(key, f"{key}={shown(value)}", reference)
+        yield unknown_key(key, f"{key}={shown(value)}", _leaves(reference))
         return
     if key in SET_BY_OPTION or key.endswith("._target_"):
         group = key.partition(".")[0]
@@ -202,75 +221,6 @@ def _accepted(node: Any, value: Any) -> str:
         return f"a list of {_ELEMENTS.get(element, 'values')}"
     word = _WORDS.get(type(node), "another value")
     return f"{word}, or null" if node._is_optional() else word  # noqa: SLF001
-
-
-def _unknown_key(key: str, found: str, reference: DictConfig) -> ConfigError:
-    group, _, field = key.partition(".")
-    owners = _options_with(group, field)
-    if owners:
-        return ConfigError(
-            f"{NO_KEY} {group}",
-            where=key,
-            found=found,
-            expected=f"{group}={' or '.join(owners)}, which has it",
-            remedy=f"add {group}={owners[0]}, or drop {key}",
-        )
-    peer = _alias(key, found)
-    return peer or ConfigError(
-        "unknown key", where=key, found=found, expected=_expected_key(key, reference)
-    )
-
-
-def _alias(key: str, found: str) -> ConfigError | None:
-    """Return an error that names our equivalent if the key is another fine-tuner's setting."""
-    peer = alias_of(key)
-    if peer is None:
-        return None
-    what = f"is what {peer.used_by} call{'' if ' and ' in peer.used_by else 's'} it"
-    if peer.ours is None:
-        return ConfigError(f"{what}; it is not offered here", where=key, found=found)
-    value = found.partition("=")[2] or "…"
-    is_group = peer.ours in group_options()
-    remedy = f"write {peer.how or f'{peer.ours}={value}'}"
-    kind = "the group " if is_group else ""
-    return ConfigError(
-        what,
-        where=key,
-        found=found,
-        expected=f"{kind}{peer.ours}, as it is called here",
-        remedy=remedy,
-    )
-
-
-def _expected_key(key: str, reference: DictConfig) -> str:
-    """Suggest the keys that could have been meant: siblings, else keys with the same last name."""
-    leaves = _leaves(reference)
-    beside: list[str] = []
-    parent = key
-    while "." in parent and not beside:
-        parent = parent.rpartition(".")[0]
-        beside = [leaf for leaf in leaves if leaf.startswith(f"{parent}.")]
-    if beside:
-        close = nearest(key, beside)
-        return f"one of {', '.join(beside)}{f'; the nearest is {close}' if close else ''}"
-    namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == key]
-    if namesakes:
-        return f"the whole path, {' or '.join(namesakes)}"
-    return expected_name(key, leaves if "." in key else [*RunConfig.__dataclass_fields__, *leaves])
-
-
-def _options_with(group: str, field: str) -> list[str]:
-    """Return the options whose schema has the field, for a group with several schemas."""
-    schemas = SCHEMAS.get(group, {})
-    if len(schemas) < 2 or group == "callbacks":  # noqa: PLR2004
-        return []
-    if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
-        return []
-    cells = compose([[f"{group}={option}"] for option in group_options()[group]])
-    owners = [c for c in cells if field in c.values[group].keys()]  # noqa: SIM118
-    # First the options that leave the key to the user, then those that set it themselves.
-    owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
-    return [owner.choices[group] or "" for owner in owners]
 
 
 IN_PROCESS = "basic"
@@ -388,89 +338,3 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             found=line,
             remedy=f"drop {key}, or hydra/launcher={IN_PROCESS}",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A name used by another tool.
-
-    Attributes:
-        ours: the equivalent key or group here; None if there is none.
-        used_by: the tools that use the name.
-        how: what to write instead, where a key alone would not suffice.
-    """
-
-    ours: str | None
-    used_by: str
-    how: str | None = None
-
-
-_HF = "Transformers and TRL"
-_AX = "Axolotl"
-_LF = "LLaMA-Factory"
-_PEFT = "PEFT"
-_BNB = "bitsandbytes"
-_UN = "Unsloth"
-
-# Names that match no single setting here exactly; the rest are in the declarations.
-_OTHERS: dict[str, Alias] = {
-    "adam_beta1": Alias("optim.betas", _HF, "optim.betas=[<beta1>,<beta2>]"),
-    "adam_beta2": Alias("optim.betas", f"{_HF} and {_AX}", "optim.betas=[<beta1>,<beta2>]"),
-    "optimizer": Alias("optim", f"{_AX}, torchtune and LitGPT", "optim=adamw"),
-    "global_batch_size": Alias(
-        "trainer.accumulate_grad_batches",
-        "LitGPT",
-        "data.micro_batch_size=… and trainer.accumulate_grad_batches=…, whose product it is",
-    ),
-    "lora_target_linear": Alias("lora", _AX, "lora=all_linear"),
-    "finetuning_type": Alias("backend", _LF, "backend=qlora"),
-    "load_in_4bit": Alias("backend", f"Transformers, {_AX} and {_UN}", "backend=qlora"),
-    "load_in_8bit": Alias("quant", f"Transformers, {_AX} and {_UN}", "quant=int8"),
-    "quantization_bit": Alias("backend", _LF, "backend=qlora"),
-    "lr_scheduler_type": Alias("schedule", f"{_HF} and {_LF}", "schedule=cosine"),
-    "lr_scheduler": Alias("schedule", _AX, "schedule=cosine"),
-    "base_model": Alias("model.id", _AX, "model=hf model.id=<hub id or directory>"),
-    "model_name_or_path": Alias(
-        "model.id", f"{_HF} and {_LF}", "model=hf model.id=<hub id or directory>"
-    ),
-    "model_name": Alias("model.id", _UN, "model=hf model.id=<hub id or directory>"),
-    "checkpoint_dir": Alias(
-        "model.id", "torchtune and LitGPT", "model=hf model.id=<hub id or directory>"
-    ),
-    "dataset_path": Alias("data.path", "TRL", "data=jsonl data.path=<file>"),
-    "dataset_name": Alias(
-        "data.id", "TRL", "data=hub data.id=<id>, or data=jsonl data.path=<file>"
-    ),
-    "dataset": Alias("data.path", _LF, "data=jsonl data.path=<file>"),
-    "datasets": Alias("data.path", _AX, "data=jsonl data.path=<file>"),
-    "train_on_inputs": Alias("objective", _AX, "objective=causal (true), objective=assistant"),
-    "train_on_prompt": Alias("objective", _LF, "objective=causal (true), objective=assistant"),
-    "assistant_only_loss": Alias("objective", "TRL", "objective=assistant (true)"),
-    "mask_prompt": Alias("objective", "LitGPT", "objective=assistant (true)"),
-    "output_dir": Alias("hydra.run.dir", f"{_HF}, {_AX} and {_LF}"),
-    "out_dir": Alias("hydra.run.dir", "LitGPT"),
-    "report_to": Alias("logger", _HF, "logger=wandb, logger=tensorboard or logger=csv"),
-    "use_wandb": Alias("logger", _AX, "logger=wandb"),
-    "load_best_model_at_end": Alias("adapter.select", _HF, "adapter.select=best"),
-    "resume_from_checkpoint": Alias("resume", f"{_HF}, {_AX} and torchtune", "resume=<run>|latest"),
-    "neftune_noise_alpha": Alias(None, f"TRL, {_AX} and {_LF}"),
-    "use_flash_attention_2": Alias(None, "Transformers"),
-    "flash_attention": Alias(None, _AX),
-    "deepspeed": Alias(None, f"{_HF} and {_AX}"),
-}
-
-
-def _of_settings() -> Iterator[tuple[str, Alias]]:
-    """Yield the aliases that are stated in the declarations of settings."""
-    for path, several in declarations().items():
-        for about in several:
-            for name, used_by in (about.aliases or {}).items():
-                yield name, Alias(path, used_by)
-
-
-ALIASES: dict[str, Alias] = {**dict(_of_settings()), **_OTHERS}
-
-
-def alias_of(key: str) -> Alias | None:
-    """Return the alias for an unknown key, looked up by its last part."""
-    return ALIASES.get(key.rpartition(".")[2])

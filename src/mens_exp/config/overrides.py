@@ -21,15 +21,23 @@ from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.config.compose import Composed, compose, typed
 from mens_exp.config.fields import shown
 from mens_exp.config.override_values import (
+    MAY_BE_UNSET,
     exists,
     launcher_of,
+    spelled_out,
     sweep_override_problems,
     value_problems,
     with_moved_keys,
     without_joblib,
 )
 from mens_exp.config.root import RunConfig
-from mens_exp.config.user_config import group_options, user_config_problems
+from mens_exp.config.suggestions import meant_by
+from mens_exp.config.user_config import (
+    Sources,
+    group_options,
+    sources_of,
+    user_config_problems,
+)
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
@@ -38,6 +46,9 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
+
+
+_OFF = {"logger": "none", "suite": "none", "sandbox": "none"}  # options that switch something off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,24 +93,6 @@ class Checked:
     faulty: dict[int, Faulty] = field(default_factory=dict)
 
 
-def spelled_out(texts: Sequence[str]) -> list[str]:
-    """Expand short forms of overrides.
-
-    ``adapter=<file>`` becomes the key ``adapter.file``, and ``path=[a,b]`` the string ``a,b``.
-    """
-    return [_listed(_of_adapter(text)) for text in texts]
-
-
-def _of_adapter(text: str) -> str:
-    short = "adapter="
-    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
-    return f"adapter.file={text.removeprefix(short)}" if is_file else text
-
-
-def _listed(text: str) -> str:
-    return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
-
-
 def check(
     texts: Sequence[str],
     *,
@@ -130,6 +123,8 @@ def check(
     texts, moved = with_moved_keys(texts, multirun=multirun)
     texts, late = without_joblib(texts, multirun=multirun)
     late = [*moved, *late]
+    if multirun:
+        texts = [*_swept_by_config(texts), *texts]
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]
@@ -165,6 +160,43 @@ def check(
     )
 
 
+def sources_in(
+    texts: Sequence[str], *, name: str | None = None, directory: str | None = None
+) -> Sources:
+    """Return the config sources that a command adds.
+
+    Args:
+        texts: its overrides; the last ``hydra.searchpath`` counts.
+        name: of ``--config-name``.
+        directory: of ``--config-dir``.
+
+    Raises:
+        ConfigError: a source is not there.
+        Problems: several of these.
+    """
+    paths = [text for text in texts if text.lstrip("+").startswith("hydra.searchpath=")]
+    override = parsed_override(paths[-1], []) if paths else None
+    value = None if override is None else override.value()
+    listed = [str(one) for one in value] if isinstance(value, list) else []
+    return sources_of(name, directory, listed)
+
+
+def _swept_by_config(texts: Sequence[str]) -> list[str]:
+    """Return the overrides of ``hydra.sweeper.params``; those of the command line win.
+
+    As in Hydra, an option that is swept itself says nothing.
+    """
+    parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
+    plain = [_line(override) for override in parsed if not override.is_sweep_override()]
+    try:
+        sweeper = compose([plain])[0].sweeper
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return []  # reported with the rest
+    params = sweeper.get("params") if sweeper["name"] == "basic" else None
+    given = {_key(text) for text in texts}
+    return [f"{key}={shown(value)}" for key, value in (params or {}).items() if key not in given]
+
+
 def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:
     return tuple({str(problem): problem for problem in problems}.values())
 
@@ -197,15 +229,11 @@ def parsed_override(text: str, problems: list[MensError]) -> Override | None:
     try:
         override: Override = _parser().parse_overrides([text])[0]
     except HydraException as error:
+        quoted = f"quote special characters in the value ({_first_line(error)})"
+        remedy = quoted if "=" in text.lstrip("=") else meant_by(text)
+        expected = "key=value or group=option"
         problems.append(
-            ConfigError(
-                "not an override",
-                found=text,
-                expected="key=value or group=option",
-                remedy=f"quote special characters in the value ({_first_line(error)})"
-                if "=" in text
-                else None,
-            )
+            ConfigError("not an override", found=text, expected=expected, remedy=remedy)
         )
         return None
     return override
@@ -266,9 +294,11 @@ def _has_place(override: Override, references: Sequence[DictConfig]) -> bool:
 def _group_problems(override: Override) -> list[ConfigError]:
     group, line = override.key_or_group, _line(override)
     if override.is_delete():
-        if group not in RunConfig.__dataclass_fields__:
+        if group in MAY_BE_UNSET:
             return []
-        return [ConfigError("every run needs this group", where=group, found=line)]
+        off = _OFF.get(group)
+        remedy = f"write {group}={off}" if off else f"choose an option, {group}=…"
+        return [ConfigError("every run needs this group", where=group, found=line, remedy=remedy)]
     if override.is_add() or override.is_force_add() or override.package is not None:
         listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
         return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
@@ -282,7 +312,6 @@ def _group_problems(override: Override) -> list[ConfigError]:
         )
         for value in _options_given(override)
         if value not in options
-        and not (group in {"preset", "experiment", "policy"} and value in {None, "null"})
     ]
 
 
@@ -371,6 +400,11 @@ class _Given:
     drawn: frozenset[str]
     first: int
 
+    @property
+    def texts(self) -> list[str]:
+        """The overrides, as typed."""
+        return [_line(override) for override in self.overrides]
+
 
 def _cells(
     given: _Given, general: list[MensError], made: list[Composed]
@@ -408,10 +442,21 @@ def _judged(
     config = typed(one.values)
     idle = {_key(text) for text in dropped}
     keys = [o.key_or_group for o in given.overrides if o.key_or_group not in idle]
+    told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
     problems = problems_of(config)
-    problems += unread_overrides(config.task.name, keys, path=config.path)
+    problems += unread_overrides(
+        config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
+    )
     problems += ineffective_overrides(config, keys)
     return Cell(composed=one, config=config, number=number, dropped=dropped), problems
+
+
+def _switches_off(override: Override) -> bool:
+    """Return whether an override asks for nothing, which is no mistake where there is nothing."""
+    key = override.key_or_group
+    if override.is_delete():
+        return key in MAY_BE_UNSET
+    return not override.is_sweep_override() and override.value() == _OFF.get(key, override)
 
 
 def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:

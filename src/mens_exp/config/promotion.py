@@ -1,4 +1,4 @@
-"""Settings of task=compare and task=promote, and the promotion policies."""
+"""Settings of task=compare, task=promote and studies, and the promotion policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Condition, setting, unless
+from mens_exp.config.fields import Condition, section, setting, unless
 
 
 class CompareTest(Enum):
@@ -269,3 +269,82 @@ class PromoteConfig:
     target: CompareTarget = setting(
         CompareTarget.these_items, "`compare.target` of it.", only_if=_OF_A_CYCLE
     )
+
+
+class Stopping(Enum):
+    """The rule that ends a study."""
+
+    all_seeds = "all_seeds"
+    first_verdict = "first_verdict"
+
+
+@dataclass(kw_only=True, slots=True)
+class StudyBudget:
+    """The most that a study may cost; null sets no limit."""
+
+    runs: int | None = setting(None, "Runs of all arms and seeds together.", ge=1)
+    hours: float | None = setting(
+        None,
+        "Hours of all runs together. A study that is expected to take more is refused; one that "
+        "has taken more starts no further seed.",
+        gt=0,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class StudyConfig:
+    """A study: its hypothesis, its arms, and how they are judged, registered before any run."""
+
+    hypothesis: str = setting(
+        MISSING, "The statement that the study tests, in one sentence, about arm and reference."
+    )
+    shared: list[str] = setting([], "Overrides of every run, such as experiment=double_quant.")
+    arms: dict[str, list[str]] = setting(
+        {}, "The arms: a name for each, and its overrides. Instead of `grid`."
+    )
+    grid: dict[str, Any] = setting(
+        {}, "Values by key; each combination is an arm. Instead of `arms`."
+    )
+    seeds: list[int] = setting(
+        MISSING, "Seeds that every arm runs with, in their order; five or more tell something."
+    )
+    reference: str | None = setting(
+        None, "The arm that others are compared with, as compare.reference; null is the first."
+    )
+    primary: str = setting("val_loss", "The KPI that the hypothesis is about.")
+    direction: Direction = setting(
+        Direction.lower, "Which way the KPI of an arm goes from that of the reference, if true."
+    )
+    margin: float = setting(
+        0.0, "By how much, in the KPI's unit: the interval has to lie beyond it.", ge=0
+    )
+    alpha: float = setting(
+        0.05, "Two-sided error rate, shared by all arms (Holm).", ge=1e-9, lt=0.5
+    )  # the field's convention
+    test: CompareTest = setting(CompareTest.t, "`compare.test` of the verdicts.")
+    target: CompareTarget = setting(CompareTarget.these_items, "`compare.target` of the verdicts.")
+    stopping: Stopping = setting(
+        Stopping.all_seeds,
+        "all_seeds: every seed runs, and one look decides; first_verdict: one seed after the other "
+        "runs until every arm has a verdict, by p-values that hold at any number of looks.",
+    )
+    budget: StudyBudget = section(StudyBudget)
+
+    def compared(self, factors: list[str]) -> CompareConfig:
+        """Return the settings of the study's comparison.
+
+        Args:
+            factors: settings and groups that the arms differ in.
+        """
+        sequential = Sequential.none
+        if self.stopping is Stopping.first_verdict:
+            sequential = Sequential.always_valid
+        return CompareConfig(
+            factors=factors,
+            primary=self.primary,
+            reference=self.reference,
+            alpha=self.alpha,
+            test=self.test,
+            target=self.target,
+            sequential=sequential,
+        )

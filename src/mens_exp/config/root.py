@@ -17,7 +17,13 @@ from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import OptimizerConfig, ScheduleConfig
-from mens_exp.config.promotion import DECIDES, CompareConfig, PolicyConfig, PromoteConfig
+from mens_exp.config.promotion import (
+    DECIDES,
+    CompareConfig,
+    PolicyConfig,
+    PromoteConfig,
+    StudyConfig,
+)
 from mens_exp.config.quant import QuantConfig
 from mens_exp.config.suite import SuiteConfig, by_suite
 from mens_exp.config.sweep import SweepConfig
@@ -312,4 +318,7 @@ class RunConfig:
         None, "A config group; see its options.", changes=Effect.NOTHING, read_by={"promote"}
     )
     promote: PromoteConfig = section(PromoteConfig, changes=Effect.NOTHING, read_by={"promote"})
+    study: StudyConfig | None = setting(
+        None, "A config group; see its options.", changes=Effect.NOTHING, read_by=TRAINING
+    )
     sweep: SweepConfig = section(SweepConfig, changes=Effect.NOTHING)

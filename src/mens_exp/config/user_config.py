@@ -1,22 +1,19 @@
-"""User options in ``./conf``: discovery, schemas for user classes, and checks of untrusted configs.
+"""User options in ``./conf``: discovery, and schemas for user classes.
 
 Files in ``./conf`` add options to our groups and never replace ours. Two options of the same name
 would give a command different meanings in different directories, so that is an error. A YAML that
 names a class and inherits from nothing gets a schema made from its own keys and values, so that a
 misspelled key is an error that suggests the nearest name. Hydra searches ``./conf`` after our own
 directory.
-
-A stored config.yaml may come from someone else. It may name our classes, Lightning's and torch's,
-each in the place of its group. Any other class must also be named in ``./conf`` of the working
-directory, which is how the user declares it trusted. The same holds for a model with remote code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +32,7 @@ from mens_exp.config.trainer import CallbackConfig
 from mens_exp.errors import ConfigError, DataError, Problems, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.config_source import ConfigResult
@@ -104,7 +101,105 @@ def _default(value: Any) -> Any:
     return [] if isinstance(value, list) else {} if isinstance(value, dict) else value
 
 
-_frozen: Path | None = None
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The config sources that a command adds.
+
+    Attributes:
+        name: the primary config, which is ours unless the command names another.
+        directories: directories of options, besides ``./conf``, in their order.
+    """
+
+    name: str = "config"
+    directories: tuple[Path, ...] = ()
+
+
+_sources = Sources()
+_frozen: tuple[Path, ...] | None = None
+
+
+@contextmanager
+def reading(sources: Sources) -> Iterator[None]:
+    """Read other config sources too inside the block."""
+    global _sources  # noqa: PLW0603  # Hydra instantiates its plugin classes itself
+    before, _sources = _sources, sources
+    try:
+        yield
+    finally:
+        _sources = before
+
+
+def primary_config() -> str:
+    """Return the name of the primary config."""
+    return _sources.name
+
+
+def sources_of(name: str | None, directory: str | None, searchpath: Sequence[str]) -> Sources:
+    """Return the sources that flags and overrides of a command add.
+
+    Args:
+        name: of ``--config-name``.
+        directory: of ``--config-dir``.
+        searchpath: of ``hydra.searchpath`` on the command line; empty takes the primary config's.
+
+    Raises:
+        ConfigError: a source is not there.
+        Problems: several of these.
+    """
+    problems: list[ConfigError] = []
+    told = [] if directory is None else [("--config-dir", f"file://{directory}")]
+    found = [one for where, text in told if (one := _source(where, text, problems)) is not None]
+    stem = "config" if name is None else name.removesuffix(".yaml")
+    places = [config_directory(), *filter(None, [user_directory()]), *found]
+    file = next((one / f"{stem}.yaml" for one in places if (one / f"{stem}.yaml").is_file()), None)
+    if file is None:
+        problems.append(
+            ConfigError(
+                "there is no such primary config",
+                where="--config-name",
+                found=str(name),
+                expected=f"{stem}.yaml in {', '.join(map(str, places[1:])) or './conf'}",
+                remedy="name a file of ./conf, or of the directory that --config-dir names",
+            )
+        )
+    listed = list(searchpath) or ([] if file is None else _searchpath_in(file))
+    for text in listed:
+        one = _source("hydra.searchpath", text, problems)
+        found += [] if one is None else [one]
+    Problems.raise_if(problems)
+    return Sources(stem, tuple(dict.fromkeys(found)))
+
+
+def _source(where: str, text: str, problems: list[ConfigError]) -> Path | None:
+    """Return the directory of a source; one that is not there is added to the problems."""
+    scheme, _, rest = text.rpartition("://")
+    try:
+        place = Path(rest).expanduser()
+        if scheme == "pkg":
+            place = Path(str(resources.files(rest)))
+        if scheme in {"", "file", "pkg"} and place.is_dir():
+            return place.absolute()
+    except (ImportError, TypeError, ValueError):
+        pass
+    problems.append(
+        ConfigError(
+            "is no directory of options",
+            where=where,
+            found=text,
+            expected="file://<directory>, or pkg://<importable package>",
+        )
+    )
+    return None
+
+
+def _searchpath_in(file: Path) -> list[str]:
+    """Return the search path that a primary config asks for."""
+    values = read_option(file)
+    hydra = values.get("hydra") if isinstance(values, dict) else None
+    listed = hydra.get("searchpath") if isinstance(hydra, dict) else None
+    resolved = OmegaConf.to_container(OmegaConf.create({"of": listed or []}), resolve=True)
+    assert isinstance(resolved, dict)
+    return [str(one) for one in resolved["of"]]
 
 
 def config_directory() -> Path:
@@ -116,17 +211,23 @@ def config_directory() -> Path:
 
 def user_directory() -> Path | None:
     """Return ``./conf`` of the working directory, if it exists and is not our own."""
-    if _frozen is not None:
-        return _frozen
     here = Path.cwd() / "conf"
     return here if here.is_dir() and here.resolve() != config_directory().resolve() else None
 
 
+def user_directories() -> tuple[Path, ...]:
+    """Return every directory of the user's options, in the order in which Hydra searches them."""
+    if _frozen is not None:
+        return _frozen
+    own = user_directory()
+    return (*([] if own is None else [own]), *_sources.directories)
+
+
 @contextmanager
-def frozen_as(copy: Path | None) -> Iterator[None]:
-    """Read ``./conf`` from a copy within the context, whatever happens to the original."""
+def frozen_as(copies: Sequence[Path]) -> Iterator[None]:
+    """Read the user's options from copies within the context, whatever becomes of the originals."""
     global _frozen  # noqa: PLW0603  # Hydra instantiates its plugin classes itself
-    before, _frozen = _frozen, copy
+    before, _frozen = _frozen, tuple(copies)
     try:
         yield
     finally:
@@ -148,7 +249,7 @@ def our_options() -> dict[str, tuple[str, ...]]:
 def group_options() -> dict[str, tuple[str, ...]]:
     """List every config group and its options, ours first."""
     own: dict[str, list[str]] = {}
-    for file in _own_files():
+    for _, file in _own_files():
         group, _, option = file.with_suffix("").as_posix().partition("/")
         own.setdefault(group, []).append(option)
     return {
@@ -157,41 +258,42 @@ def group_options() -> dict[str, tuple[str, ...]]:
     }
 
 
-def _own_files() -> list[Path]:
-    """List the user's files, relative to their ``conf``."""
-    root = user_directory()
-    if root is None:
-        return []
-    return sorted(file.relative_to(root) for file in root.rglob("*.yaml"))
+def _own_files() -> list[tuple[Path, Path]]:
+    """List the user's files: their directory, and their path in it."""
+    return [
+        (root, file)
+        for root in user_directories()
+        for file in sorted(found.relative_to(root) for found in root.rglob("*.yaml"))
+    ]
 
 
 def user_fingerprint() -> tuple[Any, ...]:
-    """Return a fingerprint of ``./conf``: its path, and the size and time of each file."""
-    root = user_directory()
-    if root is None:
-        return ()
-    states = [(file, (root / file).stat()) for file in _own_files()]
-    return (root, *((file, state.st_size, state.st_mtime_ns) for file, state in states))
+    """Return a fingerprint of the user's options: each file with its size and its time."""
+    states = [(root / file, (root / file).stat()) for root, file in _own_files()]
+    return (_sources, *((file, state.st_size, state.st_mtime_ns) for file, state in states))
 
 
 def user_config_problems() -> Iterator[ConfigError]:
-    """Yield the problems that make a file of ``./conf`` ineffective or misleading."""
-    root = user_directory()
-    if root is None:
-        return
-    for file in _own_files():
+    """Yield the problems that make a file of the user's ineffective or misleading."""
+    for root, file in _own_files():
         yield from _file_problems(root, file)
-    for stray in sorted(root.rglob("*.yml")):
-        yield ConfigError(
-            "is not read",
-            where=f"conf/{stray.relative_to(root).as_posix()}",
-            expected="a name that ends in .yaml",
-            remedy=f"rename it to {stray.stem}.yaml",
-        )
+    for root in user_directories():
+        for stray in sorted(root.rglob("*.yml")):
+            yield ConfigError(
+                "is not read",
+                where=_place(root, stray.relative_to(root)),
+                expected="a name that ends in .yaml",
+                remedy=f"rename it to {stray.stem}.yaml",
+            )
+
+
+def _place(root: Path, file: Path) -> str:
+    """Return the name of a user's file in messages: short in ``./conf``, whole elsewhere."""
+    return f"conf/{file.as_posix()}" if root == user_directory() else str(root / file)
 
 
 def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
-    where = f"conf/{file.as_posix()}"
+    where = _place(root, file)
     ours = config_directory() / file
     group = file.parts[0]
     if ours.is_file():
@@ -210,7 +312,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             yield ConfigError(
                 "is in no config group", where=where, found=group, expected=f"such as {close}"
             )
-    elif isinstance(values := _read(root / file), str):
+    elif isinstance(values := read_option(root / file), str):
         yield ConfigError("is no YAML mapping", where=where, found=values)
     elif group in {"experiment", "preset"}:
         yield from (
@@ -222,7 +324,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
         yield from key_problems(values, where)
 
 
-def _read(file: Path) -> dict[str, Any] | str:
+def read_option(file: Path) -> dict[str, Any] | str:
     """Read a file's mapping, or return the reason why there is none."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), file.name)
@@ -233,45 +335,6 @@ def _read(file: Path) -> dict[str, Any] | str:
     if values is None:
         return {}
     return values if isinstance(values, dict) else type(values).__name__
-
-
-def targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of every ``_target_``, at any depth."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            if key == "_target_":
-                yield f"{prefix}{key}", value
-            else:
-                yield from targets_in(value, f"{prefix}{key}.")
-    elif isinstance(values, list):
-        for number, value in enumerate(values):
-            yield from targets_in(value, f"{prefix}{number}.")
-
-
-@functools.cache
-def our_targets() -> frozenset[str]:
-    """Return every class that our own options name."""
-    return _targets_under(config_directory())
-
-
-def user_targets() -> frozenset[str]:
-    """Return every class that ``./conf`` of the working directory names."""
-    root = user_directory()
-    return frozenset() if root is None else _targets_under(root) - our_targets()
-
-
-def user_trusted_models() -> frozenset[str]:
-    """Return the ids of models whose code ``./conf`` of the working directory trusts."""
-    root = user_directory()
-    files = [] if root is None else sorted(root.glob("model/*.yaml"))
-    options = [values for file in files if isinstance(values := _read(file), dict)]
-    return frozenset(str(o.get("id")) for o in options if o.get("trust_remote_code") is True)
-
-
-def _targets_under(root: Path) -> frozenset[str]:
-    return frozenset(
-        str(target) for file in root.rglob("*.yaml") for _, target in targets_in(_read(file))
-    )
 
 
 _SCHEME = "mens-own"
@@ -323,13 +386,13 @@ def _is_class(group: str, config: DictConfig) -> bool:
 
 
 class UserSearchPath(SearchPathPlugin):
-    """Search-path plugin that adds ``./conf`` of the working directory after our own."""
+    """Search-path plugin that adds the user's directories after our own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the directory, if it exists."""
-        directory = user_directory()
-        if directory is not None:
-            search_path.append("./conf", f"{_SCHEME}://{directory}")
+        """Add the directories of the user's options."""
+        for directory in user_directories():
+            name = "./conf" if directory == user_directory() else directory.name
+            search_path.append(name, f"{_SCHEME}://{directory}")
 
 
 def read_user_config() -> None:
@@ -337,86 +400,3 @@ def read_user_config() -> None:
     plugins = Plugins.instance()
     plugins.register(UserSource)
     plugins.register(UserSearchPath)
-
-
-_TRUSTED = ("mens_exp.", "lightning.", "torch.")
-_GROUPS = "|".join(sorted(CLASS_GROUPS.keys() - {"callbacks"}))
-_PLACE = re.compile(rf"(({_GROUPS})|callbacks\.\w+)\._target_")
-
-
-def refuse_untrusted(values: Any, file: Path) -> None:
-    """Refuse a stored configuration that could run untrusted code.
-
-    Args:
-        values: the configuration as plain data, with nothing resolved.
-        file: the file it was read from, for messages.
-
-    Raises:
-        ConfigError: it names an untrusted class, or refers to the environment.
-        Problems: several of these.
-    """
-    found = [*_targets(values, file), *_references(values, file), *_remote_code(values, file)]
-    found += _functions(values, file)
-    Problems.raise_if(found)
-
-
-def _targets(values: Any, file: Path) -> Iterator[ConfigError]:
-    vouched = user_targets() | our_targets()
-    for place, target in targets_in(values):
-        named = target if isinstance(target, str) else ""
-        trusted = named.startswith(_TRUSTED)
-        if named in vouched or (trusted and _PLACE.fullmatch(place)):
-            continue
-        yield ConfigError(
-            "a stored configuration may not name this class",
-            where=f"{file}: {place}",
-            found=str(target),
-            expected="a class of mens_exp, lightning or torch, at its group's own place"
-            if trusted
-            else "a class of mens_exp, lightning or torch",
-            remedy="if you know and trust it, name the same _target_ in a file of ./conf",
-        )
-
-
-def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
-    """Yield an error for a model's remote code, which an earlier command may have allowed."""
-    model = values.get("model") if isinstance(values, dict) else None
-    if not isinstance(model, dict) or model.get("trust_remote_code") is not True:
-        return
-    if str(model.get("id")) not in user_trusted_models():
-        yield ConfigError(
-            "a stored configuration may not run a model's own code",
-            where=f"{file}: model.trust_remote_code",
-            found=f"true, for {model.get('id')}",
-            expected="false, or a model that ./conf of the working directory trusts",
-            remedy="if you trust its code, write its id and trust_remote_code: true into a file "
-            "of ./conf/model",
-        )
-
-
-def _functions(values: Any, file: Path) -> Iterator[ConfigError]:
-    """Yield an error for a suite's function: a file that would run because of another's command."""
-    suite = values.get("suite") if isinstance(values, dict) else None
-    if isinstance(suite, dict) and suite.get("function") is not None:
-        yield ConfigError(
-            "a stored configuration may not name a function to run",
-            where=f"{file}: suite.function",
-            found=str(suite["function"]),
-            expected="null",
-            remedy="name it in your own command, task=evaluate suite.function=<file>.py:<name>",
-        )
-
-
-def _references(values: Any, file: Path, place: str = "") -> Iterator[ConfigError]:
-    """Yield the values that would be resolved when read, such as environment variables."""
-    if isinstance(values, dict | list):
-        pairs = values.items() if isinstance(values, dict) else enumerate(values)
-        for key, value in pairs:
-            yield from _references(value, file, f"{place}.{key}" if place else str(key))
-    elif isinstance(values, str) and "${" in values:
-        yield ConfigError(
-            "a stored configuration holds values, no references",
-            where=f"{file}: {place}",
-            found=values,
-            expected="what the run wrote",
-        )

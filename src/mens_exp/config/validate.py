@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,32 +64,48 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += suite.suite_problems(config)
     problems += task.compare_problems(config)
     problems += task.promote_problems(config)
+    problems += task.study_problems(config)
     return problems
 
 
-def unread_overrides(name: str, keys: Iterable[str], *, path: str | None = None) -> list[MensError]:
+def unread_overrides(
+    name: str, keys: Iterable[str], texts: Sequence[str] = (), *, path: str | None = None
+) -> list[MensError]:
     """List explicit overrides that the chosen task never reads.
 
     Args:
         name: the task's name.
         keys: override keys as given, without ``+`` or ``~``.
+        texts: all overrides as typed, for the command that would be accepted.
         path: the run that the task reads; with ``base``, the command's own model is used.
     """
     reads = TASK_READS[name] | _read_beside(name, path)
-    problems: list[MensError] = []
+    unread: list[str] = []
     for key in keys:
         group = key.split(".", 1)[0].split("/", 1)[0]  # hydra/launcher is Hydra's, as hydra.run
         whole_group = key == group and any(read.startswith(f"{group}.") for read in reads)
         if group not in _EVERYWHERE and not whole_group and not {key, group} & reads:
-            problems.append(
-                NoEffectError(
-                    f"with task={name}",
-                    where=key,
-                    expected=f"task={name} reads {', '.join(sorted(reads))}",
-                    remedy=f"drop {key}, or choose another task",
-                )
-            )
-    return problems
+            unread.append(key)
+    kept = [text for text in texts if text.lstrip("+~").partition("=")[0] not in unread]
+    command = shlex.join(["python", "-m", "mens_exp", *kept])
+    return [
+        NoEffectError(
+            f"with task={name}",
+            where=key,
+            expected=_tasks_that_read(key, name),
+            remedy=f"write {command}" if texts else f"drop {key}, or choose another task",
+        )
+        for key in unread
+    ]
+
+
+def _tasks_that_read(key: str, name: str) -> str:
+    """Say which tasks read a setting, or what a task reads if no other does."""
+    group = key.partition(".")[0]
+    tasks = [task for task, reads in TASK_READS.items() if {key, group} & reads]
+    if tasks:
+        return f"a task that reads it: {', '.join(f'task={task}' for task in tasks)}"
+    return f"nothing: task={name} has no such setting"
 
 
 def _read_beside(name: str, path: str | None) -> frozenset[str]:

@@ -280,9 +280,7 @@ def token_part(
         if roles.why_unknown is None
         else {f"tokens.{name}": roles.why_unknown for name in _OF_ROLES},
     )
-    path = _path(cache, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made.write(path)
+    made.keep(_path(cache, key))
     return made
 
 

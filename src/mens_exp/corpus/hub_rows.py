@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.errors import ConfigError, DataError, MissingExtra, expected_name
 from mens_exp.layout.hub import commit_of, dataset_files
 from mens_exp.layout.hub_errors import DATASET, translated
-from mens_exp.rows.decode import EXTRA, Located, rows_of_batches
+from mens_exp.rows.decode import Located
+from mens_exp.rows.tables import EXTRA, rows_of_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic, digest
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.data import ColumnsConfig, HubData, JsonlData, OnBadRow
+from mens_exp.config.data import HubData, JsonlData, OnBadRow
 from mens_exp.corpus import hub_rows
 from mens_exp.corpus.split import group_of
 from mens_exp.errors import DataError, MensError, Problems, RequestError, SetupError
@@ -145,14 +145,9 @@ def bytes_of(config: RowsData) -> dict[str, Any]:
 
 def how(config: RowsData, setting: str) -> Reading:
     """Return how the files or splits that a setting names are to be read."""
-    columns = {
-        field.name: column
-        for field in dataclasses.fields(ColumnsConfig)
-        if (column := getattr(config.columns, field.name)) is not None
-    }
     return Reading(
         form=config.format,
-        columns=columns,
+        columns=config.columns.given,
         group_column=config.group_column,
         setting=setting,
         quarantine=config.on_bad_row is OnBadRow.quarantine,

@@ -17,7 +17,7 @@ from mens_exp.artifacts.comparison import (
 )
 from mens_exp.artifacts.scorecard import UNSAFE, Condition
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.user_config import user_directory
+from mens_exp.config.user_config import user_directories
 from mens_exp.errors import ConfigError, RequestError, expected_name
 from mens_exp.evals.arms import (
     Arm,
@@ -245,19 +245,19 @@ def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None
     ours, theirs = arm.backend, reference.backend
     if "backend" not in factors or ours is None or theirs is None or ours == theirs:
         return None
-    own = user_directory()
+    own = user_directories()
     source = reference.trials[0].settings.get("model.source")
     return implied_by(lambda name: _learned_of(name, source == "random", own), ours, theirs)
 
 
 @functools.cache  # a composition takes a third of a second, and a policy reads many studies
-def _learned_of(backend: str, is_random: bool, own: Path | None) -> dict[str, Any]:
+def _learned_of(backend: str, is_random: bool, own: tuple[Path, ...]) -> dict[str, Any]:
     """Return the learned settings of a run with only its backend given.
 
     Args:
         backend: an option.
         is_random: whether the model has random weights, for which burn implies another tokenizer.
-        own: ``./conf`` of the working directory, which may add options.
+        own: directories of the user's options, which may add some.
     """
     del own  # part of the key alone
     model = ["model=random"] if is_random else []

@@ -22,7 +22,7 @@ from mens_exp.artifacts.digest import refuse_changed_adapter
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.backend import LoraGraphConfig, QloraConfig
-from mens_exp.config.lora import LoraConfig, LoraVariant
+from mens_exp.config.lora import ADAPTERS, LoraConfig, LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import QUANTIZERS, ComputeDtype, QuantConfig, QuantType, unquantized
 from mens_exp.config.task import ExportFormat
@@ -262,24 +262,28 @@ def config_of_adapter(
 def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
     path_of = {one.logical: one.stack or one.path for one in linear_modules(shape)}
     ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
-    is_dora = manifest.variant == "dora"
-    return LoraConfig(
+    spec = ADAPTERS.known(manifest.variant)
+    assert spec is not None, "the caller has asked whether it can be merged"
+    has_rank = "r" in spec.settings
+    return (spec.schema or LoraConfig)(
         name="adapter",
         targets=list(ranks),
         r=manifest.rank,
         alpha=manifest.rank,
         dropout=0.0,
-        variant=LoraVariant.dora if is_dora else LoraVariant.lora,
-        rank_pattern=ranks,
-        alpha_pattern=dict(ranks),
+        variant=LoraVariant("lora" if spec.form.root_scale else spec.name),
+        rank_pattern=ranks if has_rank else {},
+        alpha_pattern=dict(ranks) if has_rank else {},
     )
 
 
 def with_scale_one(
     manifest: AdapterManifest, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors with each layer's scale folded into its B, ``[out, r]``."""
+    """Return the tensors with each layer's scale folded into its B, ``[out, r]``, if any."""
     scaled = dict(tensors)
+    if not manifest.form.has_pair:
+        return scaled
     for layer in manifest.layer_order:
         B_OR = tensors[f"{layer}.lora_b"].astype(np.float64) * manifest.scale_of(layer)
         scaled[f"{layer}.lora_b"] = B_OR.astype(np.float32)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
+from mens_exp.artifacts.credentials import of_known_form
 from mens_exp.artifacts.digest import CHECKPOINT_DIGESTS, sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import check_type, parse_json
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.run_dir import RunDir
 
 _TEXT = {".json", ".jsonl", ".yaml", ".md", ".html"}
-# Patterns of credentials for the services that a run may use, by their prefixes.
-_SECRET = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}"
-    r"|\bAKIA[A-Z0-9]{16}\b|\bwandb_v1_[A-Za-z0-9_]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 _ABSOLUTE = re.compile(r"(?:^|=)(/[^/\s'\"]+/[^\s'\"]*|[A-Za-z]:[\\/][^\s'\"]+|~/[^\s'\"]+)$")
 
 
@@ -84,11 +80,11 @@ def changed_files(run: RunDir) -> Iterator[MensError]:
 def secret_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
     """Yield every file that seems to contain a credential, without quoting the credential."""
     for name, path in files:
-        if path.suffix in _TEXT and (found := _SECRET.search(path.read_text("utf-8"))):
+        if path.suffix in _TEXT and (found := of_known_form(path.read_text("utf-8"))):
             yield RequestError(
                 "holds what looks like a credential",
                 where=name,
-                found=f"{found[0][:3]}… ({len(found[0])} characters)",
+                found=found,
                 expected="none",
                 remedy="revoke it, and run again with it in an environment variable",
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.adapter_tensors import MAGNITUDE
+from mens_exp.artifacts.adapter_tensors import HALVES
 from mens_exp.artifacts.certificate import ProbeRecord, TensorError
 from mens_exp.artifacts.digest import CERTIFICATE, digest, sha256_file
 from mens_exp.errors import DataError, GateError
@@ -148,7 +148,7 @@ def probe_of_text(path: Path, tokenizer: Tokenizer, *, seq_len: int, tokens: int
 def adapter_errors(
     manifest: AdapterManifest, tensors: Tensors, after: AdapterManifest, after_tensors: Tensors
 ) -> dict[str, TensorError]:
-    """Compare ``s · B A``, and for DoRA the magnitudes, layer by layer.
+    """Compare ``s · B A`` and every other tensor, layer by layer.
 
     Args:
         manifest: manifest of the source adapter.
@@ -157,7 +157,7 @@ def adapter_errors(
         after_tensors: tensors of the output.
 
     Returns:
-        The errors by logical layer, plus ``….lora_magnitude`` for DoRA.
+        The errors by logical layer, plus ``….<part>`` for other tensors, such as magnitudes.
 
     Raises:
         DataError: the layers of the two forms differ.
@@ -166,11 +166,13 @@ def adapter_errors(
         odd = sorted(set(manifest.layer_order) ^ set(after.layer_order))
         raise DataError("the written adapter has other layers", found=", ".join(odd[:8]))
     errors = {}
+    parts = dict.fromkeys((*manifest.form.tensors, *after.form.tensors))
+    others = [part for part in parts if part not in HALVES]
     for layer in manifest.layer_order:
-        before_OI, after_OI = _delta(manifest, tensors, layer), _delta(after, after_tensors, layer)
-        errors[layer] = _error(before_OI, after_OI)
-        name = f"{layer}.{MAGNITUDE}"
-        if name in tensors or name in after_tensors:
+        if manifest.form.has_pair:
+            before_OI = _delta(manifest, tensors, layer)
+            errors[layer] = _error(before_OI, _delta(after, after_tensors, layer))
+        for name in (f"{layer}.{part}" for part in others):
             errors[name] = _error(_values(tensors, name), _values(after_tensors, name))
     return errors
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.layout.adapter_base import Place
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import Change
 
     Rows = Callable[[int, int], torch.Tensor]
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Merge:
             weights are rounded to the compute dtype. None merges into the published weights.
     """
 
-    deltas: Mapping[str, Delta]
+    deltas: Mapping[str, Change]
     dtype: str
     quantizer: Quantizer | None = None
 
@@ -107,7 +107,7 @@ def _write(writer: SafetensorsWriter, place: Place, merge: Merge) -> None:
         _write_transposed(writer, place, stored, merge)
     else:
         rows = _merged(place, lambda first, last: stored.read(first, last).float(), merge)
-        for first, last in _pieces(stored.rows, inner):
+        for first, last in _pieces_of(place, merge, stored.rows, inner):
             writer.write(place.name, _bytes(_rounded(rows(first, last), place, merge.dtype)))
 
 
@@ -120,7 +120,7 @@ def _write_transposed(
         place, lambda first, last: stored_IO[:, first:last].T.float().contiguous(), merge
     )
     out_IO = torch.empty(stored_IO.shape, dtype=TORCH_DTYPES[merge.dtype])
-    for first, last in _pieces(stored_IO.shape[1], stored_IO.shape[0]):
+    for first, last in _pieces_of(place, merge, stored_IO.shape[1], stored_IO.shape[0]):
         out_IO[:, first:last] = _rounded(rows(first, last), place, merge.dtype).T
     writer.write(place.name, _bytes(out_IO))
 
@@ -139,7 +139,7 @@ def _merged(place: Place, published: Rows, merge: Merge) -> Rows:
     return rows
 
 
-def _as_trained(place: Place, published: Rows, delta: Delta | None, quantizer: Quantizer) -> Rows:
+def _as_trained(place: Place, published: Rows, delta: Change | None, quantizer: Quantizer) -> Rows:
     """Return what gives rows of a weight as the adapter met it."""
     if not place.quantized:
         return lambda first, last: (
@@ -153,6 +153,12 @@ def _as_trained(place: Place, published: Rows, delta: Delta | None, quantizer: Q
     rows, columns = place.info.shape
     shape = (columns, rows) if place.transposed else (rows, columns)
     return FourBitRows(left, shape, quantizer, where=place.key).read
+
+
+def _pieces_of(place: Place, merge: Merge, rows: int, inner: int) -> Iterator[tuple[int, int]]:
+    """Return the pieces of a weight: the whole, if the change to it does not go by rows."""
+    change = None if place.logical is None else merge.deltas[place.logical]
+    return _pieces(rows, inner) if change is None or change.by_rows else iter([(0, rows)])
 
 
 def _pieces(rows: int, inner: int) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
 from mens_exp.config.task import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
+    from mens_exp.config.lora import AdapterSpec
     from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.task import MergeConfig
     from mens_exp.errors import MensError
     from mens_exp.export.subject import MergeInputs
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import Change
 
 # The meaning of merge.untie=false, for users of the merged model.
 MOVED = (
@@ -91,14 +93,13 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         ModelFileError: the base lacks a tensor, or has another shape.
         Problems: several of these.
     """
+    _refuse_unmerged(inputs.manifest)
+    shapes = {name: tensor.shape for name, tensor in inputs.tensors.items()}
     layers = tuple(
         AdaptedLayer(
             logical=layer,
             key=inputs.manifest.base_key_map[layer],
-            shape=(
-                *inputs.tensors[f"{layer}.lora_b"].shape[:-1],
-                inputs.tensors[f"{layer}.lora_a"].shape[-1],
-            ),
+            shape=inputs.manifest.form.weight_shape(layer, shapes),
         )
         for layer in inputs.manifest.layer_order
     )
@@ -144,26 +145,54 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     )
 
 
-def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Delta]:
-    """Return the delta of each weight; for a 4-bit base, a doubled pair is split."""
+def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Change]:
+    """Return the change to each weight; for a 4-bit base, a doubled pair is split."""
     import torch
 
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import method_of
 
-    manifest, tensors = inputs.manifest, inputs.tensors
+    manifest, method = inputs.manifest, method_of(_spec_of(inputs.manifest))
     init = (manifest.mens_exp or {}).get("init") or {}
     found = {}
     for layer in manifest.layer_order:
-        magnitude = tensors.get(f"{layer}.lora_magnitude")
-        whole = Delta(
-            A_RI=torch.from_numpy(tensors[f"{layer}.lora_a"]),
-            B_OR=torch.from_numpy(tensors[f"{layer}.lora_b"]),
-            scale=manifest.scale_of(layer),
-            magnitude_O=None if magnitude is None else torch.from_numpy(magnitude),
-        )
+        parts = {part: f"{layer}.{part}" for part in manifest.form.tensors}
+        tensors = {part: torch.from_numpy(inputs.tensors[name]) for part, name in parts.items()}
+        whole = method.change(tensors, scale=manifest.scale_of(layer))
         apart = init.get("doubled_rank") and choices.quantizer is not None
         found[layer] = whole.as_trained() if apart else whole
     return found
+
+
+def _spec_of(manifest: AdapterManifest) -> AdapterSpec:
+    """Return the adapter method of a record.
+
+    Raises:
+        RequestError: nothing here has a method of that name.
+        SetupError: an installed method cannot be used.
+    """
+    spec = ADAPTERS.known(manifest.variant)
+    if spec is None:
+        raise RequestError(
+            "no adapter method of this name is known here, so nothing says what its tensors make "
+            "of a weight",
+            where="mens_exp.variant",
+            found=manifest.variant,
+            expected=f"one of {', '.join(ADAPTERS.built_in)}, or an installed one",
+            remedy="install the package that provides the method",
+        )
+    return spec
+
+
+def _refuse_unmerged(manifest: AdapterManifest) -> None:
+    spec = _spec_of(manifest)
+    if spec.not_merged is not None:
+        raise RequestError(
+            spec.not_merged,
+            where="mens_exp.variant",
+            found=manifest.variant,
+            expected="an adapter method that can be merged",
+            remedy="evaluate the run itself: task=evaluate path=<run>",
+        )
 
 
 def _refuse_other_base(inputs: MergeInputs) -> None:

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.certificate import Comparison, TensorError, WorstLayer
-from mens_exp.backends.adapters import ADAPTER
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.generation import Trace, trace
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquantized
@@ -49,8 +48,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.logit_comparison import LogitDifference
     from mens_exp.export.certificate import Probe
     from mens_exp.layout.adapter_base import Place
-    from mens_exp.layout.peft_format import Stack
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import Change
     from mens_exp.model.sources import BaseModel
 
 _LOGITS = "logits"  # no layer is called so
@@ -186,9 +184,13 @@ def merged(
         # What a start took out of the base is, on the published one, part of the delta.
         with nullcontext() if into == "dequantized" else backend.as_peft_view():
             for one in (one for one in backend.modules_chosen if one.stack is None):
-                _add(model, one.path, backend.layers[one.logical], is_head=one.logical == HEAD)
+                if one.logical == HEAD:
+                    _untie(model)
+                weight_OI = _get(model, one.path).double()
+                _put(model, one.path, backend.merged(one.logical, weight_OI).float())
             for stack in backend.stacks:
-                _add_to_experts(model, stack, backend.layers[stack.logical])
+                weight_EOI = model.get_parameter(stack.path)
+                weight_EOI.copy_(backend.merged(stack.logical, weight_EOI.double()))
     yield functools.partial(trace, model)
 
 
@@ -242,29 +244,6 @@ def _untie(model: Any) -> None:
     """Give the head a separate weight, so that the embedding does not change with it."""
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-
-
-def _add(model: Any, path: str, layer: Any, *, is_head: bool) -> None:
-    """Add one layer's trained delta to the dense model."""
-    if is_head:
-        _untie(model)
-    A_RI, B_OR = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
-    delta_OI = layer.scaling[ADAPTER] * (B_OR.double() @ A_RI.double())
-    weight_OI = _get(model, path).double() + delta_OI
-    if ADAPTER in layer.lora_magnitude_vector:  # arXiv:2402.09353, equation 5
-        magnitude_O = layer.lora_magnitude_vector[ADAPTER].weight.double().flatten()
-        weight_OI = weight_OI * (magnitude_O / weight_OI.norm(dim=1))[:, None]
-    _put(model, path, weight_OI.float())
-
-
-def _add_to_experts(model: Any, stack: Stack, layer: Any) -> None:
-    """Add the trained deltas of a layer's experts, each of which has every E-th column of B."""
-    weight_EOI = model.get_parameter(stack.path)
-    A, B = layer.lora_A[ADAPTER].weight.double(), layer.lora_B[ADAPTER].weight.double()
-    many, r = stack.experts, len(A) // stack.experts
-    for one in range(many):
-        delta_OI = layer.scaling[ADAPTER] * (B[:, one::many] @ A[one * r : (one + 1) * r])
-        weight_EOI[one] = (weight_EOI[one].double() + delta_OI).float()
 
 
 def _is_transposed(module: Any) -> bool:
@@ -365,7 +344,7 @@ def merged_stack(
 def tensor_errors(
     written: Mapping[str, Path],
     places: Iterable[Place],
-    deltas: Mapping[str, Delta],
+    deltas: Mapping[str, Change],
     quantizer: Quantizer | None,
 ) -> dict[str, TensorError]:
     """Compare every merged tensor with its expected value, one at a time.
@@ -399,7 +378,7 @@ def tensor_errors(
         if place.transposed:
             found_OI, base_OI = found_OI.T, base_OI.T
         weight_OI = _base(base_OI, place, deltas[place.logical], quantizer)
-        expected_OI = _merged(weight_OI, deltas[place.logical])
+        expected_OI = deltas[place.logical].expected(weight_OI)
         apart_OI = found_OI.double() - expected_OI.to(found_OI.dtype).double()
         changed = float((expected_OI - weight_OI).norm()) or float(weight_OI.norm())
         errors[place.name] = TensorError(
@@ -408,7 +387,7 @@ def tensor_errors(
     return errors
 
 
-def row_lengths(place: Place, delta: Delta, quantizer: Quantizer | None) -> torch.Tensor:
+def row_lengths(place: Place, delta: Change, quantizer: Quantizer | None) -> torch.Tensor:
     """Return the row norms of a weight before the adapter was applied, ``[out]``, f64.
 
     PEFT computes them in the compute dtype of a 4-bit layer, so they are rounded accordingly.
@@ -433,7 +412,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def _base(
-    stored_OI: torch.Tensor, place: Place, delta: Delta, quantizer: Quantizer | None
+    stored_OI: torch.Tensor, place: Place, delta: Change, quantizer: Quantizer | None
 ) -> torch.Tensor:
     """Return the base weight seen by the adapter, f64; without a quantizer, as published."""
     if quantizer is None:
@@ -443,20 +422,8 @@ def _base(
     return _four_bit(stored_OI, delta, quantizer)
 
 
-def _merged(weight_OI: torch.Tensor, delta: Delta) -> torch.Tensor:
-    """Return ``W + s · B A``, f64; in DoRA rows get their lengths (arXiv:2402.09353, eq. 5)."""
-    sum_OI = weight_OI + delta.scale * (delta.B_OR.double() @ delta.A_RI.double())
-    if delta.magnitude_O is None:
-        return sum_OI
-    length_O: torch.Tensor = delta.magnitude_O.double() / sum_OI.norm(dim=1)
-    return sum_OI * length_O[:, None]
-
-
-def _four_bit(stored_OI: torch.Tensor, delta: Delta, quantizer: Quantizer) -> torch.Tensor:
-    values_OI = stored_OI.double()
-    if delta.taken is not None:
-        A_RI, B_OR = delta.taken
-        values_OI = values_OI - delta.scale * (B_OR.double() @ A_RI.double())
+def _four_bit(stored_OI: torch.Tensor, change: Change, quantizer: Quantizer) -> torch.Tensor:
+    values_OI = change.quantized(stored_OI.double())
     quant = QuantConfig(
         quant_type=QuantType(quantizer["quant_type"]),
         double_quant=quantizer["double_quant"],

@@ -235,26 +235,12 @@ _MOST_STOPS: Final = 16
 _MOST_SHOWN: Final = 100  # characters of a value in a message
 # What a template is called with by the server itself.
 _RESERVED: Final = frozenset(
-    {
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "tokenize",
-        "padding",
-        "continue_final_message",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "processor_kwargs",
-        "load_audio_from_video",
-        "num_frames",
-    }
+    (
+        *("conversation", "messages", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "tokenize", "padding", "continue_final_message", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs", "load_audio_from_video", "num_frames"),
+    )
 )
 
 
@@ -316,23 +302,33 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
     needed = "messages" if is_chat else "prompt"
     if body.get(needed) is None:
         raise invalid(needed, f"{needed} is required")
-    found: dict[str, Any] = {}
-    for name, value in body.items():
-        if name == "model":
-            continue
-        if name not in fields and name not in _NEUTRAL and name not in _UNREAD:
-            raise invalid(_shown(name), f"{_shown(name)} is not a field of this request")
-        if name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
-            raise invalid(name, f"{name}={_shown(value)} is not supported; leave {name} out")
-        if name in fields and value is not None:
-            expected, is_right = fields[name]
-            if not is_right(value):
-                raise invalid(name, f"{name} must be {expected} (got {_shown(value)})")
-            found[name] = value
+    found = {
+        name: value
+        for name, value in body.items()
+        if name != "model" and _is_read(name, value, fields)
+    }
     for token in found.get("logit_bias", ()):
         if int(token) >= vocabulary:
             raise invalid("logit_bias", f"the model has no token {_shown(token)}")
+    if "stream_options" in found and not found.get("stream"):
+        raise invalid("stream_options", "stream_options needs stream=true")
+    if body.get("tool_choice") == "none":  # a model that is told of no tool calls none
+        found.pop("tools", None)
     return found
+
+
+def _is_read(name: str, value: Any, fields: dict[str, _Field]) -> bool:
+    """Return whether a field affects the answer; refuse what is unknown, wrong or not supported."""
+    if name in fields and value is not None:
+        expected, is_right = fields[name]
+        if not is_right(value):
+            raise invalid(name, f"{name} must be {expected} (got {_shown(value)})")
+        return True
+    if name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
+        raise invalid(name, f"{name}={_shown(value)} is not supported; leave {name} out")
+    if name not in fields and name not in _NEUTRAL and name not in _UNREAD:
+        raise invalid(_shown(name), f"{_shown(name)} is not a field of this request")
+    return False
 
 
 def check_model(value: Any, model: str) -> None:
@@ -429,6 +425,12 @@ def _are_biases(value: Any) -> bool:
     )
 
 
+def _are_stream_options(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        name == "include_usage" and isinstance(one, bool) for name, one in value.items()
+    )
+
+
 def _are_template_arguments(value: Any) -> bool:
     return isinstance(value, dict) and not _RESERVED & set(value)
 
@@ -441,6 +443,7 @@ _FIELDS: Final[dict[str, _Field]] = {
     "seed": ("a whole number of 64 bits", _is_whole(-_SEEDS, _SEEDS - 1)),
     "stop": (f"a text or a list of at most {_MOST_STOPS} texts, none empty", _are_stops),
     "stream": ("true or false", lambda value: isinstance(value, bool)),
+    "stream_options": ("an object with include_usage, true or false", _are_stream_options),
     "frequency_penalty": ("a number above -1, at most 2", _is_number(-1, 2, above=True)),
 }
 _OF_CHAT: Final[dict[str, _Field]] = {
@@ -470,6 +473,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -477,14 +481,5 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 }
 # Notes of the client's, which change no answer.
 _UNREAD: Final = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "stream_options",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-    }
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 )

@@ -199,6 +199,8 @@ class App:
             await reply.json(self._models(path))
             return
         body = parsed(await _body(headers, receive))
+        options = body.get("stream_options")
+        reply.with_usage = options.get("include_usage") if isinstance(options, dict) else None
         await self._complete(path, body, receive, reply)
 
     def _authorize(self, headers: dict[bytes, bytes]) -> None:
@@ -318,20 +320,32 @@ class _GoneError(Exception):
 
 
 class _Reply:
-    """Sends one response, within the client's time limit."""
+    """Sends one response, within the client's time limit.
+
+    Attributes:
+        has_begun: whether its head was sent.
+        is_stream: whether it is a stream of events.
+        with_usage: whether a stream's last event has the usage and no choice, as in OpenAI's
+            interface; None leaves it in the event that ends the answer.
+    """
 
     def __init__(self, send: Callable[[Any], Awaitable[None]]) -> None:
         self.send = send
         self.has_begun = False
         self.is_stream = False
+        self.with_usage: bool | None = None
 
     async def __call__(self, message: Any) -> None:
         self.has_begun = True
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self.is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-        elif self.is_stream and not message.get("more_body", False):
-            message = {**message, "body": message.get("body", b"") + b"data: [DONE]\n\n"}
+        elif self.is_stream:
+            body = message.get("body", b"")
+            if self.with_usage is not None and b'"usage"' in body:
+                body = _with_usage_apart(body, is_wanted=self.with_usage)
+            end = b"" if message.get("more_body", False) else b"data: [DONE]\n\n"
+            message = {**message, "body": body + end}
         try:
             await asyncio.wait_for(self.send(message), _LIMITS.write_s)
         except TimeoutError as error:
@@ -351,6 +365,18 @@ class _Reply:
         begun = {"type": "http.response.start", "status": status}
         await self({**begun, "headers": [_JSON, length, *headers]})
         await self({"type": "http.response.body", "body": body})
+
+
+def _with_usage_apart(body: bytes, *, is_wanted: bool) -> bytes:
+    """Take the usage out of a stream's events, and add it, if wanted, as an event of its own."""
+    events = []
+    for text in body.removesuffix(b"\n\n").split(b"\n\n"):
+        event = json.loads(text.removeprefix(b"data: "))
+        usage = event.pop("usage", None)
+        events.append(event)
+        if usage is not None and is_wanted:
+            events.append({**event, "choices": [], "usage": usage})
+    return b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
 
 
 def _allowed(path: str) -> tuple[str, ...] | None:

@@ -19,10 +19,10 @@ from mens_exp.layout.checkpoint_files import read_directory, read_header
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import HEAD, base_key, shape_of
-from mens_exp.layout.targets import adapter_shapes, linear_modules
+from mens_exp.layout.targets import linear_modules, weight_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -101,18 +101,29 @@ class AdapterBase:
     def _shape_problems(
         self, manifest: AdapterManifest, tensors: Mapping[str, npt.NDArray[np.float32]], where: str
     ) -> Iterator[DataError]:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         for layer in manifest.layer_order:
             module = self.modules.get(layer)
             if module is None:
                 continue
-            shapes = adapter_shapes(module, manifest.rank_of(layer))
-            ours = [*shapes["lora_b"][:-1], module.width]
-            A, B = (tensors[f"{layer}.lora_{which}"].shape for which in "ab")
-            theirs = [*B[:-1], A[-1]]
-            if theirs != ours:
+            ours = weight_shape(module)
+            theirs = manifest.form.weight_shape(layer, shapes)
+            if not fits(theirs, ours):
                 yield _of_another_base(
-                    f"{where}: {layer}", f"a delta of {theirs}", f"{ours}, as {self.name} has it"
+                    f"{where}: {layer}",
+                    f"a delta of {_shown(theirs)}",
+                    f"{list(ours)}, as {self.name} has it",
                 )
+
+
+def fits(change: Sequence[int | None], weight: Sequence[int]) -> bool:
+    """Return whether a change is of a weight's shape; None leaves a size open."""
+    pairs = zip(change, weight, strict=False)
+    return len(change) == len(weight) and all(one in {None, size} for one, size in pairs)
+
+
+def _shown(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('any' if one is None else str(one) for one in shape)}]"
 
 
 def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
@@ -167,12 +178,13 @@ _MATRIX = 2
 class AdaptedLayer:
     """One layer of an adapter: its logical name, its key in the base, and its shape there.
 
-    The shape is ``(out, in)``, or ``(experts, out, in)`` if one base tensor has all experts.
+    The shape is ``(out, in)``, or ``(experts, out, in)`` if one base tensor has all experts; None
+    is a size that the adapter's tensors do not tell.
     """
 
     logical: str
     key: str
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,12 +327,12 @@ def _tensor_problems(
             )
             continue
         shape = one.shape[::-1] if is_transposed(key) else one.shape
-        if tensors[key].shape != shape:
+        if not fits(shape, tensors[key].shape):
             yield ModelFileError(
                 "the adapter's layer does not fit the base's tensor",
                 where=f"{one.logical}: {key}",
                 found=str(list(tensors[key].shape)),
-                expected=str(list(shape)),
+                expected=_shown(shape),
                 remedy="name the base that the adapter was trained on",
             )
         elif tensors[key].dtype not in FLOAT_DTYPES:

@@ -16,8 +16,9 @@ import numpy as np
 from safetensors.numpy import save
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.adapter_tensors import MAGNITUDE, disagreements, few
+from mens_exp.artifacts.adapter_tensors import FORMS, MAGNITUDE, disagreements, few
 from mens_exp.artifacts.adapter_v3 import AdapterManifest, portable
+from mens_exp.config.lora import ADAPTERS, PEFT_FLAGS
 from mens_exp.errors import DataError, ModelFileError, Problems
 from mens_exp.layout.checkpoint_files import read_header
 from mens_exp.layout.peft_format import (
@@ -222,14 +223,16 @@ def manifest_of(
     ranks = {layer: settings.rank_of(paths[layer]) for layer in layers}
     alphas = {layer: settings.alpha_of(paths[layer]) for layer in layers}
     whole = all(float(one).is_integer() for one in (settings.alpha, *alphas.values()))
-    folds = not whole or (settings.dora and settings.rslora)
+    several = len(settings.variants) > 1
+    folds = not whole or several
+    variant = next((n for n in settings.variants if FORMS[n].no_delta), settings.variants[0])
     ours: dict[str, Any] = {
         "embed_key": base.embed_key,
-        "variant": "dora" if settings.dora else "rslora" if settings.rslora else "lora",
+        "variant": variant,
         "rank_pattern": {layer: r for layer, r in ranks.items() if r != settings.r},
     }
     if folds:
-        ours |= {"variant": "dora" if settings.dora else "lora", "scale": "header"}
+        ours |= {"variant": "lora" if FORMS[variant].root_scale else variant, "scale": "header"}
     else:
         others = {layer: int(one) for layer, one in alphas.items() if one != settings.alpha}
         ours["alpha_pattern"] = others
@@ -273,8 +276,9 @@ def write_peft(
         tensors: under logical names, f32.
         base: its base model.
     """
+    _flags(manifest)
     doubled = ((manifest.mens_exp or {}).get("init") or {}).get("doubled_rank")
-    if manifest.variant == "rslora" and doubled:  # its scale cannot be written as alpha over a root
+    if manifest.form.root_scale and doubled:  # its scale cannot be written as alpha over a root
         manifest, tensors = portable(manifest, tensors)
     names = {logical: peft for peft, logical in _PARTS.items()}
     content = {}
@@ -322,10 +326,10 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
     plain = [one.path for one in modules if one.stack is None]
     parameters = {one.stack for one in modules if one.stack is not None}
     ranks = {layer: manifest.rank_of(layer) for layer in paths}
-    rslora = manifest.variant == "rslora"
+    flags = _flags(manifest)
     # PEFT divides by the layer's own rank (or its root), so alpha is computed for that.
     alphas = {
-        layer: _whole(manifest.scale_of(layer) * (math.sqrt(r) if rslora else r))
+        layer: _whole(manifest.form.alpha(manifest.scale_of(layer), r))
         for layer, r in ranks.items()
     }
     return {
@@ -345,13 +349,30 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
         "alpha_pattern": {
             re.escape(paths[layer]): one for layer, one in alphas.items() if one != manifest.alpha
         },
-        "use_rslora": rslora,
-        "use_dora": manifest.variant == "dora",
+        **flags,
         "fan_in_fan_out": base.shape.family.transposed and set(paths) != {HEAD},
         "bias": "none",
         "modules_to_save": None,
         "init_lora_weights": True,
     }
+
+
+def _flags(manifest: AdapterManifest) -> dict[str, bool]:
+    """Return the keys that select the adapter method.
+
+    Raises:
+        DataError: PEFT's LoRA is none of its forms.
+    """
+    spec = ADAPTERS.known(manifest.variant)
+    if spec is None or spec.peft is None:
+        raise DataError(
+            f"PEFT has no form of {manifest.variant}",
+            where="mens_exp.variant",
+            found=manifest.variant,
+            expected="lora, rslora or dora",
+            remedy="merge it: task=merge",
+        )
+    return {**dict.fromkeys(PEFT_FLAGS, False), **spec.peft}
 
 
 def _targets(paths: Sequence[str], base: AdapterBase) -> list[str]:

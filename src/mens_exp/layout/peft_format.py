@@ -15,14 +15,14 @@ Shapes: E experts, R rank, I inputs and O outputs of an expert's projection.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
-from mens_exp.artifacts.untrusted_input import pattern_matches, pattern_problem
+from mens_exp.artifacts.untrusted_input import first_match, pattern_problems
+from mens_exp.config.lora import ADAPTERS, PEFT_FLAGS
 from mens_exp.errors import DataError, Problems
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ _READ: dict[str, Any] = {
     "peft_type": str,
     "r": int,
     "lora_alpha": float,
-    "use_rslora": bool | None,
-    "use_dora": bool | None,
+    **dict.fromkeys(PEFT_FLAGS, bool | None),
     "rank_pattern": dict[str, int] | None,
     "alpha_pattern": dict[str, float] | None,
     "base_model_name_or_path": str | None,
@@ -70,8 +69,7 @@ class PeftSettings:
     Attributes:
         r: rank of modules that match no pattern.
         alpha: numerator of the scale of those modules.
-        rslora: whether the scale is ``alpha / sqrt(r)`` instead of ``alpha / r``.
-        dora: whether the tensors include row lengths.
+        flags: keys that are set of those that select a variant of LoRA.
         ranks: pattern (a regular expression matched against the end of a path) -> rank.
         alphas: pattern -> alpha.
         base_model: the recorded base model.
@@ -81,13 +79,22 @@ class PeftSettings:
 
     r: int
     alpha: float
-    rslora: bool
-    dora: bool
+    flags: tuple[str, ...]
     ranks: dict[str, int]
     alphas: dict[str, float]
     base_model: str | None
     file: str
     parameters: tuple[str, ...] = ()
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The adapter methods that the flags select: several at once, or plain LoRA."""
+        chosen = tuple(
+            spec.name
+            for spec in ADAPTERS.built_in.values()
+            if spec.peft and all(flag in self.flags for flag in spec.peft)
+        )
+        return chosen or ("lora",)
 
     def adapts(self, parameter: str) -> bool:
         """Return whether it names a parameter, by the end of the path."""
@@ -95,21 +102,23 @@ class PeftSettings:
 
     def rank_of(self, path: str) -> int:
         """Return the rank r of a module; the first matching pattern applies, as in PEFT."""
-        return next((r for key, r in self.ranks.items() if self._applies(key, path)), self.r)
+        return int(self._value_of(self.ranks, path, self.r))
 
     def alpha_of(self, path: str) -> float:
         """Return alpha of a module."""
-        alphas = self.alphas.items()
-        return next((alpha for key, alpha in alphas if self._applies(key, path)), self.alpha)
+        return self._value_of(self.alphas, path, self.alpha)
 
     def scale_of(self, path: str) -> float:
         """Return the factor applied to ``B @ A`` of a module."""
         rank = self.rank_of(path)
-        return self.alpha_of(path) / (math.sqrt(rank) if self.rslora else rank)
+        forms = [ADAPTERS.built_in[name].form for name in self.variants]
+        of_root = next((form for form in forms if form.root_scale), forms[0])
+        return of_root.scale(self.alpha_of(path), rank)
 
-    def _applies(self, pattern: str, path: str) -> bool:
-        """Return whether PEFT applies a pattern to a module: it must match the end of the path."""
-        return pattern_matches(_in_full(pattern), path, self.file)
+    def _value_of(self, values: Mapping[str, float], path: str, usual: float) -> float:
+        """Return the value of the first pattern that matches the end of a module's path."""
+        found = first_match([_in_full(key) for key in values], path, self.file) if values else None
+        return usual if found is None else list(values.values())[found]
 
 
 def read_settings(directory: Path) -> PeftSettings:
@@ -133,8 +142,7 @@ def read_settings(directory: Path) -> PeftSettings:
     return PeftSettings(
         r=config["r"],
         alpha=config["lora_alpha"],
-        rslora=bool(config.get("use_rslora")),
-        dora=bool(config.get("use_dora")),
+        flags=tuple(flag for flag in PEFT_FLAGS if config.get(flag)),
         ranks=config.get("rank_pattern") or {},
         alphas=config.get("alpha_pattern") or {},
         base_model=config.get("base_model_name_or_path") or None,
@@ -179,11 +187,12 @@ def _number_problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
         if config[name] <= 0:
             yield _too_small(f"{where}: {name}", config[name])
     for name in ("rank_pattern", "alpha_pattern"):
-        for pattern, value in (config.get(name) or {}).items():
+        values = config.get(name) or {}
+        problems = pattern_problems([_in_full(pattern) for pattern in values], where)
+        for (pattern, value), problem in zip(values.items(), problems, strict=True):
             place = f"{where}: {name}.{pattern}"
             if value <= 0:
                 yield _too_small(place, value)
-            problem = pattern_problem(_in_full(pattern), where)
             if problem is not None:
                 yield DataError("no regular expression", where=place, found=problem)
 

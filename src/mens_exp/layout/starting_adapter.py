@@ -34,10 +34,9 @@ class StartingAdapter:
         rank: rank r of every layer.
         alpha: numerator of its scale.
         alphas: alpha of each layer that has a different one.
-        variant: ``lora``, ``rslora`` or ``dora``.
+        variant: the adapter method.
         base_weights_sha256: hash of the base it was trained on; None if not recorded.
-        tensors: ``{logical}.lora_a`` [r, in], ``{logical}.lora_b`` [out, r] and, in dora,
-            ``{logical}.lora_magnitude`` [out], f32.
+        tensors: the method's tensors of each layer, such as ``{logical}.lora_a`` [r, in], f32.
     """
 
     directory: Path
@@ -49,6 +48,13 @@ class StartingAdapter:
     variant: str
     base_weights_sha256: str | None
     tensors: dict[str, npt.NDArray[np.float32]]
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Rank r of each layer: that of its A, or the adapter's if it has none."""
+        found = dict.fromkeys((name.rpartition(".")[0] for name in self.tensors), self.rank)
+        halves = {n: t for n, t in self.tensors.items() if n.endswith(".lora_a")}
+        return found | {name.rpartition(".")[0]: t.shape[-2] for name, t in halves.items()}
 
 
 def find(text: str) -> Path:
@@ -109,7 +115,7 @@ def read(directory: Path, family: Family) -> StartingAdapter:
             expected="the adapter of a run, or a PEFT directory",
             remedy=f"make one: task=export path={directory} format=peft",
         )
-    if manifest.variant == "rslora" and ours.get("init", {}).get("doubled_rank"):
+    if manifest.form.root_scale and ours.get("init", {}).get("doubled_rank"):
         raise DataError(
             "the adapter's scale is no alpha over a root of its rank",
             where=_WHERE,
@@ -143,11 +149,11 @@ def _read_peft(directory: Path, family: Family) -> StartingAdapter:
     for found in (settings.alpha, *alphas.values()):
         if not float(found).is_integer():
             raise DataError("has no whole alpha", where=str(directory), found=found)
-    if settings.rslora and settings.dora:
+    if len(settings.variants) > 1:
         raise DataError(
             "is of two variants at once, which no lora.variant is",
             where=str(directory),
-            found="use_dora and use_rslora",
+            found=" and ".join(settings.flags),
             expected="one of the two",
         )
     return StartingAdapter(
@@ -157,7 +163,7 @@ def _read_peft(directory: Path, family: Family) -> StartingAdapter:
         rank=settings.r,
         alpha=int(settings.alpha),
         alphas={layer: int(one) for layer, one in alphas.items() if one != settings.alpha},
-        variant="dora" if settings.dora else "rslora" if settings.rslora else "lora",
+        variant=settings.variants[0],
         base_weights_sha256=_recorded_base(directory),
         tensors=adapter.tensors,
     )

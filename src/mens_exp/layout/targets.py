@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mens_exp.config.lora import LoraVariant
 from mens_exp.errors import ConfigError, Problems, expected_name
 from mens_exp.layout.shape import HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from mens_exp.artifacts.adapter_tensors import AdapterForm
     from mens_exp.config.lora import LoraConfig
     from mens_exp.layout.families import Family, Projection, Slot
     from mens_exp.layout.shape import Shape
@@ -200,33 +200,42 @@ def pattern_values(
 
 
 def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
-    """Count trained parameters: ``r · (in + out)`` per module, plus ``out`` in DoRA.
+    """Count trained parameters: the adapter method's tensors of each module.
 
     Gate and up of an expert are one tensor in transformers, so they share a matrix A. Targets that
     match nothing count as zero; they are reported elsewhere.
     """
     modules = [] if target_problems(lora, shape) else chosen(lora, shape)
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
-    magnitudes = lora.variant is LoraVariant.dora
     total = 0
     for one in modules:
         matrices, width = 1, one.width
         if one.slot is not None:
             matrices, width = one.slot.matrices, 0 if one.slot.part else one.width
-        total += matrices * (ranks[one.path] * (width + one.out) + magnitudes * one.out)
+        total += matrices * lora.spec.form.parameters(r=ranks[one.path], width=width, out=one.out)
     return total
 
 
-def adapter_shapes(one: LinearModule, r: int) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(one: LinearModule, form: AdapterForm, r: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a module's tensors in schema v3, keyed by the last part of their names.
 
     Args:
         one: the module.
+        form: the tensors of the adapter method.
         r: rank of its adapter.
     """
+    shapes = form.shapes(r=r, width=one.width, out=one.out)
+    return {name: (*_stacked(one), *shape) for name, shape in shapes.items()}
+
+
+def weight_shape(one: LinearModule) -> tuple[int, ...]:
+    """Return the shape of a module's weight, with all experts if the checkpoint stacks them."""
+    return (*_stacked(one), one.out, one.width)
+
+
+def _stacked(one: LinearModule) -> tuple[int, ...]:
     all_experts = one.slot is not None and one.slot.expert is None
-    stacked = (one.slot.experts,) if one.slot is not None and all_experts else ()
-    return {"lora_a": (*stacked, r, one.width), "lora_b": (*stacked, one.out, r)}
+    return (one.slot.experts,) if one.slot is not None and all_experts else ()
 
 
 def without_experts(family: Family, modules: Iterable[LinearModule]) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import ProxyConfig, trains_base
-from mens_exp.config.lora import LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub
 from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
@@ -122,8 +121,8 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
 
     Derived from the saved tensors of the real graph: the input of each of two norms, in f32 unless
     they are slim; query, key and value (and their fused kernel's output); gate, up and their
-    activation; for each input of an adapter, the result of dropout and its mask; A's output for
-    each target, and in DoRA the output that the ratio of lengths scales.
+    activation; for each input of an adapter, the result of dropout and its mask; what the
+    adapter method keeps of each target.
     """
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     narrow = shape.num_key_value_heads * shape.head_dim
@@ -135,15 +134,16 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
     every_module = modules_of(config, shape)
     modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
-    inputs = {one.reads: one.width for one in modules}
+    method = config.lora.spec
+    inputs = {one.reads: one.width for one in modules} if method.keeps_inputs else {}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 and on_cpu else 0
-    adapters = sum(inputs.values()) * (width + mask) + sum(ranks.values()) * width
-    if config.lora.variant is LoraVariant.dora:
-        adapters += width * sum(one.out for one in modules)
+    kept = sum(method.kept_per_token(r=ranks[one.path], out=one.out) for one in modules)
+    adapters = sum(inputs.values()) * (width + mask) + kept * width
     if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
         shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
-        ours = {one.path for one in modules} if on_cpu else set()  # computed by lora/linear.py
+        # On a CPU, layers with one of PEFT's adapters are computed by lora/linear.py.
+        ours = {one.path for one in modules} if on_cpu and method.peft is not None else set()
         every = [one for one in linear_modules(shape) if one.layer is not None]
         others = {one.reads: one.width for one in every if one.path not in ours}
         adapters += width * sum(w for reads, w in others.items() if reads not in shared)

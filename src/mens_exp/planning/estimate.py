@@ -11,7 +11,6 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import StdlibData, SyntheticData
-from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.config.optim import warmup_steps
 from mens_exp.corpus import stdlib, synthetic
@@ -347,13 +346,8 @@ def _lora(config: RunConfig) -> str:
     if config.backend.name == "full":
         return "none"
     lora = config.lora
-    kind = [] if lora.variant is LoraVariant.lora else [lora.variant.value]
-    start = [] if lora.init is LoraInit.default else [f"starts from {lora.init.value}"]
-    ranks = f"r {lora.r}{' and others' if lora.rank_pattern else ''}"
-    alphas = f"alpha {lora.alpha}{' and others' if lora.alpha_pattern else ''}"
-    return ", ".join(
-        ["+".join(lora.targets), *kind, ranks, alphas, f"dropout {lora.dropout:g}", *start]
-    )
+    start = [f"starts from {lora.init.value}"] if lora.init.spec.from_weights else []
+    return ", ".join(["+".join(lora.targets), *lora.spec.described(lora), *start])
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:

@@ -5,7 +5,7 @@ All functions are pure functions of the record; the page has no scripts and no e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup
 from rich import box
@@ -19,7 +19,7 @@ from mens_exp.report.rendering import rendered
 from mens_exp.report.study_plots import comparison_drawings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
 
@@ -29,6 +29,7 @@ Grid = tuple[list[str], list[list[str]]]
 _COLORS = {Verdict.BETTER: "green", Verdict.WORSE: "red"}
 _BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_parameters")
 _UNKNOWN = "unknown"
+_TWO = 2
 _WIDE = ("× seed noise", "paired ÷ unpaired", "look")  # columns of the verdicts
 
 
@@ -41,6 +42,29 @@ def headline(record: Comparison) -> str:
         said.append(f"{one['arm']}: {kpi['verdict']}{confounded}, {_interval(kpi)}.")
     start = f"{record.primary} on {about(record)}, against {record.reference}"
     return wording.visible(f"{start}. {' '.join(said)}")
+
+
+def hypothesis_lines(record: Comparison, study: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a comparison says about the hypothesis of its study, one line an arm.
+
+    Args:
+        record: the comparison.
+        study: the settings of the study, as its sweep records them.
+    """
+    for one in record.contrasts:
+        kpi = one["kpis"][record.primary]
+        sign = 1 if study["direction"] == "higher" else -1
+        bounds = [sign * bound for bound in (kpi["low"], kpi["high"]) if bound is not None]
+        answer = "stays open"
+        if len(bounds) == _TWO and not one["confounded_by"]:
+            if min(bounds) > study["margin"]:
+                answer = "holds"
+            elif max(bounds) < study["margin"]:
+                answer = "is refuted"
+        claim = f"{record.primary} is {study['direction']} by more than {study['margin']:g}"
+        more = " (confounded)" if one["confounded_by"] else ""
+        text = f"The hypothesis {answer} for {one['arm']}{more}: {claim}? {_interval(kpi)}."
+        yield wording.visible(text)
 
 
 def about(record: Comparison) -> str:

@@ -7,6 +7,7 @@ A model card is Markdown with the YAML front matter that model hubs read; all te
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -247,20 +248,34 @@ def _loading(records: Records) -> str:
     config = "" if spec is None else spec.loading_arguments(double_quant=double)
     configured = ", BitsAndBytesConfig" if "BitsAndBytesConfig(" in config else ""
     imports = f"AutoModelForCausalLM, AutoTokenizer{configured}"
+    base_name, revision = _base_name(records)
+    peft = "PeftConfig, PeftModel" if revision else "PeftModel"
     return (
         "import torch\n"
-        "from peft import PeftConfig, PeftModel\n"
+        f"from peft import {peft}\n"
         f"from transformers import {imports}\n\n"
-        'adapter = "adapter/peft"  # inside the run directory\n'
-        "base_name = PeftConfig.from_pretrained(adapter).base_model_name_or_path\n"
+        'adapter = "adapter/peft"  # inside the run directory; on the hub, the repository\'s id\n'
+        f"{base_name}"
         "base = AutoModelForCausalLM.from_pretrained(\n"
-        "    base_name,\n"
+        f"    base_name,{revision}\n"
         "    dtype=torch.bfloat16,\n"
         f"{config}"
         ")\n"
         "model = PeftModel.from_pretrained(base, adapter).eval()\n"
-        "tokenizer = AutoTokenizer.from_pretrained(base_name)"
+        "tokenizer = AutoTokenizer.from_pretrained(adapter)  # with the chat template of the run"
     )
+
+
+def _base_name(records: Records) -> tuple[str, str]:
+    """Return the line that names the base, and the argument that pins it to its commit."""
+    inputs = records.manifest.inputs
+    if inputs.get("base_revision") is not None:
+        line = "base_name = PeftConfig.from_pretrained(adapter).base_model_name_or_path\n"
+        return line, f"\n    revision={json.dumps(inputs['base_revision'])},"
+    name = json.dumps(str(inputs.get("base_model")))
+    sha256 = str(inputs.get("base_weights_sha256"))[:12]
+    told = f"  # no id of the hub: write its directory here (weights {sha256}…)"
+    return f"base_name = {name}{told}\n", ""
 
 
 def _reproducibility(records: Records) -> str:

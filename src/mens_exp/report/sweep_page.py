@@ -72,6 +72,7 @@ def page(review: SweepReview) -> str:
         record=review.record,
         command=wording.visible(shlex.join(["-m", *review.record.command])),
         counts=_counts(review),
+        study=_study(review),
         headline="" if compared is None else comparison_view.headline(compared),
         factors=[wording.visible(name) for name in review.factors],
         choices=_choices(review),
@@ -97,6 +98,29 @@ def page(review: SweepReview) -> str:
         script=Markup(script),  # noqa: S704  # our own
         script_hash=_hash(script),
     )
+
+
+def _study(review: SweepReview) -> dict[str, object] | None:
+    """Return what the page says of a study: its claim, its registration and its answer."""
+    study = review.record.study
+    if study is None:
+        return None
+    compared = review.comparison
+    lines = (
+        [] if compared is None else comparison_view.hypothesis_lines(compared, study["settings"])
+    )
+    entry = study["entry"]
+    where = f"entry {entry} of {study['ledger']}, {study['entry_sha256']}"
+    return {
+        "name": wording.visible(study["name"]),
+        "hypothesis": wording.visible(study["settings"]["hypothesis"]),
+        "registered_utc": study["registered_utc"],
+        "where": wording.visible(where) if entry is not None else "not registered yet",
+        "sha256": study["sha256"],
+        "answers": list(lines),
+        "left": len(study["later"]),
+        "stopped": wording.visible(study["stopped"] or ""),
+    }
 
 
 def fragments(review: SweepReview) -> dict[str, str]:

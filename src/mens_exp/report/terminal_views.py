@@ -72,7 +72,8 @@ def job_line(record: SweepRecord, job: SweepJob, what: str, why: str | None) -> 
     """Describe the state of a job in one line."""
     done = sum(one["state"] == JobState.SUCCEEDED for one in record.jobs)
     differs = ", ".join(job["differs"])
-    many = len(record.jobs) if record.search is None else record.search["n_trials"]
+    many = len(record.jobs) + (len(record.study["later"]) if record.study else 0)
+    many = many if record.search is None else record.search["n_trials"]
     text = Text(f"[{done}/{many}] cell {job['number']}")
     text.append(f" ({wording.visible(differs)})" if differs else "")
     text.append(f" {what}")

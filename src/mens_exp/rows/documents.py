@@ -14,7 +14,7 @@ import numpy as np
 
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.plugins import named_object
-from mens_exp.errors import ConfigError, expected_name
+from mens_exp.errors import ConfigError, DataError, expected_name
 from mens_exp.rows.answers import answer_of
 
 if TYPE_CHECKING:
@@ -150,6 +150,25 @@ class RowDocuments:
     """Documents that stay together in a micro-batch, in their order."""
     extra: tuple[str, ...] = ()
     """Names of further values that documents have for each token."""
+    fields: frozenset[str] = frozenset()
+    """Names of the further fields that each row must have."""
+
+    def check(self, pair: TrainingPair) -> None:
+        """Refuse a row that lacks a field, or has one that would be ignored.
+
+        Raises:
+            DataError: it is such a row.
+        """
+        found = {name for name, _ in pair.fields}
+        if found != self.fields:
+            raise DataError(
+                "a row has not the fields that the objective reads",
+                where=pair.name,
+                found=", ".join(sorted(found)) or "no fields",
+                expected=", ".join(sorted(self.fields)) or "no fields",
+                remedy="choose the objective that reads them, or name other columns with "
+                "data.columns={fields:{name:column}}",
+            )
 
     def rendered(
         self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling

@@ -57,7 +57,8 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
 
     Raises:
         DataError: the template changes the prompt once an answer follows, drops the answer, or
-            nothing marks the answer's end; the row is named.
+            nothing marks the answer's end, or the row has other fields than the objective reads;
+            the row is named.
         Problems: several rows have such problems.
         ConfigError: an unknown objective.
         SetupError: an installed objective cannot be used.
@@ -86,6 +87,7 @@ def _endings(
     counts: list[int] = []
     for pair in pairs:
         try:
+            rows.check(pair)
             mine = rows.rendered(pair, encoder, labelling)
         except DataError as problem:
             problems.append(problem)

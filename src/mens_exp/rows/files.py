@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 COMPRESSED = (".gz", ".zst")
-_TEXT = (".jsonl", ".json")
+_TEXT = (".jsonl", ".json", ".csv")
 ROWS = (*_TEXT, *(f"{text}{end}" for text in _TEXT for end in COMPRESSED), ".parquet", ".arrow")
 
 

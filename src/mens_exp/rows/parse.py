@@ -10,13 +10,16 @@ JSON strings.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.artifacts.digest import canonical_json
 from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, nearest
+from mens_exp.rows.decode import Cell
 from mens_exp.rows.schema import (
     ALIASES,
     KEYS,
@@ -275,7 +278,8 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
                 else None,
             )
             return False
-        if turn.get("tool_call_id", None) not in {None, *ids}:
+        named = turn.get("tool_call_id")
+        if named is not None and named not in ids:
             problems.add(
                 f"turn {number} answers no call of the turns before it",
                 f"'tool_call_id': {shown(turn['tool_call_id'])}",
@@ -296,6 +300,8 @@ def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool
 
 
 UNKNOWN_KEY: Final = "unknown key"
+_WHOLE: Final = ("fields", "provenance")  # keys that `data.columns` maps to no single column
+_LISTED_KEYS: Final = 50  # of a row; a damaged one may have a million
 RATINGS: Final = range(1, 6)
 DIFFICULTIES: Final = range(1, 11)
 _TURNS: Final = {
@@ -369,6 +375,7 @@ class _RowReader:
             history=conversation.exchanges[:-1],
             conversation=conversation.as_json(),
             provenance=self._object(values, "provenance"),
+            fields=self._fields(values.get("fields")),
             place=self._problems.where,
         )
         self._problems.raise_if_any()
@@ -377,9 +384,10 @@ class _RowReader:
     def _check_keys(self) -> None:
         keys = KEYS[self._form]
         aliases = [alias for alias, name in ALIASES.items() if name in keys]
-        for name, value in self._row.items():
-            if name in keys or name in aliases:
-                continue
+        words = {*keys, *aliases} - {"fields"}  # which is rare, and near to "id" and "file"
+        unknown = [name for name in self._row if name not in keys and name not in aliases]
+        for name in unknown[:_LISTED_KEYS]:
+            value = self._row[name]
             expected, remedy = accepted_keys(self._form), None
             owners = [form.value for form in KEYS if ALIASES.get(name, name) in KEYS[form]]
             if owners:
@@ -387,17 +395,20 @@ class _RowReader:
             elif name in KEYS_OF_OTHER_TOOLS:
                 meant, remedy = KEYS_OF_OTHER_TOOLS[name]
                 self._meant.update(meant)
-            elif near := nearest(name.lower(), [*keys, *aliases]):
+            elif near := nearest(name.lower(), sorted(words)):
                 expected += f"; the nearest is {near!r}"
                 self._meant.add(ALIASES.get(near, near))
             else:
                 remedy = f"drop it, or leave it out with data.columns={self._columns()}"
             self._problems.add(f"{UNKNOWN_KEY} {name!r}", shown(value), expected, remedy)
+        if len(unknown) > _LISTED_KEYS:
+            more = f"{len(unknown) - _LISTED_KEYS} more"
+            self._problems.add("unknown keys", more, accepted_keys(self._form))
 
     def _columns(self) -> str:
         """Return the value of `data.columns` that would map the row's keys to its format."""
         named = {ALIASES.get(key, key): key for key in self._row}
-        fields = [name for name in KEYS[self._form] if name in named and name != "provenance"]
+        fields = [name for name in KEYS[self._form] if name in named and name not in _WHOLE]
         columns = [f"{name}:{named[name]}" for name in fields]
         return f"{{{','.join(columns)}}}"
 
@@ -424,7 +435,8 @@ class _RowReader:
             name, keys = _TURNS[self._form]
             tools = read_tools(values.get("tools"), self._problems)
             if self._is_there(values, name):
-                return read_turns(values[name], keys, self._problems, tools) or nothing
+                turns = _decoded(values[name]) if isinstance(values[name], Cell) else values[name]
+                return read_turns(turns, keys, self._problems, tools) or nothing
             return nothing
         prompt = self._required(values, "prompt")
         given = self._optional(values, "input")
@@ -447,7 +459,7 @@ class _RowReader:
             return True
         if name not in self._meant:
             alias = next((alias for alias, meant in ALIASES.items() if meant == name), None)
-            keys = ", ".join(repr(key) for key in self._row) or "no keys"
+            keys = ", ".join(map(repr, islice(self._row, _LISTED_KEYS))) or "no keys"
             expected = repr(name) if alias is None else f"{name!r} (alias {alias!r})"
             self._problems.add(f"the row has no {name!r}", keys, expected)
         return False
@@ -470,10 +482,33 @@ class _RowReader:
         )
         return None
 
+    def _fields(self, value: object) -> tuple[tuple[str, str | int | float], ...]:
+        """Return texts and finite numbers by name; null is no value."""
+        if value is None:
+            return ()
+        if not isinstance(value, Mapping):
+            self._problems.add(
+                "'fields' must be an object", f"{json_type(value)} {shown(value)}", "or no fields"
+            )
+            return ()
+        found = []
+        for name, one in sorted((str(name), one) for name, one in value.items()):
+            label = f"{name!r} of 'fields'"
+            if isinstance(one, int | float) and not isinstance(one, bool):
+                if math.isfinite(one):
+                    found.append((name, one))
+                else:
+                    self._problems.add(f"{label} is not finite", shown(one))
+            elif one is not None and (text := self._problems.text(label, one)) is not None:
+                found.append((name, text))
+        return tuple(found)
+
     def _whole(self, values: Mapping[str, object], name: str, accepts: range) -> int | None:
         value = values.get(name)
         if value is None:
             return None
+        if isinstance(value, Cell) and value.strip().isdecimal():
+            value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and value in accepts:
             return value
         self._problems.add(

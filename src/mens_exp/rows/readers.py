@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+_FIELDS = "fields."  # before the name of a further field
 _MOST_BAD = 100_000  # limit on bad rows, if the file has fewer good ones
 
 
@@ -43,7 +44,8 @@ class Reading:
 
     Attributes:
         form: the rows' format; `auto` infers it for each file.
-        columns: the column of each field; empty if files use our own keys.
+        columns: the column of each field, that of a further one as ``fields.<name>``; empty if
+            files use our own keys.
         group_column: the column whose value is the row's group.
         setting: the setting that names the files, for messages.
         quarantine: quarantine bad rows instead of refusing the file.
@@ -226,7 +228,11 @@ class RowReader:
         self._seen.update(named)
         used = {*columns.values(), self.how.group_column}
         self.ignored.update(column for column in row if column not in used)
-        return named
+        plain: dict[str, Any] = {
+            n: value for n, value in named.items() if not n.startswith(_FIELDS)
+        }
+        further = {n.removeprefix(_FIELDS): v for n, v in named.items() if n.startswith(_FIELDS)}
+        return plain | ({"fields": further} if further else {})
 
     def _form(self, fields: Mapping[str, object], where: str) -> RowFormat:
         """Determine the row's format, which must be that of the file's other rows."""

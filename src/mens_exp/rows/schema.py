@@ -42,6 +42,8 @@ class TrainingPair:
             results are part of the user's text, and calls are JSON in the answers.
         provenance: for a row written by a model, the model, the task and the sampling of the
             answer, as a JSON object string; None if unknown.
+        fields: further texts and numbers by name, sorted, which an objective reads: an answer that
+            is worse, a weight.
         place: its location, as ``file:line``; not part of the row's content.
     """
 
@@ -56,11 +58,12 @@ class TrainingPair:
     history: tuple[tuple[str, str], ...] = ()
     conversation: str | None = None
     provenance: str | None = None
+    fields: tuple[tuple[str, str | int | float], ...] = ()
     place: str = field(default="", compare=False, repr=False)
 
     @property
     def id(self) -> str:
-        """16 hex digits of the SHA-256 of the training text: system, history, prompt, response.
+        """16 hex digits of the SHA-256 of what is trained on: the texts, and further fields.
 
         Labels (rating, category, language, group, difficulty, provenance) are excluded, so that
         relabeling a corpus keeps the identity of its items.
@@ -74,6 +77,8 @@ class TrainingPair:
             content["history"] = [list(exchange) for exchange in self.history]
         if self.conversation is not None:
             content["conversation"] = self.conversation
+        if self.fields:
+            content["fields"] = dict(self.fields)
         return digest.digest(content)[:16]
 
     @property
@@ -104,6 +109,7 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         "system": pair.system,
         "group": pair.group or None,
         "difficulty": pair.difficulty,
+        "fields": dict(pair.fields) or None,
         "provenance": None if pair.provenance is None else json.loads(pair.provenance),
     }
     labels = {name: value for name, value in optional.items() if value is not None}
@@ -213,7 +219,7 @@ def json_type(value: object) -> str:
 ALIASES: Final = {"instruction": "prompt", "output": "response", "turns": "messages"}
 _LABELS: Final = (
     *("rating", "category", "language", "system", "group", "difficulty"),
-    "provenance",
+    *("fields", "provenance"),
 )
 KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.pair: ("prompt", "response", *_LABELS),
@@ -229,6 +235,18 @@ KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "text": (
         ("prompt", "response"),
         "split the text into 'prompt' and 'response': plain text says not what to supervise",
+    ),
+    "chosen": (
+        ("response",),
+        "preference rows: train on the preferred with data.columns={prompt:prompt,response:chosen}",
+    ),
+    "rejected": (
+        ("response",),
+        "these are preference rows: leave out what no objective reads",
+    ),
+    "function_call": (
+        ("messages",),
+        "this is an older form of tool calls: write 'messages' whose turns have 'tool_calls'",
     ),
     "completion": (("response",), "rename it to 'response', or say data.columns.response=…"),
     "question": (("prompt",), "rename it to 'prompt', or say data.columns.prompt=…"),

@@ -66,12 +66,20 @@ def launch(overrides: Sequence[str]) -> int:
         return finish(Launcher(directory, record, console))
 
 
-def finish(launcher: Launcher, is_finished: Callable[[], bool] = lambda: False) -> int:
+def finish(
+    launcher: Launcher,
+    is_finished: Callable[[], bool] = lambda: False,
+    *,
+    conclude: Callable[[], None] | None = None,
+    again: Sequence[str] = (),
+) -> int:
     """Run the remaining jobs of a sweep and show the outcome.
 
     Args:
         launcher: the launcher of the sweep.
         is_finished: for a sweep that failed, returns whether none of its jobs would run again.
+        conclude: called when the jobs have ended, before the page is rendered.
+        again: overrides of the command that goes on; by default those of ``sweep.resume``.
 
     Returns:
         The exit code.
@@ -81,13 +89,16 @@ def finish(launcher: Launcher, is_finished: Callable[[], bool] = lambda: False) 
     console.print(terminal_views.result_table(launcher.record), soft_wrap=True)
     place = launcher.directory.path
     _complete(launcher)
+    if conclude is not None:
+        conclude()
     _render(launcher)
     if code and is_finished():
         told = "All trials were drawn. Those that failed did so by themselves: none runs again."
         console.print(told, soft_wrap=True, markup=False)
     elif code:
-        again = shlex.join(["python", "-m", "mens_exp", override_of("sweep.resume", str(place))])
-        console.print(f"Go on with: {again}", soft_wrap=True, markup=False)
+        overrides = again or [override_of("sweep.resume", str(place))]
+        command = shlex.join(["python", "-m", "mens_exp", *overrides])
+        console.print(f"Go on with: {command}", soft_wrap=True, markup=False)
     console.print(f"The record: {launcher.directory.record}", soft_wrap=True, markup=False)
     return code
 

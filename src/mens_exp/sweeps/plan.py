@@ -29,7 +29,7 @@ from mens_exp.tasks.run import TRAINING, run_is_there
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mens_exp.config.overrides import Cell, Faulty
+    from mens_exp.config.overrides import Cell, Checked, Faulty
     from mens_exp.config.sweep import Launcher, SweepConfig
 
 _NOT_SHOWN = ("hydra.", "hydra/", "sweep.")
@@ -76,7 +76,20 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
             to run.
         Problems: several of these.
     """
-    checked = check(overrides, multirun=True)
+    return plan_cells(check(overrides, multirun=True))
+
+
+def plan_cells(checked: Checked, *, is_new: bool = True) -> PlannedSweep:
+    """Plan the cells of a checked command; see :func:`plan_sweep`.
+
+    Args:
+        checked: the cells, and what is wrong with them.
+        is_new: whether their directories have to be empty.
+
+    Raises:
+        MensError: as there.
+        Problems: as there.
+    """
     bad = {number: one.problems for number, one in checked.faulty.items()}
     for cell in checked.cells:
         if not checked.general and (found := pin_inputs(cell)):
@@ -94,7 +107,8 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     ]
     if not general:
         general += executor_problems(launcher, 1 + max(cell.number for cell in checked.cells))
-    general += [*place_problems(root, checked.cells), *_sweeper_problems(first)]
+    general += place_problems(root, checked.cells) if is_new else []
+    general += _sweeper_problems(first)
     good = [cell for cell in checked.cells if cell.number not in bad]
     if general or not good or (bad and settings.invalid is Invalid.error):
         refuse(general, bad, names)
@@ -158,11 +172,7 @@ def _names(cells: Sequence[Cell], faulty: dict[int, Faulty]) -> dict[int, tuple[
 def _sweeper_problems(cell: Cell) -> list[ConfigError]:
     """Refuse other sweepers, and Hydra settings that would change the cells."""
     node = cell.composed.sweeper
-    if (
-        node.get("name") == "basic"
-        and not node.get("params")
-        and node.get("max_batch_size") is None
-    ):
+    if node.get("name") == "basic" and node.get("max_batch_size") is None:
         return []
     return [
         ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,21 +57,11 @@ def resume_sweep(overrides: Sequence[str]) -> int:
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
     with locked(directory, "sweep.resume"):
-        record = SweepRecord.read(directory.record)
-        _take_over(record, asked, {text.partition("=")[0] for text in overrides})
+        console = Console(stderr=True)
+        record = reopened(directory, asked, {text.partition("=")[0] for text in overrides}, console)
         if trials and record.search is None:
             words = "on a sweep that lists its cells"
             raise NoEffectError(words, where=_TRIALS, found=trials[-1], remedy=f"drop {_TRIALS}")
-        settings = launcher_settings(record.launcher_settings, record.launcher)
-        last = max((job["number"] for job in record.jobs), default=0)
-        Problems.raise_if(executor_problems(settings, 1 + last))
-        console = Console(stderr=True)
-        for note in record.notes:
-            console.print(f"note: {wording.visible(note)}", soft_wrap=True, markup=False)
-        for job in record.jobs:
-            _settle(job, RunDir(directory.path / job["directory"]), here=launcher != SLURM)
-        done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
-        console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
         if record.search is not None:
             from mens_exp.sweeps.searching import resume_search
 
@@ -80,13 +71,48 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         return finish(Launcher(directory, record, console))
 
 
+def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console) -> SweepRecord:
+    """Read a sweep's record, and set the state of each job from its directory.
+
+    Args:
+        directory: the sweep; the caller holds its lock.
+        asked: a cell of the command, for the settings of sweep and launcher.
+        given: keys that the command sets.
+        console: console for messages.
+
+    Raises:
+        MensError: the code has changed since the launch, or the jobs cannot run here.
+    """
+    record = SweepRecord.read(directory.record)
+    _take_over(record, asked, given)
+    settings = launcher_settings(record.launcher_settings, record.launcher)
+    last = max((job["number"] for job in record.jobs), default=0)
+    Problems.raise_if(executor_problems(settings, 1 + last))
+    for note in record.notes:
+        console.print(f"note: {wording.visible(note)}", soft_wrap=True, markup=False)
+    for job in record.jobs:
+        here = record.launcher != SLURM
+        _settle(job, RunDir(directory.path / job["directory"]), here=here)
+    done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
+    console.print(f"{done} of {len(record.jobs)} jobs are done, and verified.")
+    return record
+
+
 def _launched(overrides: Sequence[str]) -> tuple[SweepDir, str]:
     """Return the directory of the sweep, and its launcher."""
     plain = [text for text in overrides if _key(text) == "sweep.resume"]
     checked = check(plain, multirun=True)
     Problems.raise_if(checked.problems)
     directory = _found(str(checked.cells[0].config.sweep.resume))
-    return directory, SweepRecord.read(directory.record).launcher
+    record = SweepRecord.read(directory.record)
+    if record.study is not None:
+        raise RequestError(
+            "the sweep conducts a study, which goes on by its own command",
+            where="sweep.resume",
+            found=str(directory.path),
+            remedy=f"write {shlex.join(['python', '-m', 'mens_exp', *record.command])}",
+        )
+    return directory, record.launcher
 
 
 def _key(text: str) -> str:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.sweep import SearchRecord
 from mens_exp.config.fields import range_problems
-from mens_exp.config.override_values import NO_KEY
 from mens_exp.config.overrides import Checked, check
 from mens_exp.config.search_space import read_space, written
+from mens_exp.config.suggestions import NO_KEY
 from mens_exp.config.sweep import (
     Invalid,
     OptunaSweeper,

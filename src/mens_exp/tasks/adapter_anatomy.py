@@ -7,7 +7,6 @@ resume from it.
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from mens_exp.artifacts.adapter_v3 import MANIFEST_NAME, read_adapter
 from mens_exp.artifacts.certificate import BaseRecord, CheckpointRecord, LayerRecord
 from mens_exp.artifacts.digest import refuse_damaged_checkpoint
 from mens_exp.artifacts.manifest import Manifest, Status
-from mens_exp.config.lora import LoraVariant
 from mens_exp.config.task import MergeConfig
 from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.export.subject import config_of
@@ -80,8 +78,11 @@ def of_adapter(place: AdapterPlace) -> Anatomy:
         return _of_peft(place)
     manifest, tensors = read_adapter_directory(place.directory)
     ours = manifest.mens_exp or {}
-    scales = {layer: manifest.scale_of(layer) for layer in manifest.layer_order}
+    has_pair = manifest.form.has_pair
+    scales = {layer: manifest.scale_of(layer) for layer in manifest.layer_order if has_pair}
     found = _measured(tensors, manifest.base_key_map, scales, str(place.tensors))
+    if not has_pair:
+        found.unknown["layers"] = f"{manifest.variant} has no pair of matrices to measure"
     found.variant = manifest.variant
     found.base = BaseRecord(
         name=manifest.base_model,
@@ -100,8 +101,7 @@ def _of_peft(place: AdapterPlace) -> Anatomy:
     keys = {layer: f"{path}.weight" for layer, path in paths.items()}
     scales = {layer: settings.scale_of(path) for layer, path in paths.items()}
     found = _measured(adapter.tensors, keys, scales, str(place.tensors))
-    rslora = "rslora" if settings.rslora else "lora"
-    found.variant = "dora" if settings.dora else rslora
+    found.variant = settings.variants[0]
     found.base = BaseRecord(
         name=settings.base_model,
         revision=None,
@@ -150,7 +150,11 @@ def of_state(
         return found
     if not layers:
         found = _measured(tensors, {}, {}, where)
-        found.unknown["layers"] = "every weight was trained, and there is no LoRA matrix"
+        found.unknown["layers"] = (
+            "every weight was trained, and there is no LoRA matrix"
+            if config.backend.name == "full"
+            else f"{config.lora.spec.name} has no pair of matrices to measure"
+        )
         return found
     lora, shape = config.lora, shape_of(config.model)
     modules = {one.logical: one for one in linear_modules(shape)}
@@ -159,15 +163,14 @@ def of_state(
     layers = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     known = [modules[layer] for layer in layers if layer in modules]
     alphas = pattern_values(lora.alpha_pattern, known, family_for(config.model), lora.alpha)
-    is_rs = lora.variant is LoraVariant.rslora
     scales: dict[str, float | None] = {}
     for layer in layers:
         rank = tensors[f"{layer}.lora_a"].shape[-2]
         alpha = alphas[modules[layer].path] if layer in modules else lora.alpha
-        scales[layer] = alpha / (math.sqrt(rank) if is_rs else rank)
+        scales[layer] = lora.spec.form.scale(alpha, rank)
     paths = {one.logical: f"{one.path}.weight" for one in known}
     found = _measured(tensors, keys or paths, scales, where)
-    found.variant = lora.variant.value
+    found.variant = lora.spec.name
     if not keys:
         found.unknown["layers.base_key"] = _PATHS
     return found
@@ -344,7 +347,7 @@ def tell_magnitudes(anatomy: Anatomy, place: AdapterPlace, config: RunConfig) ->
         anatomy.unknown[_FIELD] = "the run that says what it began with is not at hand"
         return
     theirs, cache = config_of(place.run), writable_cache()
-    if theirs.lora.init.value != "default":
+    if theirs.lora.init.spec.from_weights:
         anatomy.unknown[_FIELD] = f"it began with {theirs.lora.init.value}'s matrices, not zero"
         return
     try:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from mens_exp.export.merge_choices import Choices
     from mens_exp.export.subject import Conversion, MergeInputs
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import Change
 
 _WRITTEN = "written"
 _ROOM_FRAC = 0.8  # fraction of free memory for a dense copy (unverified guess)
@@ -299,7 +299,7 @@ def certify_merge(
     config: RunConfig,
     inputs: MergeInputs,
     choices: Choices,
-    deltas: Mapping[str, Delta],
+    deltas: Mapping[str, Change],
     written: Path,
 ) -> Certificate:
     """Compare the output of a merge with the trained model.
@@ -326,8 +326,8 @@ def certify_merge(
 
 
 def _expected(
-    config: RunConfig, inputs: MergeInputs, choices: Choices, deltas: Mapping[str, Delta]
-) -> tuple[Choices, Mapping[str, Delta]]:
+    config: RunConfig, inputs: MergeInputs, choices: Choices, deltas: Mapping[str, Change]
+) -> tuple[Choices, Mapping[str, Change]]:
     """Return the expected merge: for a run, its own adapter merged into its own base."""
     if inputs.run is None:
         return choices, deltas

@@ -36,7 +36,7 @@ from mens_exp.layout.model_cache import hash_weights, ready_directory
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.rows.files import resolve_files
 from mens_exp.tasks.inputs import definition_of, hashes_in, tokenizer_of
-from mens_exp.tasks.lineage import trained_by
+from mens_exp.tasks.lineage import source_run, trained_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -372,7 +372,7 @@ def _asked(
 def _adapter(certificate: Certificate, found: Inspected) -> Path | None:
     """Return the directory of the source adapter, if its run is available."""
     sha256 = certificate.sources.get("adapter_sha256")
-    run = trained_by(sha256, found.path)
+    run = source_run(certificate, found.path)
     if run is None:
         return None
     outputs = Manifest.read(run.manifest).outputs

@@ -52,7 +52,7 @@ def compare(config: RunConfig, run: Run) -> None:
     _write(record, run.dir)
     if config.out is not None:
         _write(record, RunDir(Path(config.out).expanduser()))
-    console = Console()
+    console = Console(quiet=not run.prints)
     console.print(verdict_table(record))
     where = run.dir if config.out is None else RunDir(Path(config.out).expanduser())
     console.print(f"Report: {where.comparison_page}", soft_wrap=True, markup=False)

@@ -16,7 +16,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.lora import LoraVariant
+from mens_exp.config.lora import ADAPTERS, LoraVariant
 from mens_exp.config.trainer import WandbLogger
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems, RequestError
@@ -297,11 +297,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
     """
     adapter = read(directory, family_for(config.model))
     modules = {one.logical: one for one in linear_modules(shape_of(config.model))}
-    ranks = {
-        name.rpartition(".")[0]: tensor.shape[-2]
-        for name, tensor in adapter.tensors.items()
-        if name.endswith(".lora_a")
-    }
+    ranks = adapter.ranks
     unknown = sorted(ranks.keys() - modules.keys())
     if unknown:
         raise RequestError(
@@ -315,6 +311,14 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
     found = (modules[name] for name in modules if name in ranks)
     lora.targets = list(dict.fromkeys(one.stack or one.path for one in found))
     lora.r, lora.alpha, lora.dropout = adapter.rank, adapter.alpha, 0.0
+    if ADAPTERS.known(adapter.variant) is None:
+        raise RequestError(
+            "no adapter method of this name is known here",
+            where=str(directory),
+            found=adapter.variant,
+            expected=f"one of {', '.join(ADAPTERS.built_in)}, or an installed one",
+            remedy="install the package that provides the method",
+        )
     lora.variant = LoraVariant(adapter.variant)
     lora.rank_pattern = {modules[n].path: r for n, r in ranks.items() if r != adapter.rank}
     lora.alpha_pattern = {modules[name].path: one for name, one in adapter.alphas.items()}

@@ -348,8 +348,8 @@ def certify_steps(
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
     found = contract.probe["reference"]
     if known is None and found is not None:  # within its tolerances
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        StoredReference(part={**found, "from_cache": True}).write(kept)
+        why_not = StoredReference(part={**found, "from_cache": True}).keep(kept)
+        run.manifest.notes += [] if why_not is None else [why_not]
 
 
 def compared_whole(

@@ -18,13 +18,14 @@ from mens_exp.errors import Problems, RequestError
 from mens_exp.export import certificate
 from mens_exp.export.adapter import config_of_adapter, with_scale_one
 from mens_exp.planning.contract import origin_of
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.rows import readers
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.model import TokenizerConfig
@@ -52,6 +53,20 @@ def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Token
     if config.chat_template is not None and run.chat_template.is_file():
         config = dataclasses.replace(config, chat_template=str(run.chat_template))
     return load_tokenizer(config, base.directory)
+
+
+def own_template(run: RunDir) -> Path | None:
+    """Return a run's copy of its chat template, if it has one.
+
+    Raises:
+        RequestError: the copy is not the template that the run recorded.
+    """
+    if not run.chat_template.is_file():
+        return None
+    recorded = Manifest.read(run.manifest).inputs.get("chat_template_sha256")
+    found = {"chat_template_sha256": sha256_file(run.chat_template)}
+    refuse_changed({"chat_template_sha256": recorded}, found)
+    return run.chat_template
 
 
 def describe(
@@ -212,16 +227,11 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
         Problems: several of these, or its adapter differs from what it wrote.
     """
     from mens_exp.model.sources import resolve
-    from mens_exp.training.build import build_backend, lightning_quiet
 
-    refuse_changed_adapter(subject.adapter)
     base = resolve(theirs.model, cache)
     tokenizer = tokenizer_of(theirs.tokenizer, base, subject)
     refuse_changed(Manifest.read(subject.manifest).inputs, describe(base, tokenizer, None))
-    manifest, tensors = read_adapter(subject.adapter)
-    with lightning_quiet():
-        backend = build_backend(theirs, base)
-    backend.load_adapter(tensors)
+    manifest, backend = _trained_backend(subject, theirs, base)
     text = probe_of(theirs, tokenizer, settings, cache, longest=backend.max_positions)
     return Trained(
         config=theirs,
@@ -236,6 +246,90 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
             "quant": manifest.quant,
         },
     )
+
+
+def _trained_backend(
+    subject: RunDir, theirs: RunConfig, base: BaseModel
+) -> tuple[AdapterManifest, Backend]:
+    """Build the model of a run, and load its adapter; return the adapter's manifest too."""
+    from mens_exp.training.build import build_backend, lightning_quiet
+
+    refuse_changed_adapter(subject.adapter)
+    manifest, tensors = read_adapter(subject.adapter)
+    with lightning_quiet():
+        backend = build_backend(theirs, base)
+    backend.load_adapter(tensors)
+    return manifest, backend
+
+
+def transformers_model(subject: RunDir, theirs: RunConfig, accelerator: str) -> Any:
+    """Build the trained model of a run as an object of PEFT or transformers.
+
+    Args:
+        subject: the run.
+        theirs: its configuration.
+        accelerator: the device, as ``trainer.accelerator`` names it.
+
+    Returns:
+        PEFT's model on the base of the run; transformers' own, if the weights were trained.
+
+    Raises:
+        RequestError: the model is not one of transformers, or the base has changed since.
+    """
+    theirs.trainer.accelerator = accelerator
+    if not subject.adapter.is_dir():
+        return _own_weights(subject, accelerator)
+    if theirs.backend.name == "proxy":
+        raise RequestError(
+            "the run trained a stack of projections, which no class of transformers has",
+            where="backend",
+            found=theirs.backend.name,
+            expected="a run of backend=qlora, lora, full or burn",
+            remedy=f"read its matrices from {subject.adapter}",
+        )
+    base = _recorded_base(subject, theirs)
+    model = _trained_backend(subject, theirs, base)[1].model  # type: ignore[attr-defined]
+    return model.eval()
+
+
+def _own_weights(subject: RunDir, accelerator: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from mens_exp.training.build import device_of, lightning_quiet
+
+    with lightning_quiet():
+        model = AutoModelForCausalLM.from_pretrained(subject.weights)
+    return model.to(device_of(accelerator)).eval()
+
+
+def transformers_tokenizer(subject: RunDir, theirs: RunConfig) -> Any:
+    """Load the tokenizer of a run as an object of transformers, with the run's chat template.
+
+    Raises:
+        RequestError: transformers has no such tokenizer.
+    """
+    if theirs.tokenizer.name == "vox":
+        raise RequestError(
+            "the vox tokenizer has no form in transformers",
+            where="tokenizer",
+            found=theirs.tokenizer.name,
+            expected="a run with tokenizer=hf",
+        )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_recorded_base(subject, theirs).directory)
+    tokenizer.chat_template = subject.chat_template.read_text("utf-8")
+    return tokenizer
+
+
+def _recorded_base(subject: RunDir, theirs: RunConfig) -> BaseModel:
+    """Return the base of a run; other weights than those that it recorded are refused."""
+    from mens_exp.model.sources import resolve
+
+    base = resolve(theirs.model, writable_cache())
+    recorded = Manifest.read(subject.manifest).inputs
+    refuse_changed(recorded, {"base_weights_sha256": base.weights_sha256})
+    return base
 
 
 def trained_adapter(

@@ -25,7 +25,7 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.config.backend import LoraGraphConfig
-from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.lora import plain_lora
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import RequestError
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mens_exp.model.sources import BaseModel
 
 _OUTPUTS = Path("outputs")
+_ABOVE = 3  # directories from a PEFT view up to its run
 _RECORDS = {ArtifactKind.SCORECARD, ArtifactKind.COMPARISON, ArtifactKind.DECISION}
 _WITHOUT_CERTIFICATE = {
     ArtifactKind.CHECKPOINT,
@@ -94,7 +95,7 @@ def lineage(
     if certificate is None:
         return [_base(base), _unnamed(found)]
     sources = certificate.sources
-    run = trained_by(sources.get("adapter_sha256"), found.path)
+    run = source_run(certificate, found.path)
     line = _of_run(run, frozenset()) if run is not None else [_base(base), _absent(sources, found)]
     files = {name or found.path.name: one for name, one in certificate.files.items()}
     return [*line, _ancestor(Role.WRITTEN, found.path.resolve().name, found.path, files)]
@@ -192,6 +193,25 @@ def trained_by(adapter_sha256: str | None, near: Path) -> RunDir | None:
         if manifest.task == "train" and adapter_sha256 in manifest.outputs.values():
             return run
     return None
+
+
+def source_run(certificate: Certificate, near: Path) -> RunDir | None:
+    """Return the training run whose adapter an output was made of.
+
+    Args:
+        certificate: the output's certificate.
+        near: location of the output. Where no run at hand has the adapter, it is looked for in the
+            place that the run that wrote the output read it from.
+    """
+    sha256 = certificate.sources.get("adapter_sha256")
+    at_hand, writer = trained_by(sha256, near), written_by(certificate, near)
+    if at_hand is not None or writer is None:
+        return at_hand
+    inputs = Manifest.read(writer.manifest).inputs
+    place = Path(str(inputs.get("adapter") or inputs.get("subject")))
+    above = (RunDir(one) for one in (place, *place.parents)[:_ABOVE])
+    owners = (run for run in above if run.manifest.is_file())
+    return next((r for r in owners if sha256 in Manifest.read(r.manifest).outputs.values()), None)
 
 
 def written_by(certificate: Certificate, near: Path) -> RunDir | None:
@@ -358,8 +378,7 @@ def config_of_merged(trained: RunDir, model: Path) -> RunConfig:
     config.model = HfModel(id=str(model))
     config.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")
     config.quant = unquantized(config.quant.compute_dtype)
-    config.lora.variant, config.lora.init = LoraVariant.lora, LoraInit.default
-    config.lora.init_from = None
+    config.lora = plain_lora(config.lora.targets)
     return config
 
 

@@ -29,7 +29,7 @@ from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.evidence_views import card_section, parity_table, verdict
-from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
+from mens_exp.tasks.inputs import describe, own_template, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mens_exp.export.merge import Merge, MergedModel
     from mens_exp.export.merge_choices import Choices
     from mens_exp.export.subject import Conversion, MergeInputs
-    from mens_exp.lora.low_rank import Delta
+    from mens_exp.lora.method import Change
     from mens_exp.tasks.run import Run
 
 
@@ -95,7 +95,7 @@ class Merging:
 
     inputs: MergeInputs
     choices: Choices
-    deltas: Mapping[str, Delta]
+    deltas: Mapping[str, Change]
 
     @property
     def what(self) -> Merge:
@@ -207,7 +207,7 @@ def _model(inputs: MergeInputs, choices: Choices) -> MergedModel:
     run, learned_ids = inputs.run, True
     if run is not None:
         learned_ids = config_of(run).tokenizer.name == "hf"
-    template = None if run is None or not run.chat_template.is_file() else run.chat_template
+    template = None if run is None else own_template(run)
     return MergedModel(
         base=inputs.base,
         config=inputs.model.config,
@@ -286,8 +286,8 @@ def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:
     """Copy the chat template next to a PEFT adapter, because users need it to format prompts."""
     if config.format is not ExportFormat.peft or subject is None:
         return
-    template = subject.chat_template
-    if template.is_file():
+    template = own_template(subject)
+    if template is not None:
         atomic.write_text(out / template.name, template.read_text("utf-8"))
 
 

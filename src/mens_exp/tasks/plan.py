@@ -38,7 +38,7 @@ def plan(config: RunConfig, run: Run) -> None:
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
     note_plan(run.manifest, made)
-    console = Console()
+    console = Console(quiet=not run.prints)
     console.print(terminal.plan_table(made))
     if config.data.show:
         console.print()
@@ -51,13 +51,13 @@ def _rows(config: RunConfig, cache: Path) -> Iterator[Text]:
     """Yield the first training rows as they are encoded for training."""
     from mens_exp.corpus.source import load_rows
 
-    tokenizer = _tokenizer(config, cache)
+    tokenizer = planned_tokenizer(config, cache)
     for number, pair in enumerate(load_rows(config.data, cache).train[: config.data.show], start=1):
         yield from _documents(config, tokenizer, pair, number)
 
 
-def _tokenizer(config: RunConfig, cache: Path) -> Tokenizer:
-    """Read the tokenizer; build the model first if necessary."""
+def planned_tokenizer(config: RunConfig, cache: Path) -> Tokenizer:
+    """Read the tokenizer of a run that has not started; build the model first if necessary."""
     from mens_exp.layout.model_cache import ready_directory
     from mens_exp.tokenizer.load import load_tokenizer
 

@@ -85,12 +85,29 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
         },
     }
 
+    entry = open_cycle(ledger, cycle, "promote.")
+    run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
+    Console().print(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
+
+
+def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
+    """Register a cycle in a ledger.
+
+    Args:
+        ledger: the file; created if missing.
+        cycle: the cycle.
+        prefix: of the settings that it was made from, for messages.
+
+    Raises:
+        RequestError: there is a cycle of this name, or one with the same seeds.
+    """
+
     def made(entries: list[LedgerEntry]) -> CycleEntry:
         earlier = cycles_of(entries)
         if cycle["cycle"] in earlier:
             raise RequestError(
                 "is registered already",
-                where="promote.open_cycle",
+                where=f"{prefix}open_cycle",
                 found=cycle["cycle"],
                 remedy="run its arms, or open a cycle of another name and other seeds",
             )
@@ -99,15 +116,13 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
             if shared:
                 raise RequestError(
                     "seeds of an earlier cycle",
-                    where="promote.seeds",
+                    where=f"{prefix}seeds",
                     found=", ".join(map(str, shared)),
                     expected=f"none that cycle {name} has",
                 )
         return cycle
 
-    entry = append(ledger, EntryKind.CYCLE, made)
-    run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
-    Console().print(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
+    return append(ledger, EntryKind.CYCLE, made)
 
 
 def _decide(config: RunConfig, ledger: Path, run: Run) -> None:

@@ -26,7 +26,13 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.promotion import CompareConfig, CompareTarget, CompareTest, Sequential
+from mens_exp.config.promotion import (
+    CompareConfig,
+    CompareTarget,
+    CompareTest,
+    Sequential,
+    Stopping,
+)
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
@@ -350,7 +356,7 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
     suites = {run["suite_digest"] for run in record.runs}
     if suites != {cycle["suite_digest"]}:
         found.append("another suite digest")
-    if {run["seed"] for run in record.runs} != set(cycle["seeds"]):
+    if not _are_registered({run["seed"] for run in record.runs}, cycle):
         found.append("other seeds than were registered")
     early = [run for run in record.runs if run["started_utc"] < opened_utc]
     if early:
@@ -367,7 +373,7 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
         found.append("a registered arm is missing")
     if cycle["kpi"] != record.primary:
         found.append(f"{cycle['kpi']} was registered, and {record.primary} is the primary KPI")
-    if record.factors != [cycle["factor"]]:
+    if record.factors != cycle["factor"].split(","):
         factors = ", ".join(record.factors) or "none"
         found.append(f"{cycle['factor']} was registered, and the arms are of {factors}")
     frozen = cycle.get("frozen")
@@ -385,6 +391,15 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
             if was != now
         ]
     return found
+
+
+def _are_registered(seeds: set[int], cycle: CycleEntry) -> bool:
+    """Return whether a cycle has exactly these seeds, or stopped after its first ones."""
+    registered = cycle["seeds"]
+    study = cycle.get("study")
+    if study is not None and study["stopping"] == Stopping.first_verdict.value:
+        registered = registered[: len(seeds)]
+    return bool(seeds) and seeds == set(registered)
 
 
 def comparison_problems(record: Comparison) -> tuple[list[str], list[str]]:

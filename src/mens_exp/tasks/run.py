@@ -72,11 +72,28 @@ def cancellable(is_closing: Callable[[], bool]) -> Iterator[None]:
             signal.signal(each, handler)
 
 
+_at_second: Any = signal.SIG_DFL
+
+
 def end_at_once() -> None:
-    """Make the next signal end the process."""
+    """Make the next signal end the process, or interrupt it if it is :func:`kept_alive`."""
     if threading.current_thread() is threading.main_thread():
         for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, _at_second)
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Make a second signal inside the block a KeyboardInterrupt; the process belongs to a user.
+
+    A notebook or a script goes on after a cancelled run, so the process must not end with it.
+    """
+    global _at_second  # noqa: PLW0603  # signal handlers belong to the whole process as well
+    before, _at_second = _at_second, signal.default_int_handler
+    try:
+        yield
+    finally:
+        _at_second = before
 
 
 # Tasks that describe a fine-tune; the others read a finished one.
@@ -94,6 +111,7 @@ class Run:
         self.dir = directory
         self.manifest = manifest
         self.telemetry = Telemetry(directory.telemetry)
+        self.prints = True  # whether results are shown on standard output, as on a command line
         self.is_closing = False
         self._after_close: list[Callable[[Manifest], None]] = []
         self._began = time.monotonic()
@@ -171,6 +189,7 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [
+        run.chat_template,
         run.validation,
         run.attribution,
         run.merged_tensors,
@@ -381,12 +400,27 @@ def _closing(run: Run, ended: _Ended | None = None) -> Iterator[None]:
 CANCELLED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 
+def perform(directory: Path, cell: Cell, *, prints: bool = True) -> None:
+    """Run one task in its directory.
+
+    Args:
+        directory: the run directory.
+        cell: the checked configuration.
+        prints: whether the task shows its results on standard output.
+
+    Raises:
+        MensError: the task failed; its record is closed.
+    """
+    with open_run(directory, cell) as run:
+        run.prints = prints
+        _task(cell)(cell.config, run)
+
+
 def run_task(directory: Path, cell: Cell) -> int:
     """Run one task in its directory and return its exit code."""
 
     def work() -> None:
-        with open_run(directory, cell) as run:
-            _task(cell)(cell.config, run)
+        perform(directory, cell)
 
     task = cell.config.task.name
     if task == "train":

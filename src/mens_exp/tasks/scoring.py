@@ -13,15 +13,27 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.scorecard import Condition, write_item_events
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import Selection
+from mens_exp.corpus.source import load_rows
 from mens_exp.errors import MensError, RequestError
-from mens_exp.evals.attempts import FirstItems, Measured, Plan, answer_all, measure, to_scorecard
+from mens_exp.evals.attempts import (
+    FirstItems,
+    Measured,
+    Plan,
+    answer_all,
+    graded_digest,
+    measure,
+    to_scorecard,
+)
 from mens_exp.evals.engines import Generation, GraphEngine
 from mens_exp.evals.kpis import KPIS, KpiGroup
 from mens_exp.evals.suite import Runner, frozen_suite, suite_class
+from mens_exp.layout.shape import shape_of
+from mens_exp.tasks.plan import planned_tokenizer
 from mens_exp.tasks.rejection_sampling import keep_passing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.scorecard import ItemEvent
@@ -205,6 +217,30 @@ def suite_of(
         return frozen_suite(config, calls_functions=whole.task.name == "evaluate")
     cls = suite_class(config.spec)
     return cls.of_rows(config, heldout, tokenizer, max_positions=max_positions)
+
+
+def planned_suite_digest(config: RunConfig, cache: Path) -> str | None:
+    """Return the suite digest that the scorecard of a planned run will state; None without a suite.
+
+    Raises:
+        MensError: the suite cannot be read, or the run would have no scorecard.
+    """
+    if not config.suite.spec.scores:
+        return None
+    heldout: Sequence[TrainingPair] = ()
+    tokenizer: Any = None  # only a suite of rows reads it
+    if config.suite.spec.from_rows:
+        heldout = load_rows(config.data, cache).heldout
+        tokenizer = planned_tokenizer(config, cache)
+    suite = suite_of(config, heldout, tokenizer, shape_of(config.model).max_position_embeddings)
+    if isinstance(suite, str):
+        raise RequestError(
+            "the run would have no scorecard",
+            where="suite",
+            found=suite,
+            expected="a suite with items, or suite=none",
+        )
+    return graded_digest(suite)
 
 
 def runner_of(config: RunConfig, run: Run) -> Runner | None:

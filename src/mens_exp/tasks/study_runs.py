@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import write_text
+from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.record import read_bytes, read_lines
@@ -42,7 +43,7 @@ from mens_exp.tasks.lineage import MERGED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.comparison import Comparison, RunRecord
+    from mens_exp.artifacts.comparison import RunRecord
     from mens_exp.artifacts.telemetry import DocumentLoss
     from mens_exp.evals.suite import Suite
 
@@ -341,13 +342,14 @@ def _settings(run: RunDir) -> dict[str, Any]:
     stored = parse_yaml(read_bytes(run.config), str(run.config))
     if not isinstance(stored, dict):
         raise DataError("no mapping", where=str(run.config), found=type(stored).__name__)
-    return dict(_leaves(stored, ""))
+    return dict(leaves_of(stored))
 
 
-def _leaves(values: dict[Any, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+def leaves_of(values: dict[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the settings of a stored configuration by dotted path; an empty mapping is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -474,7 +476,13 @@ def write_sweep_page(directory: SweepDir) -> None:
 
 
 def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | None, str]:
-    """Compare the successful runs with the default settings of a comparison."""
+    """Compare the successful runs: as a study has done, or with the default settings."""
+    if record.study is not None and record.study["comparison"] is not None:
+        place = RunDir(directory.path / record.study["comparison"])
+        try:
+            return Comparison.read(place.comparison), ""
+        except MensError as error:
+            return None, f"Not compared: {error}"
     found = [directory.path / job["directory"] for job in record.jobs]
     paths = [str(path.absolute()) for path in found if (path / "manifest.json").is_file()]
     try:

@@ -31,7 +31,7 @@ from mens_exp.tasks.checks import (
     linked,
     not_here,
 )
-from mens_exp.tasks.lineage import MERGED, trained_by, written_by
+from mens_exp.tasks.lineage import MERGED, source_run, written_by
 from mens_exp.tasks.promote import decision_checks
 from mens_exp.tasks.promotion_evidence import comparison_problems
 from mens_exp.tasks.resolve_references import scored_run
@@ -214,7 +214,7 @@ class _Chain:
         """Hash the sources that a certificate records, and check the training run."""
         sources, of = certificate.sources, path.resolve().name
         name, recorded = "sources.adapter_sha256", sources.get("adapter_sha256")
-        run = trained_by(recorded, path)
+        run = source_run(certificate, path)
         if run is None:
             check = not_here(name, recorded, "the run that has this adapter is not at hand")
             yield from linked(Link.ADAPTER, of, [check])

@@ -96,8 +96,7 @@ def losses(backend: QloraBackend, batch: Batch, documents: Encoded) -> Losses:
 
 def _plain(backend: QloraBackend, documents: Encoded, kernel: str, device: torch.device) -> float:
     """Run each document alone through PEFT's model."""
-    for module in backend.layers.values():
-        module.cast_input_dtype_enabled = True  # PEFT's default; off in training
+    backend.method.accumulate_in_f32(backend.layers.values(), learns=False)  # PEFT's default
     total = 0.0
     with _attending(backend.causal_lm, kernel):
         for start, end in pairwise(documents.offsets.tolist()):

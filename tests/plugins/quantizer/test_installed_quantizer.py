@@ -24,9 +24,9 @@ def test_a_run_trains_on_an_installed_quantizer(trained):
     assert adapter["quant"] == {"base_quant": "steps", "double_quant": False}
 
 
-def test_its_settings_are_those_that_it_reads(typed):
+def test_its_settings_are_those_that_it_reads(trained):
     """A block size has no effect on rows that share a step; the refusal is that of int8."""
-    done = typed("quant=steps", "quant.block_size=128", "task=plan", code=2)
+    done = trained("quant=steps", "quant.block_size=128", "task=plan", code=2)
     assert "quant.block_size" in done.stderr
     assert "with quant.quant_type=steps" in done.stderr
 

@@ -58,3 +58,28 @@ def test_rates_and_time_left_are_shown_where_they_are_known(fit):
 
     fit.run(fit.trainer(Rates(), callback, max_steps=1))
     assert "467 supervised tok/s · 1:15 left" in text.getvalue()
+
+
+def test_a_notebook_shows_one_bar_that_moves(fit, monkeypatch):
+    """It is drawn once and then updated in its place; text is escaped."""
+    import IPython.display
+
+    drawn = []
+
+    class Handle:
+        def update(self, shown):
+            drawn.append(("update", shown.data))
+
+    def display(shown, *, display_id):
+        assert display_id is True
+        drawn.append(("display", shown.data))
+        return Handle()
+
+    monkeypatch.setattr(IPython.display, "display", display)
+    callback, text = with_console(fit.record, terminal=False)
+    callback.console = Console(file=io.StringIO(), force_jupyter=True)
+    fit.run(fit.trainer(callback))
+    assert [what for what, _ in drawn] == ["display", "update", "update"]
+    assert 'value="2" max="2"' in drawn[-1][1]
+    assert "step 2/2 · loss 5." in drawn[-1][1]
+    assert text.getvalue() == ""

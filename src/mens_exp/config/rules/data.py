@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import (
-    ColumnsConfig,
     HubData,
     JsonlData,
     MixData,
@@ -146,8 +144,7 @@ def _files(where: str, value: Any) -> Iterator[ConfigError]:
 
 
 def _columns(data: RowsData) -> Iterator[ConfigError]:
-    fields = [field.name for field in dataclasses.fields(ColumnsConfig)]
-    given = {name: column for name in fields if (column := getattr(data.columns, name)) is not None}
+    given = data.columns.given
     if data.group_column is not None and "group" in given:
         yield ConfigError(
             "two columns part the rows",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
-from mens_exp.config.lora import LoraInit, LoraVariant
+from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
 from mens_exp.config.quant import ComputeDtype, names_for
 from mens_exp.errors import ConfigError, expected_name
@@ -81,20 +81,21 @@ def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
 def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the settings that the proxy's own LoRA does not support."""
     lora = config.lora
-    usual: dict[str, tuple[Any, Any]] = {
-        "targets": (lora.targets, [PROXY_STACK]),
-        "variant": (lora.variant, LoraVariant.lora),
-        "init": (lora.init, LoraInit.default),
-        "rank_pattern": (lora.rank_pattern, {}),
-        "alpha_pattern": (lora.alpha_pattern, {}),
+    usual: dict[str, tuple[bool, Any]] = {
+        "targets": (lora.targets == [PROXY_STACK], [PROXY_STACK]),
+        "variant": (config.backend.name in lora.spec.backends, "lora"),
+        "init": (not lora.init.spec.from_weights, "default"),
+        "rank_pattern": (not lora.rank_pattern, {}),
+        "alpha_pattern": (not lora.alpha_pattern, {}),
     }
-    for name, (found, expected) in usual.items():
-        if found != expected:
+    for name, (holds, expected) in usual.items():
+        if not holds:
+            found = getattr(lora, name)
             yield ConfigError(
                 "the proxy stack has plain LoRA on every projection",
                 where=f"lora.{name}",
                 found=getattr(found, "value", found),
-                expected=shown(getattr(expected, "value", expected)),
+                expected=shown(expected),
                 remedy="choose lora=proxy_stack, or backend=qlora",
             )
 
@@ -241,21 +242,57 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     lora = config.lora
     yield from _target_problems(lora.targets)
     yield from _pattern_problems(lora)
+    yield from _method_problems(config)
     quantized_all = config.quant.spec.is_made_again and not config.quant.skip
-    if lora.init is not LoraInit.default and not quantized_all:
+    if lora.init.spec.from_weights and not quantized_all:
         yield ConfigError(
             "starts from what four bits miss of a weight, and some weights are not in four bits",
             where="lora.init",
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip",
         )
-    if lora.init_from is not None and lora.init is not LoraInit.default:
+    if lora.init_from is not None and lora.init.spec.from_weights:
         yield ConfigError(
             "an adapter starts from one place",
             where="lora.init",
             found=f"{lora.init.value} beside lora.init_from={lora.init_from}",
             expected="lora.init=default, or lora.init_from=null",
             remedy="drop one of the two",
+        )
+
+
+def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield settings, a start and a backend that the adapter method does not have."""
+    lora, spec = config.lora, config.lora.spec
+    if not spec.fits(lora):
+        yield ConfigError(
+            f"{spec.name} has settings of its own, which this option of the group lacks",
+            where="lora.variant",
+            found=f"{spec.name} with lora={lora.name}",
+            expected=f"an option with the schema of {spec.name}",
+            remedy=f"choose it by its option, lora={spec.name}",
+        )
+    if lora.init.value not in spec.inits:
+        yield ConfigError(
+            f"{spec.name} does not start so",
+            where="lora.init",
+            found=lora.init.value,
+            expected=" or ".join(sorted(spec.inits)),
+        )
+    own = config.backend.name in BACKEND_SPECS and not isinstance(
+        config.backend, FullConfig | ProxyConfig
+    )
+    if own and config.backend.name not in spec.backends:
+        yield ConfigError(
+            f"backend={config.backend.name} has no adapters of this method",
+            where="lora.variant",
+            found=spec.name,
+            expected=" or ".join(
+                name
+                for name, one in ADAPTERS.built_in.items()
+                if config.backend.name in one.backends
+            ),
+            remedy=f"choose backend={' or '.join(spec.backends)}",
         )
 
 

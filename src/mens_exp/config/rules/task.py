@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mens_exp.config.fields import shown
 from mens_exp.config.promotion import (
     DECIDES,
     BurnProductionPolicy,
@@ -19,6 +21,7 @@ from mens_exp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mens_exp.config.promotion import StudyConfig
     from mens_exp.config.quant import QuantType
     from mens_exp.config.root import RunConfig
 
@@ -194,7 +197,9 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
 
 def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the sequential rules, or comparisons on other items, that the test does not support."""
-    for group, one in (("compare", config.compare), ("promote", config.promote)):
+    told: list[tuple[str, Any]] = [("compare", config.compare), ("promote", config.promote)]
+    told += [] if config.study is None else [("study", config.study.compared([]))]
+    for group, one in told:
         if one.sequential is Sequential.always_valid and one.test is CompareTest.sign_flip:
             yield ConfigError(
                 "the always-valid test is one of t",
@@ -293,3 +298,59 @@ def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
             where="promote.factor",
             expected="what the arms differ in, such as backend",
         )
+
+
+_OWN = frozenset({"seed", "study", "task", "path", "hydra", "sweep", "resume"})
+
+
+def study_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what keeps a study from having arms over seeds."""
+    study = config.study
+    if study is None:
+        return
+    if bool(study.arms) == bool(study.grid):
+        yield ConfigError(
+            "a study has arms, or a grid whose combinations are arms",
+            where="study",
+            found="both" if study.arms else "neither",
+            expected="study.arms, names with overrides, or study.grid, keys with values",
+        )
+    for key, values in study.grid.items():
+        if not isinstance(values, list) or not values:
+            yield ConfigError(
+                "a key of the grid has a list of values",
+                where=f"study.grid.{key}",
+                found=shown(values),
+                expected=f"a list, such as [{shown(values)}]",
+            )
+    count = len(study.arms) or math.prod(
+        len(values) for values in study.grid.values() if isinstance(values, list)
+    )
+    if count < _PAIR:
+        yield ConfigError("a study compares at least two arms", where="study", found=count)
+    if len(set(study.seeds)) < _PAIR or len(set(study.seeds)) != len(study.seeds):
+        yield ConfigError(
+            "a study has several seeds, each once", where="study.seeds", found=study.seeds
+        )
+    yield from _overrides_of_study(study)
+
+
+def _overrides_of_study(study: StudyConfig) -> Iterator[ConfigError]:
+    """Yield overrides that the study decides itself, and what is no override."""
+    places = {"study.shared": study.shared}
+    places |= {f"study.arms.{name}": texts for name, texts in study.arms.items()}
+    places["study.grid"] = [f"{key}=" for key in study.grid]
+    for where, texts in places.items():
+        for text in texts:
+            key = text.lstrip("+~").partition("=")[0]
+            if "=" not in text and not text.startswith("~"):
+                yield ConfigError(
+                    "not an override", where=where, found=text, expected="key=value or group=option"
+                )
+            elif key.partition(".")[0].partition("/")[0] in _OWN:
+                yield ConfigError(
+                    "is decided by the study itself",
+                    where=where,
+                    found=text or key,
+                    expected="settings of a training run; seeds stand under study.seeds",
+                )

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.fields import range_problems
-from mens_exp.config.lora import LoraInit, LoraVariant
 from mens_exp.config.model import HfModel
 from mens_exp.config.trainer import Strategy
 from mens_exp.errors import ConfigError
@@ -60,15 +59,15 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
             expected="0, where experts are among the targets",
             remedy=f"set lora.dropout=0 to adapt experts; to leave them alone, {without}",
         )
-    if lora.variant is LoraVariant.dora:
+    if lora.spec.not_on_experts is not None:
         yield ConfigError(
-            "PEFT has no DoRA for experts",
+            lora.spec.not_on_experts,
             where="lora.variant",
-            found="dora, with adapters on experts",
+            found=f"{lora.spec.name}, with adapters on experts",
             expected="lora.variant=lora or rslora",
             remedy=f"set lora.variant=lora; to leave the experts alone, {without}",
         )
-    if lora.init is not LoraInit.default:
+    if lora.init.spec.from_weights:
         yield ConfigError(
             "experts are not quantized, so there is no quantization error to start from",
             where="lora.init",
@@ -88,18 +87,18 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
 
 def _head_problems(lora: LoraConfig) -> Iterator[MensError]:
     """Refuse settings that an adapter on the head does not support."""
-    if lora.init is not LoraInit.default:
+    if lora.init.spec.from_weights:
         yield ConfigError(
             "the head is not quantized, so there is no quantization error to start from",
             where="lora.init",
             found=f"{lora.init.value}, with an adapter on {HEAD}",
             expected=f"lora.init=default, or targets without {HEAD}",
         )
-    if lora.variant is LoraVariant.dora:
+    if lora.spec.not_on_head is not None:
         yield ConfigError(
-            "the head has rows of zeros (padding), which have no direction to learn apart",
+            lora.spec.not_on_head,
             where="lora.variant",
-            found=f"dora, with an adapter on {HEAD}",
+            found=f"{lora.spec.name}, with an adapter on {HEAD}",
             expected=f"lora.variant=lora or rslora, or targets without {HEAD}",
         )
 
@@ -114,13 +113,13 @@ def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
     adapter = read(find(config.lora.init_from), family_for(config.model))
     lora = config.lora
     for name, ours, theirs in (
-        ("variant", lora.variant.value, adapter.variant),
-        ("r", lora.r, adapter.rank),
-        ("alpha", lora.alpha, adapter.alpha),
+        ("variant", lora.spec.name, adapter.variant),
+        ("r", lora.spec.rank(lora), adapter.rank),
+        ("alpha", lora.spec.alpha(lora), adapter.alpha),
     ):
         if ours != theirs:
             yield another_in_the_adapter(f"lora.{name}", ours, theirs, adapter.directory)
-    same = adapter.rank == config.lora.r and adapter.variant == config.lora.variant.value
+    same = (adapter.rank, adapter.variant) == (lora.spec.rank(lora), lora.spec.name)
     if same and not any(range_problems(config.model)):
         yield from _layers(config, adapter)
     # A directory's weights are hashed when the run opens, which can take a minute for a large one.
@@ -170,16 +169,14 @@ def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ..
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     shapes: dict[str, tuple[int, ...]] = {}
     for one in modules:
-        parts = adapter_shapes(one, ranks[one.path])
+        parts = adapter_shapes(one, config.lora.spec.form, ranks[one.path])
         shapes |= {f"{one.logical}.{part}": found for part, found in parts.items()}
-        if config.lora.variant is LoraVariant.dora:
-            shapes[f"{one.logical}.lora_magnitude"] = (one.out,)
     return shapes
 
 
 def _alphas(config: RunConfig, shape: Shape) -> dict[str, int]:
     """Return the alphas of the layers whose alpha differs from the default."""
-    modules, usual = chosen(config.lora, shape), config.lora.alpha
+    modules, usual = chosen(config.lora, shape), config.lora.spec.alpha(config.lora)
     values = pattern_values(config.lora.alpha_pattern, modules, shape.family, usual)
     return {one.logical: values[one.path] for one in modules if values[one.path] != usual}
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.user_config import CLASS_GROUPS, our_targets
+from mens_exp.config.untrusted_config import our_targets
+from mens_exp.config.user_config import CLASS_GROUPS
 from mens_exp.errors import ConfigError, MensError, nearest
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from lightning import Callback
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_v3 import write_adapter
+from mens_exp.backends.saved_model import copy_tokenizer
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -40,6 +41,9 @@ class AdapterWriter(Callback):
         if not pl_module.backend.has_peft_view:
             return
         pl_module.backend.write_peft(self.run.dir.peft)
+        base = getattr(pl_module.backend, "base", None)  # a user's own backend may have none
+        if base is not None and pl_module.config.tokenizer.name == "hf":  # vox has no such files
+            copy_tokenizer(base.directory, self.run.dir.peft)
         template = self.run.dir.chat_template
         if template.is_file():  # needed to load the adapter elsewhere
             atomic.write_text(self.run.dir.peft / template.name, template.read_text("utf-8"))

@@ -1,10 +1,11 @@
-"""Training progress in the terminal."""
+"""Training progress in a terminal or in a notebook."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from lightning import Callback
@@ -23,16 +24,24 @@ class Progress(Callback):
     """Shows loss, learning rate, supervised tokens per second and time left."""
 
     def __init__(self, run: RunRecord, plain_every_n_steps: int = 10) -> None:
-        """Draw a bar on a terminal; elsewhere, print a line every ``plain_every_n_steps`` steps."""
+        """Draw a bar on a terminal or in a notebook.
+
+        Elsewhere, print a line every ``plain_every_n_steps`` steps.
+        """
         self.run = run
         self.plain_every_n_steps = plain_every_n_steps
         self.console = Console(stderr=True)
         self._bar: Bar | None = None
         self._task: TaskID | None = None
+        self._cell: _CellBar | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Start the bar."""
         del pl_module
+        if self.console.is_jupyter:
+            self._cell = _CellBar(trainer.max_steps)
+            self._cell.show(trainer.global_step, "first step …")
+            return
         if not self.console.is_terminal:
             return
         self._bar = Bar(
@@ -55,7 +64,9 @@ class Progress(Callback):
         if not pl_module.at_step_boundary:
             return
         step, text = trainer.global_step, _line(pl_module.step_metrics)
-        if self._bar is not None and self._task is not None:
+        if self._cell is not None:
+            self._cell.show(step, text)
+        elif self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self.plain_every_n_steps == 0 or step in {1, trainer.max_steps}:
             self.console.print(f"step {step}/{trainer.max_steps}  {text}", soft_wrap=True)
@@ -76,6 +87,33 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class _CellBar:
+    """A bar in the output of a notebook's cell, drawn again for each step.
+
+    rich draws one with ipywidgets, which a kernel and its front end must both have; an element of
+    HTML needs neither.
+    """
+
+    def __init__(self, total: int) -> None:
+        """Begin a bar of so many steps; -1 if epochs bound the run."""
+        self._total = total
+        self._handle: Any = None
+
+    def show(self, step: int, text: str) -> None:
+        """Draw the bar at a step, in its place."""
+        from IPython.display import HTML, display
+
+        known = self._total > 0
+        width = f' value="{step}" max="{self._total}"' if known else ""
+        of = f"/{self._total}" if known else ""
+        element = f"<progress{width}></progress> step {step}{of} · {escape(text)}"
+        drawn = HTML(element)  # type: ignore[no-untyped-call]
+        if self._handle is None:
+            self._handle = display(drawn, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(drawn)
 
 
 def _line(metrics: dict[str, float]) -> str:

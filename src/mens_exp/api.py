@@ -1,0 +1,570 @@
+"""The Python API: compose, plan, train, evaluate and compare in the caller's own process.
+
+Each function takes the overrides of the command line as texts and runs the same code::
+
+    from mens_exp import compare, train
+
+    small = train("model=tiny_llama", "lora.r=4")
+    large = train("model=tiny_llama", "lora.r=16")
+    compare([small, large], "compare.factors=[lora.r]")
+
+Runs are written where the command line writes them, so either can read what the other wrote. What
+goes wrong is raised as :class:`mens_exp.errors.MensError`; nothing exits the process. Ctrl-C closes
+the record of a run as cancelled and raises KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from mens_exp.artifacts.comparison import Comparison as ComparisonRecord
+from mens_exp.artifacts.host import machine_fault
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir, resolve
+from mens_exp.artifacts.scorecard import Scorecard
+from mens_exp.config.compose import begin_command, config_digest, run_composed, to_yaml
+from mens_exp.config.override_values import override_of
+from mens_exp.config.overrides import check, sources_in
+from mens_exp.config.user_config import reading
+from mens_exp.errors import Problems, RequestError, TrainingError
+from mens_exp.planning.machine import of_torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
+
+    from mens_exp.config.overrides import Cell
+    from mens_exp.config.root import RunConfig
+    from mens_exp.errors import MensError
+    from mens_exp.rows.schema import TrainingPair
+
+__all__ = [
+    "Comparison",
+    "Composition",
+    "Plan",
+    "Run",
+    "compare",
+    "compose",
+    "evaluate",
+    "load_run",
+    "plan",
+    "train",
+]
+
+_WIDTH = 100  # columns of a table in a notebook
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """A checked configuration that has not run yet.
+
+    Pass it to :func:`plan` or :func:`train`, alone or followed by more overrides.
+
+    Attributes:
+        overrides: the overrides, in order.
+        config: the typed configuration.
+        choices: the option of each config group; None where no option was chosen.
+        digest: SHA-256 of the composed values.
+    """
+
+    overrides: tuple[str, ...]
+    config: RunConfig = field(repr=False)
+    choices: dict[str, str | None] = field(repr=False)
+    digest: str
+    _yaml: str = field(repr=False)
+
+    def to_yaml(self) -> str:
+        """Return the composed values as YAML, as ``--cfg job`` shows them."""
+        return self._yaml
+
+    def _repr_html_(self) -> str:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"Configuration {self.digest[:8]}", title_justify="left", box=None)
+        table.add_column("group", style="dim")
+        table.add_column("option")
+        for group, option in self.choices.items():
+            table.add_row(group, Text(option or "–"))
+        return _html(table) + _details("values", self._yaml)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The forecast of a training run, which was not started.
+
+    Attributes:
+        path: the directory of the plan's own record.
+        record: the contents of ``plan.json``.
+    """
+
+    path: Path
+    record: dict[str, Any] = field(repr=False)
+
+    @property
+    def time_s(self) -> float | None:
+        """Estimated duration in seconds; None if this machine's speed is unknown."""
+        return (self.record.get("time_s") or {}).get("estimate")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Estimated peak memory in bytes, of the GPU if there is one, otherwise of the process."""
+        return (self.record.get("memory_bytes") or {}).get("estimate")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Possible problems of the run."""
+        return tuple(self.record.get("warnings") or ())
+
+    def _repr_html_(self) -> str:
+        from mens_exp.report.terminal import plan_table
+
+        return _html(plan_table(self.record))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The record of a run of any task, read from its directory.
+
+    Attributes:
+        path: the run directory.
+        manifest: its identity, inputs, facts and results.
+        scorecard: its KPIs; None if it scored nothing.
+    """
+
+    path: Path
+    manifest: Manifest = field(repr=False)
+    scorecard: Scorecard | None = field(repr=False)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The final figures by name, such as ``tuned_val_loss``; units are in the names."""
+        return self.manifest.results
+
+    @property
+    def status(self) -> Status:
+        """The state of the run: started, succeeded, failed or cancelled."""
+        return self.manifest.status
+
+    @property
+    def config(self) -> RunConfig:
+        """The typed configuration of the run.
+
+        Raises:
+            ConfigError: the stored configuration was damaged, or names a class that is not trusted.
+        """
+        from mens_exp.export.subject import config_of
+
+        return config_of(RunDir(self.path))
+
+    @property
+    def report(self) -> Path:
+        """The path of the report, a page for a browser."""
+        return RunDir(self.path).report
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the telemetry of each optimizer step, oldest first, by metric name."""
+        return self._payloads("step")
+
+    def validations(self) -> list[dict[str, Any]]:
+        """Return the results of each validation during training, oldest first."""
+        return self._payloads("validation")
+
+    def rows(self, side: str = "val") -> Sequence[TrainingPair]:
+        """Return the rows of one side of the run's split.
+
+        Args:
+            side: ``train``, ``val`` or ``heldout``.
+
+        Raises:
+            RequestError: there is no such side, or the rows have changed since the run.
+        """
+        from mens_exp.corpus.source import load_rows
+        from mens_exp.corpus.split import Side
+        from mens_exp.planning.preflight import writable_cache
+        from mens_exp.tasks.inputs import refuse_changed
+
+        if side not in list(Side):
+            names = ", ".join(Side)
+            raise RequestError("no such side of the rows", found=side, expected=f"one of {names}")
+        rows = load_rows(self.config.data, writable_cache())
+        if not rows.streamed:
+            refuse_changed(self.manifest.inputs, {"data": {"rows_sha256": rows.sha256}})
+        found: Sequence[TrainingPair] = getattr(rows, side)
+        return found
+
+    def model(self, accelerator: str = "auto") -> Any:
+        """Build the trained model, in evaluation mode.
+
+        Args:
+            accelerator: ``auto``, ``cpu`` or ``gpu``.
+
+        Returns:
+            PEFT's ``PeftModel`` on the base as it was quantized in training; or transformers' own
+            model, if the run trained every weight.
+
+        Raises:
+            RequestError: the run has no trained model, or its base or adapter has changed.
+        """
+        from mens_exp.tasks.inputs import transformers_model
+
+        return transformers_model(self._trained(), self.config, accelerator)
+
+    def tokenizer(self) -> Any:
+        """Return transformers' tokenizer of the base, with the chat template of the run.
+
+        Raises:
+            RequestError: the run trained nothing, or used a tokenizer that transformers lacks.
+        """
+        from mens_exp.tasks.inputs import transformers_tokenizer
+
+        return transformers_tokenizer(self._trained(), self.config)
+
+    def _trained(self) -> RunDir:
+        from mens_exp.export.subject import subject_of
+
+        run = RunDir(self.path)
+        has_weights = self.manifest.task == "train" and run.weights.is_dir()
+        return run if has_weights and not run.adapter.is_dir() else subject_of(str(self.path))
+
+    def _payloads(self, event: str) -> list[dict[str, Any]]:
+        from mens_exp.report.summary import load
+
+        return load(RunDir(self.path)).payloads(event)
+
+    def _repr_html_(self) -> str:
+        from rich.console import Group
+        from rich.text import Text
+
+        from mens_exp.report import summary, terminal
+
+        records = summary.load(RunDir(self.path))
+        shown = terminal.result_table(records) if records.scorecard or self.results else Text()
+        where = Text(f"{self.manifest.task}, {self.status}: {self.path}", style="dim")
+        return _html(Group(shown, Text(), where))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The paired comparison of arms, as ``task=compare`` records it.
+
+    Attributes:
+        path: the directory that holds compare.json and its page.
+        record: the whole comparison.
+    """
+
+    path: Path
+    record: ComparisonRecord = field(repr=False)
+
+    @property
+    def primary(self) -> str:
+        """The KPI on which verdicts are given."""
+        return self.record.primary
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """The verdict on each arm other than the reference, by the arm's name."""
+        primary = self.record.primary
+        return {one["arm"]: str(one["kpis"][primary]["verdict"]) for one in self.record.contrasts}
+
+    @property
+    def differences(self) -> dict[str, float | None]:
+        """The estimated difference of each arm from the reference in the primary KPI."""
+        primary = self.record.primary
+        return {one["arm"]: one["kpis"][primary]["estimate"] for one in self.record.contrasts}
+
+    @property
+    def page(self) -> Path:
+        """The path of the comparison's page, for a browser."""
+        return RunDir(self.path).comparison_page
+
+    def _repr_html_(self) -> str:
+        from mens_exp.report.comparison_view import verdict_table
+
+        return _html(verdict_table(self.record))
+
+
+Given: TypeAlias = str | Composition
+"""An override such as ``lora.r=8``, or a composition whose overrides are meant."""
+
+Subject: TypeAlias = Run | Path | str
+"""A run, or a path: a run directory, a sweep, a glob, ``latest``, or for evaluate an adapter."""
+
+
+def compose(*overrides: Given) -> Composition:
+    """Compose and check a configuration without running it.
+
+    Args:
+        overrides: as on the command line, such as ``"model=tiny_llama"`` and ``"lora.r=8"``.
+
+    Raises:
+        MensError: an override or a value is wrong; several problems are reported together.
+    """
+    texts = _texts(overrides)
+    with reading(sources_in(texts)):
+        [cell] = checked_cells(texts, with_files=False)
+    composed = cell.composed
+    return Composition(
+        overrides=composed.overrides,
+        config=cell.config,
+        choices=composed.choices,
+        digest=config_digest(composed.values),
+        _yaml=to_yaml(composed.values),
+    )
+
+
+def plan(*overrides: Given) -> Plan:
+    """Forecast time, memory and disk of a training run without starting it.
+
+    Args:
+        overrides: those of the training run.
+
+    Raises:
+        MensError: the run could not start; several problems are reported together.
+    """
+    from mens_exp.report.summary import load
+
+    run = _conducted("plan", overrides)
+    return Plan(path=run.path, record=load(run).plan or {})
+
+
+def train(*overrides: Given, resume: Subject | None = None) -> Run:
+    """Train an adapter, score base and tuned model, and return the record.
+
+    Args:
+        overrides: as on the command line. With ``resume``, only a larger ``trainer.max_steps`` and
+            another number of processes are accepted.
+        resume: a run that was stopped, to continue in its directory.
+
+    Raises:
+        MensError: the request is wrong or training failed; the record of a run that has started
+            says why.
+        KeyboardInterrupt: Ctrl-C; the record is closed as cancelled and the run can be resumed.
+    """
+    if resume is None:
+        return load_run(_conducted("train", overrides).path)
+    from mens_exp.tasks.train import prepare_resumption, resume_training
+
+    _refuse_torchrun()
+    begin_command()
+    resumption = prepare_resumption(_path(resume), split_pairs(_texts(overrides)))
+    _guarded(lambda: resume_training(resumption), resumption.directory.path)
+    return load_run(resumption.directory.path)
+
+
+def evaluate(subject: Subject, *overrides: Given) -> Run:
+    """Score a run, an adapter or the base in a run of its own.
+
+    Args:
+        subject: the run or the path of an adapter; ``"base"`` scores a base model alone.
+        overrides: the suite and its settings, such as ``"suite=mini_python"``.
+
+    Raises:
+        MensError: the subject cannot be scored.
+        KeyboardInterrupt: Ctrl-C; the record is closed as cancelled.
+    """
+    path = override_of("path", _path(subject))
+    return load_run(_conducted("evaluate", [*overrides, path]).path)
+
+
+def compare(runs: Subject | Sequence[Subject], *overrides: Given) -> Comparison:
+    """Compare the arms that several runs form, paired by seed and item.
+
+    Args:
+        runs: the runs, or paths of runs, sweeps or globs.
+        overrides: settings of the comparison, such as ``"compare.factors=[lora.r]"``.
+
+    Raises:
+        MensError: there is nothing to compare, or a record differs from what its run wrote.
+    """
+    several = [runs] if isinstance(runs, Run | Path | str) else list(runs)
+    path = override_of("path", ",".join(map(_path, several)))
+    run = _conducted("compare", [*overrides, path])
+    return Comparison(path=run.path, record=ComparisonRecord.read(run.comparison))
+
+
+def load_run(path: Subject) -> Run:
+    """Read the record of a run of any task.
+
+    Args:
+        path: the run directory, or ``"latest"`` for the run that was trained last.
+
+    Raises:
+        MensError: there is no such run, or a record is damaged.
+    """
+    found = resolve(_path(path), task="train" if path == "latest" else None)
+    return Run(
+        path=found.path,
+        manifest=Manifest.read(found.manifest),
+        scorecard=Scorecard.read(found.scorecard) if found.scorecard.is_file() else None,
+    )
+
+
+def checked_cells(
+    overrides: Sequence[str], *, multirun: bool = False, with_files: bool = True
+) -> list[Cell]:
+    """Compose every cell of a command, and raise all its problems at once.
+
+    Args:
+        overrides: as typed.
+        multirun: whether several values of a key mean several runs.
+        with_files: whether references are resolved and files are checked too.
+
+    Raises:
+        MensError: the problem.
+        Problems: several of them.
+    """
+    from mens_exp.planning.checks import machine
+    from mens_exp.tasks.resolve_references import pin_inputs
+
+    checked = check(overrides, multirun=multirun)
+    problems = list(checked.problems)
+    for cell in checked.cells if with_files else ():
+        problems += pin_inputs(cell)
+        problems += _used_directory(cell, multirun=multirun)
+        if of_torchrun() is not None:
+            problems += machine.check_processes(cell.config)
+    Problems.raise_if(list({str(problem): problem for problem in problems}.values()))
+    return list(checked.cells)
+
+
+def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
+    """Refuse a directory that holds a run, before Hydra writes files into it."""
+    from mens_exp.tasks.run import run_is_there
+
+    directory = cell.composed.sweep_dir if multirun else cell.composed.run_dir
+    if directory is None or not RunDir(Path(directory)).manifest.exists():
+        return []
+    return [run_is_there(Path(directory))]
+
+
+def split_pairs(overrides: Sequence[str]) -> dict[str, str]:
+    """Return plain overrides by key, as ``resume`` takes them."""
+    return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+
+
+def bound_kernel_cache() -> None:
+    """Limit the memory of oneDNN; has an effect only before torch is imported.
+
+    The default caches 1,024 kernels, one per shape, and the process grows for hundreds of steps;
+    128 are enough for a step (experiments/LOG.md).
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
+
+def _texts(overrides: Sequence[Given]) -> list[str]:
+    texts: list[str] = []
+    for one in overrides:
+        if isinstance(one, Composition):
+            texts += one.overrides
+        elif isinstance(one, str):
+            texts.append(one)
+        else:
+            raise RequestError(
+                "an override is a text",
+                found=one,
+                expected='"key=value" or "group=option", or what compose() returned',
+                remedy="write train('lora.r=8', 'seed=2')",
+            )
+    return texts
+
+
+def _path(subject: Subject) -> str:
+    return str(subject.path if isinstance(subject, Run) else subject)
+
+
+def _refuse_torchrun() -> None:
+    if of_torchrun() is None:
+        return
+    raise RequestError(
+        "the Python API starts the processes of a run itself",
+        where="torchrun",
+        expected="one process, and trainer.devices=<how many>",
+        remedy="start the command line under torchrun: torchrun … -m mens_exp",
+    )
+
+
+def _conducted(task_name: str, overrides: Sequence[Given]) -> RunDir:
+    """Run one task as the command line does, and return its directory."""
+    _refuse_torchrun()
+    begin_command()
+    chosen = [] if task_name == "train" else [f"task={task_name}"]
+    texts = [*chosen, *_texts(overrides)]
+    with reading(sources_in(texts)):
+        return _composed(task_name, texts)
+
+
+def _composed(task_name: str, texts: Sequence[str]) -> RunDir:
+    """Check and run one task, whose config sources are set."""
+    from mens_exp.tasks.run import perform
+
+    [cell] = checked_cells(texts)
+    if cell.config.task.name != task_name:
+        raise RequestError(
+            "the function decides the task",
+            where="task",
+            found=cell.config.task.name,
+            expected=task_name,
+            remedy=f"drop task=…, or call mens_exp.{cell.config.task.name}(…) where there is one",
+        )
+    directories: list[Path] = []
+    raised: list[BaseException] = []
+
+    def task(directory: Path) -> int:
+        directories.append(directory)
+        try:
+            _guarded(lambda: perform(directory, cell, prints=False), directory)
+        except Exception as error:  # noqa: BLE001  # Hydra would print it; it is raised below
+            raised.append(error)
+        return 0
+
+    run_composed(cell.composed, task, configures_logging=False)
+    if raised:
+        raise raised[0]
+    return RunDir(directories[0])
+
+
+def _guarded(work: Callable[[], None], directory: Path) -> None:
+    """Do the work; Ctrl-C cancels it without ending the process, and machine faults are named.
+
+    Raises:
+        MensError: as the work raised it, or for a fault of the machine.
+        KeyboardInterrupt: the run was cancelled.
+    """
+    from mens_exp.tasks.run import Cancelled, kept_alive
+
+    bound_kernel_cache()
+    try:
+        with kept_alive():
+            work()
+    except Cancelled as stop:
+        raise KeyboardInterrupt(f"cancelled; the record: {directory}") from stop
+    except SystemExit as error:
+        what = "a library asked to end the process"
+        raise TrainingError(what, found=f"SystemExit({error.code})") from error
+    except Exception as error:
+        fault = machine_fault(error, f"train(resume={str(directory)!r})")
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _html(shown: RenderableType) -> str:
+    """Draw what a terminal would show as HTML with inline styles."""
+    from rich.console import Console
+
+    console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_jupyter=False)
+    console.print(shown)
+    frame = '<pre style="line-height:normal;overflow-x:auto">{code}</pre>'
+    return console.export_html(inline_styles=True, code_format=frame)
+
+
+def _details(title: str, text: str) -> str:
+    from html import escape
+
+    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"

@@ -1,0 +1,265 @@
+"""Suggest what a mistyped command means: our key for another tool's name, or the nearest one.
+
+Aliases are the names that other fine-tuners document for settings that exist here, so that an
+error message can suggest ours. A name used by several tools covers all of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+from mens_exp.config.compose import compose
+from mens_exp.config.loader import SCHEMAS, declarations
+from mens_exp.config.task import TASKS
+from mens_exp.config.user_config import group_options
+from mens_exp.errors import ConfigError, MensError, listed, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mens_exp.config.compose import Composed
+
+NO_KEY = "is no key of the chosen"
+_ALL_KEYS = "a key that python -m mens_exp --cfg job shows; docs/config.md explains each"
+_SURE = 0.75  # difflib's likeness of a key that is suggested for another group's; unverified guess
+_ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".csv", ".csv.gz")
+
+
+def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
+    """Return the error for a key that does not exist, with the likeliest one.
+
+    Args:
+        key: the key.
+        found: the override, as typed.
+        leaves: all keys of the chosen options.
+    """
+    if not key:
+        return ConfigError("not an override", found=found, expected="key=value or group=option")
+    group, _, field = key.partition(".")
+    owners = options_with(group, field)
+    if owners:
+        return ConfigError(
+            f"{NO_KEY} {group}",
+            where=key,
+            found=found,
+            expected=f"{group}={' or '.join(owners)}, which has it",
+            remedy=f"add {group}={owners[0]}, or drop {key}",
+        )
+    value = found.partition("=")[2] or "…"
+    peer = _alias(key, found)
+    if peer is not None:
+        return peer
+    expected, likely = _expected_key(key, leaves)
+    remedy = f"write {' or '.join(f'{one}={value}' for one in likely)}" if likely else f"drop {key}"
+    return ConfigError("unknown key", where=key, found=found, expected=expected, remedy=remedy)
+
+
+def _alias(key: str, found: str) -> ConfigError | None:
+    """Return an error that names our equivalent if the key is another fine-tuner's setting."""
+    peer = alias_of(key)
+    if peer is None:
+        return None
+    what = f"is what {peer.used_by} call{'' if ' and ' in peer.used_by else 's'} it"
+    if peer.ours is None:
+        what, remedy = f"{what}; it is not offered here", f"drop {key}"
+        return ConfigError(what, where=key, found=found, remedy=remedy)
+    value = found.partition("=")[2] or "…"
+    is_group = peer.ours in group_options()
+    remedy = f"write {peer.how or f'{peer.ours}={value}'}"
+    kind = "the group " if is_group else ""
+    return ConfigError(
+        what,
+        where=key,
+        found=found,
+        expected=f"{kind}{peer.ours}, as it is called here",
+        remedy=remedy,
+    )
+
+
+def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
+    """Say which keys could have been meant: siblings, else keys with the same last name.
+
+    Returns:
+        The clause for the message, and the keys that are probably meant.
+    """
+    beside: list[str] = []
+    parent = key
+    while "." in parent and not beside:
+        parent = parent.rpartition(".")[0]
+        beside = [leaf for leaf in leaves if leaf.startswith(f"{parent}.")]
+    if beside:
+        close = nearest(key, beside)
+        told = f"{listed(beside)}{f'; the nearest is {close}' if close else ''}"
+        return told, [] if close is None else [close]
+    last = key.rpartition(".")[2]
+    namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]
+    if namesakes:
+        return f"the whole path, {' or '.join(namesakes)}", namesakes
+    by_depth = sorted(leaves, key=lambda leaf: -leaf.count("."))  # the highest of a name wins
+    names = {leaf.rpartition(".")[2]: leaf for leaf in by_depth} | {g: g for g in group_options()}
+    near = nearest(last, names, cutoff=_SURE)
+    if near is not None:
+        return f"a known name; the nearest is {names[near]}", [names[near]]
+    return _ALL_KEYS, []
+
+
+def options_with(group: str, field: str) -> list[str]:
+    """Return the options whose schema has the field, for a group with several schemas."""
+    schemas = SCHEMAS.get(group, {})
+    if len(schemas) < 2 or group == "callbacks":  # noqa: PLR2004
+        return []
+    if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
+        return []
+    owners = [c for c in _options_of(group) if field in c.values[group].keys()]  # noqa: SIM118
+    # First the options that leave the key to the user, then those that set it themselves.
+    owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
+    return [owner.choices[group] or "" for owner in owners]
+
+
+def _options_of(group: str) -> Iterator[Composed]:
+    """Yield the options of a group, but for those that cannot be read: no request is for them."""
+    for option in group_options()[group]:
+        with suppress(MensError):
+            yield from compose([[f"{group}={option}"]])
+
+
+def meant_by(text: str) -> str | None:
+    """Return what to write instead of a text that is no override; None if nothing is likely."""
+    flagless = text.lstrip("-")
+    if text in TASKS:
+        more = ", or nothing: it is the default" if text == "train" else ""
+        return f"write task={text}{more}"
+    places = [group for group, options in group_options().items() if text in options]
+    if places:
+        return f"write {' or '.join(f'{group}={text}' for group in places)}"
+    if text in declarations() or flagless in group_options():
+        return f"write {flagless}=<value>, without spaces"
+    if text.lower().endswith(_ROWS):
+        return f"write data=jsonl data.path={text}"
+    if (Path(text).expanduser() / "manifest.json").is_file():
+        return f"write path={text} and the task that reads it, or resume={text}"
+    near = nearest(text, TASKS, cutoff=_SURE)
+    return None if near is None else f"write task={near}"
+
+
+def of_flag(flag: str, value: str | None) -> str | None:
+    """Return the override that a flag of another command line stands for; None if none is likely.
+
+    Args:
+        flag: as typed, such as ``--epochs`` or ``--epochs=3``.
+        value: the argument after it, if that is no flag or override.
+    """
+    name, _, inside = flag.lstrip("-").replace("-", "_").partition("=")
+    given = inside or value or "…"
+    leaves = [path for path in declarations() if not path.startswith("callbacks.")]
+    places = [path for path in leaves if name in {path, path.rpartition(".")[2]}]
+    if name in group_options():
+        places = [name]
+    if len(places) == 1:
+        return f"write {places[0]}={given}"
+    peer = alias_of(name)
+    if peer is not None:
+        return (
+            "drop it: it is not offered here"
+            if peer.ours is None
+            else (f"write {peer.how or f'{peer.ours}={given}'}")
+        )
+    if places:
+        return f"write {' or '.join(f'{place}={given}' for place in places[:4])}"
+    near = nearest(name, {path.rpartition(".")[2]: path for path in leaves}, cutoff=_SURE)
+    found = [path for path in leaves if path.rpartition(".")[2] == near]
+    return f"write {found[0]}={given}" if len(found) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name used by another tool.
+
+    Attributes:
+        ours: the equivalent key or group here; None if there is none.
+        used_by: the tools that use the name.
+        how: what to write instead, where a key alone would not suffice.
+    """
+
+    ours: str | None
+    used_by: str
+    how: str | None = None
+
+
+_HF = "Transformers and TRL"
+_AX = "Axolotl"
+_LF = "LLaMA-Factory"
+_PEFT = "PEFT"
+_BNB = "bitsandbytes"
+_UN = "Unsloth"
+
+# Names that match no single setting here exactly; the rest are in the declarations.
+_OTHERS: dict[str, Alias] = {
+    "adam_beta1": Alias("optim.betas", _HF, "optim.betas=[<beta1>,<beta2>]"),
+    "adam_beta2": Alias("optim.betas", f"{_HF} and {_AX}", "optim.betas=[<beta1>,<beta2>]"),
+    "optimizer": Alias("optim", f"{_AX}, torchtune and LitGPT", "optim=adamw"),
+    "global_batch_size": Alias(
+        "trainer.accumulate_grad_batches",
+        "LitGPT",
+        "data.micro_batch_size=… and trainer.accumulate_grad_batches=…, whose product it is",
+    ),
+    "lora_target_linear": Alias("lora", _AX, "lora=all_linear"),
+    "finetuning_type": Alias("backend", _LF, "backend=qlora"),
+    "load_in_4bit": Alias("backend", f"Transformers, {_AX} and {_UN}", "backend=qlora"),
+    "load_in_8bit": Alias("quant", f"Transformers, {_AX} and {_UN}", "quant=int8"),
+    "quantization_bit": Alias("backend", _LF, "backend=qlora"),
+    "lr_scheduler_type": Alias("schedule", f"{_HF} and {_LF}", "schedule=cosine"),
+    "lr_scheduler": Alias("schedule", _AX, "schedule=cosine"),
+    "base_model": Alias("model.id", _AX, "model=hf model.id=<hub id or directory>"),
+    "model_name_or_path": Alias(
+        "model.id", f"{_HF} and {_LF}", "model=hf model.id=<hub id or directory>"
+    ),
+    "model_name": Alias("model.id", _UN, "model=hf model.id=<hub id or directory>"),
+    "checkpoint_dir": Alias(
+        "model.id", "torchtune and LitGPT", "model=hf model.id=<hub id or directory>"
+    ),
+    "dataset_path": Alias("data.path", "TRL", "data=jsonl data.path=<file>"),
+    "dataset_name": Alias(
+        "data.id", "TRL", "data=hub data.id=<id>, or data=jsonl data.path=<file>"
+    ),
+    "dataset": Alias("data.path", _LF, "data=jsonl data.path=<file>"),
+    "datasets": Alias("data.path", _AX, "data=jsonl data.path=<file>"),
+    "train_on_inputs": Alias("objective", _AX, "objective=causal (true), objective=assistant"),
+    "train_on_prompt": Alias("objective", _LF, "objective=causal (true), objective=assistant"),
+    "assistant_only_loss": Alias("objective", "TRL", "objective=assistant (true)"),
+    "mask_prompt": Alias("objective", "LitGPT", "objective=assistant (true)"),
+    "output_dir": Alias("hydra.run.dir", f"{_HF}, {_AX} and {_LF}"),
+    "out_dir": Alias("hydra.run.dir", "LitGPT"),
+    "report_to": Alias("logger", _HF, "logger=wandb, logger=tensorboard or logger=csv"),
+    "use_wandb": Alias("logger", _AX, "logger=wandb"),
+    "load_best_model_at_end": Alias("adapter.select", _HF, "adapter.select=best"),
+    "resume_from_checkpoint": Alias("resume", f"{_HF}, {_AX} and torchtune", "resume=<run>|latest"),
+    "neftune_noise_alpha": Alias(None, f"TRL, {_AX} and {_LF}"),
+    "use_flash_attention_2": Alias(None, "Transformers"),
+    "flash_attention": Alias(None, _AX),
+    "deepspeed": Alias(None, f"{_HF} and {_AX}"),
+    "use_liger_kernel": Alias(None, _HF),
+    "enable_liger_kernel": Alias(None, _LF),
+    "liger_kernel": Alias(None, _AX),
+}
+
+
+def _of_settings() -> Iterator[tuple[str, Alias]]:
+    """Yield the aliases that are stated in the declarations of settings."""
+    for path, several in declarations().items():
+        for about in several:
+            for name, used_by in (about.aliases or {}).items():
+                yield name, Alias(path, used_by)
+
+
+ALIASES: dict[str, Alias] = {**dict(_of_settings()), **_OTHERS}
+
+
+def alias_of(key: str) -> Alias | None:
+    """Return the alias for an unknown key, looked up by its last part."""
+    return ALIASES.get(key.rpartition(".")[2])

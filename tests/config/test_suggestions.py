@@ -1,0 +1,112 @@
+"""Mistakes at the command line: one screen each, with the command to write next."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mens_exp import cli
+from mens_exp.config.suggestions import meant_by, of_flag
+from mens_exp.errors import expected_name, listed
+
+COLUMNS, LINES = 80, 24
+
+# What is typed, what it is called, and what to write instead.
+MISTAKES = {
+    "--epochs 3": ("there is no such flag found --epochs 3", "write trainer.max_epochs=3"),
+    "--epochs=3": ("there is no such flag found --epochs=3", "write trainer.max_epochs=3"),
+    "--lr 1e-4": ("there is no such flag", "write optim.lr=1e-4"),
+    "--model tiny_llama": ("there is no such flag", "write model=tiny_llama"),
+    "--load_in_4bit": ("there is no such flag", "write backend=qlora"),
+    "--frobnicate": ("there is no such flag found --frobnicate", "key=value"),
+    "train": ("not an override found train", "write task=train"),
+    "evaluat": ("not an override found evaluat", "write task=evaluate"),
+    "qlora": ("not an override found qlora", "write backend=qlora"),
+    "rows.jsonl": ("not an override found rows.jsonl", "write data=jsonl data.path=rows.jsonl"),
+    "lora.r = 8": ("not an override found lora.r", "write lora.r=<value>, without spaces"),
+    "use_liger_kernel=true": ("it is not offered here", "drop use_liger_kernel"),
+    "frobnicate=1": ("frobnicate: unknown key", "--cfg job"),
+    "foo.bar=1": ("foo.bar: unknown key", "--cfg job"),
+    "lr=1e-3": ("lr: unknown key", "write optim.lr=1e-3"),
+    "lora.rnak=8": ("lora.rnak: unknown key", "one of lora."),
+    "~logger": ("logger: every run needs this group", "write logger=none"),
+    "~model": ("model: every run needs this group", "choose an option, model=…"),
+    "resume=nope": ("resume: no such run directory found nope", "train first: python -m mens_exp"),
+    "task=doctor experiment=smoke": (
+        "experiment: has no effect with task=doctor",
+        "write python -m mens_exp task=doctor",
+    ),
+    "path=latest lora.r=8": ("path: has no effect with task=train", "mens_exp lora.r=8"),
+    "task=tran": ("task: unknown option found tran", "the nearest is train"),
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_takes_one_screen_and_names_the_next_command(
+    tmp_path, monkeypatch, capsys, command
+):
+    """With exit code 2, and nothing written."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command.split()) == 2
+    said = capsys.readouterr()
+    rows = sum(max(1, math.ceil(len(line) / COLUMNS)) for line in said.err.splitlines())
+    assert rows <= LINES
+    assert said.out == ""
+    for part in MISTAKES[command]:
+        assert part in " ".join(said.err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("logger=none", "suite=none", "sandbox=none"),
+        *("policy=null", "experiment=null", "~policy", "~study"),
+    ],
+)
+def test_to_switch_off_what_a_task_has_not_is_no_mistake(tmp_path, monkeypatch, override):
+    """A script may write it for every task; to ask for one is still told."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--cfg", "job", "task=doctor", override]) == 0
+    group = override.lstrip("~").partition("=")[0]
+    other = {"logger": "csv", "suite": "jsonl", "sandbox": "unsafe"}.get(group)
+    if other is not None:
+        assert cli.main(["--cfg", "job", "task=doctor", f"{group}={other}"]) == 2
+
+
+def test_many_names_are_cut_and_counted():
+    """The first fit on a few lines of a terminal."""
+    assert listed(["a", "b"]) == "one of a, b"
+    assert listed([]) == "one of "
+    said = listed([f"name_{number:03}" for number in range(500)])
+    assert said.startswith("one of name_000, name_001")
+    assert said.endswith(" more")
+    assert len(said) < 400
+    assert expected_name("zzzzzz", ["aa", "bb"]) == "one of aa, bb"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--max-steps", "5", "write trainer.max_steps=5"),
+        ("--lora-r", "8", "write lora.r=8"),
+        ("-lr", None, "write optim.lr=…"),
+        ("--deepspeed", "x", "drop it: it is not offered here"),
+        ("--alpha", "16", "lora.alpha=16"),
+        ("--zzzz", None, None),
+    ],
+)
+def test_a_flag_of_another_tool_is_our_setting(flag, value, said):
+    """By its alias, its last name, or its group."""
+    found = of_flag(flag, value)
+    assert found is None if said is None else said in found
+
+
+def test_a_directory_of_a_run_is_a_path(tmp_path, monkeypatch):
+    """Typed alone, it may be read or resumed."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert "resume=run" in meant_by("run")
+    assert meant_by("nothing_like_it") is None

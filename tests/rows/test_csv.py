@@ -1,0 +1,106 @@
+"""CSV files of rows, and rows of kinds that are told in one line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+
+import pytest
+
+from mens_exp.errors import DataError, Problems
+from mens_exp.rows.readers import Reading, read_rows
+
+PAIRS = [
+    {"prompt": 'Say "hi", twice.', "response": "hi,\nhi", "rating": "4", "system": ""},
+    {"prompt": "Häh?", "response": "\n\n a  ", "rating": "", "system": "Be brief."},
+]
+
+
+def written(rows, **options):
+    """Write rows as Python's own writer does."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), **options)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "ROWS.CSV"])
+def test_what_a_csv_writer_wrote_is_read(tmp_path, name, end):
+    """Quotes, commas and line ends in cells; numbers where a number is due; empty cells absent."""
+    data = written(PAIRS, lineterminator=end)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    found = read_rows(path).pairs
+    assert [(pair.prompt, pair.response) for pair in found] == [
+        (row["prompt"], row["response"]) for row in PAIRS
+    ]
+    assert [(pair.rating, pair.system) for pair in found] == [(4, None), (None, "Be brief.")]
+    assert found[1].place == f"{path}:4"  # the cell before it has a line end
+
+
+def test_conversations_stand_in_a_cell_as_json(tmp_path):
+    """As exported by tools that flatten rows."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(written([{"messages": json.dumps(turns)}]))
+    [pair] = read_rows(path).pairs
+    assert (pair.prompt, pair.response) == ("a", "b")
+
+
+def test_columns_are_named_as_in_a_table(tmp_path):
+    """The others are counted as left out."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"q,a,n\nwhat,this,1\n")
+    found = read_rows(path, Reading(columns={"prompt": "q", "response": "a"}))
+    assert found.pairs[0].prompt == "what"
+    assert found.ignored == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"prompt;response\na;b\n", "not separated by commas"),
+        (b"prompt,prompt\na,b\n", "does not name the columns"),
+        (b"prompt,response\na,b,c\n", "another number of cells"),
+        (b'prompt,response\na,"b\n', "is not valid CSV"),
+        (b"prompt,response\na,\xff\n", "not UTF-8"),
+        (b"prompt,response\n,b\n", "the row has no 'prompt'"),
+        (b"prompt,response,rating\na,b,9\n", "'rating' is out of range"),
+    ],
+    ids=["semicolons", "twice", "cells", "open quote", "bytes", "empty", "range"],
+)
+def test_a_damaged_csv_file_is_told_by_its_line(tmp_path, data, said):
+    """With its file and its row."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"rows.csv:\d") as caught:
+        read_rows(path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"prompt": "p", "chosen": "good", "rejected": "bad"},
+            "preference rows: train on the preferred",
+        ),
+        ({"text": "some text"}, "plain text says not what to supervise"),
+    ],
+    ids=["preference", "text"],
+)
+def test_rows_of_another_kind_are_told_once(tmp_path, row, said):
+    """Two hundred of them are no two hundred problems."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(200)), "utf-8")
+    with pytest.raises((DataError, Problems)) as caught:
+        read_rows(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) <= 2
+    assert said in lines[0]
+    assert "here and in 199 more rows" in lines[0]
+    assert "more problems" not in str(caught.value)
