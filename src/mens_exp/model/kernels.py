@@ -1,4 +1,4 @@
-"""What frozen layers compute, in forms that are faster or keep less than torch's own.
+"""Products and norms of frozen layers, in forms that are faster or keep less than torch's own.
 
 Matrix products take the fastest form that a device has for a dtype. A CPU without instructions for
 bf16 multiplies bf16 matrices up to thirty times more slowly than f32 ones (measured with AVX2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from lightning import LightningModule
@@ -79,6 +79,16 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
             counts[name] = value * saved // world_size
 
 
+class _Read(NamedTuple):
+    """Sums over all processes, read from the device; see `_Sums`."""
+
+    loss: float
+    count: float
+    supervised: float
+    tokens: float
+    metrics: dict[str, float]
+
+
 @dataclass(slots=True)
 class _Sums:
     """The sums of an optimizer step, or of a validation.
@@ -107,13 +117,6 @@ class _Sums:
         """Return the sums in a fixed order."""
         metrics = [float(self.metrics.get(name, 0.0)) for name in names]
         return [float(self.loss), self.count, self.supervised, self.tokens, *metrics]
-
-    @classmethod
-    def of(cls, values: Sequence[float], names: Sequence[str]) -> _Sums:
-        """Return the sums of :meth:`values`."""
-        loss, count, supervised, tokens, *metrics = values
-        named = dict(zip(names, metrics, strict=True))
-        return cls(loss, count, supervised, tokens, named)
 
 
 class TrainingModule(LightningModule):
@@ -294,11 +297,12 @@ class TrainingModule(LightningModule):
                     remedy="download or convert the base model again: its file is damaged or wrong",
                 )
 
-    def _of_all_processes(self, sums: _Sums) -> _Sums:
+    def _of_all_processes(self, sums: _Sums) -> _Read:
         """Add up the sums of all processes."""
         names = [one.name for one in self.config.objective.spec.metrics]
         mine = torch.tensor(sums.values(names), dtype=torch.float64)
-        return _Sums.of(self._summed(mine).tolist(), names)
+        loss, count, supervised, tokens, *metrics = self._summed(mine).tolist()
+        return _Read(loss, count, supervised, tokens, dict(zip(names, metrics, strict=True)))
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes."""

@@ -21,7 +21,7 @@ class Spoil(Callback):
         if trainer.global_step != 1:
             return
         if self.what == "loss":
-            pl_module._step_loss = math.nan
+            pl_module._step.loss = math.nan
         else:
             next(iter(pl_module.backend.trainable().values())).grad[0, 0] = math.inf
 
