@@ -13,7 +13,8 @@ NAME := throughput
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick soak fuzz slow coverage check format golden docs families bench clean
+.PHONY: help setup run test quick soak fuzz slow coverage check format golden docs site tutorial \
+  families package floors bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -42,7 +43,7 @@ quick: $(STAMP) ## Run the tests of the inner loop
 soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
 	$(PYTEST) -m soak $(ARGS)
 	$(BIN)/python tests/support/campaign.py --results tests/faults/campaign.json; code=$$?; \
-	  $(BIN)/python tests/support/reliability_page.py > docs/reliability.md; exit $$code
+	  $(BIN)/python tests/support/reliability_page.py > docs/measured/reliability.md; exit $$code
 
 fuzz: $(STAMP) ## Feed damaged files to every reader of files; ARGS="--minutes 10 --readers template"
 	$(PIP) atheris
@@ -72,18 +73,39 @@ golden: $(STAMP) ## Refresh the golden resolved configurations of the experiment
 	PYTHONPATH=src $(BIN)/python tests/golden/refresh.py
 
 docs: $(STAMP) ## Make the pages of docs/ that the code knows best
-	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page > docs/config.md
-	PYTHONPATH=src $(BIN)/python -m mens_exp.planning.capabilities > docs/capabilities.md
-	PYTHONPATH=src $(BIN)/python benchmarks/page.py > docs/benchmarks.md
-	$(BIN)/python tests/support/reliability_page.py > docs/reliability.md
-	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py > docs/architecture.md
-	$(BIN)/python tests/support/api_page.py > docs/api.md
+	PYTHONPATH=src $(BIN)/python -m mens_exp.config.reference_page docs/reference/configuration
+	PYTHONPATH=src $(BIN)/python -m mens_exp.planning.capabilities > docs/reference/capabilities.md
+	PYTHONPATH=src $(BIN)/python benchmarks/page.py speed > docs/measured/speed.md
+	PYTHONPATH=src $(BIN)/python benchmarks/page.py scale > docs/measured/scale.md
+	$(BIN)/python tests/support/reliability_page.py > docs/measured/reliability.md
+	$(BIN)/python tests/support/families.py --page > docs/measured/families.md
+	PYTHONPATH=benchmarks $(BIN)/python tests/support/architecture_page.py docs/reference
+	$(BIN)/python tests/support/api_page.py > docs/reference/python.md
 
-families: $(STAMP) ## Write docs/families.md by training every model type of transformers (ten minutes)
-	$(BIN)/python tests/support/families.py > docs/families.new && mv docs/families.new docs/families.md
+site: $(STAMP) ## Build the documentation into build/site, where it works as files
+	@$(BIN)/python -c 'import mkdocstrings, material' 2>/dev/null || $(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "Open build/site/index.html."
 
-bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/benchmarks.md), with ARGS
-	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/benchmarks.md"; exit 1; }
+tutorial: $(STAMP) ## Type every command of the tutorial, and write down its output (an hour); NAMES="sweep compare"
+	$(BIN)/python tests/support/tutorial.py $(NAMES)
+
+families: $(STAMP) ## Train every model type of transformers, and record what each does (ten minutes)
+	$(BIN)/python tests/support/families.py
+	$(BIN)/python tests/support/families.py --page > docs/measured/families.md
+
+package: $(STAMP) ## Build wheel and sdist into dist/, and check them and the Dockerfiles
+	@$(BIN)/python -c 'import twine' 2>/dev/null || $(PIP) --editable '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/hadolint docker/*.Dockerfile
+
+floors: $(STAMP) ## Run quick tests on the oldest versions and on other Pythons; NAMES="oldest 3.13"
+	$(BIN)/python tests/support/floors.py $(NAMES)
+
+bench: $(STAMP) ## Measure training speed, or NAME=merge and others (docs/measured/speed.md), with ARGS
+	@test -f benchmarks/$(NAME).py || { echo "No benchmarks/$(NAME).py. Next: choose one of docs/measured/speed.md"; exit 1; }
 	$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean: ## Remove the environment and caches of the tools (outputs stay)

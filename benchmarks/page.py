@@ -1,6 +1,6 @@
-"""docs/benchmarks.md, drawn from the runs in benchmarks/results/.
+"""docs/measured/speed.md and scale.md, drawn from the runs in benchmarks/results/.
 
-    python benchmarks/page.py [directory of results]
+    python benchmarks/page.py speed|scale
 
 It prints the page; `make docs` writes it. Each command of a script is shown by its newest run of
 full size, next to the newest earlier run of the same command on a comparable machine.
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 SHARED = {"page", "processes", "record"}  # what scripts have in common; they measure nothing
 FRAC = "frac"  # a share of 1, shown as a percentage
 SHORT = 10  # digits of a commit
-HEAD = """# Benchmarks
-
+SCALE = {"corpus_scale", "memory_model", "processes", "sweep"}  # on the page of their own
+READING = """
 Every figure is measured next to a reference in the same run. The ratio of the two depends less on
 the machine, and on what else runs there, than the figure does. A figure with a range is the median
 of several rounds; one without a range was measured once. `make docs` draws this page from
@@ -37,11 +37,26 @@ The column "Moved" compares a figure with the previous run of the same command o
 machine, which has the same processor and as many cores and threads. It calls a change
 better or worse where the ranges of both do not overlap and the ratio has moved the same way.
 """
+HEADS = {
+    "speed": """# Speed
+
+How fast training, encoding, merging, planning and the other parts are, on the machines that we had:
+two CPU cores. Nothing on this page was measured on a GPU. Figures on size are under
+[Scale](scale.md).
+""",
+    "scale": """# Scale
+
+How memory and time grow with the size of the model, of the corpus and of the sweep. Plans for
+models on several GPUs, which were never measured, are under
+[Several processes](../how-to/several_processes.md#planning). How the steps of a corpus divide over
+many machines is under [Make a corpus](../how-to/corpus.md#many-machines).
+""",
+}
 
 
 def main() -> None:
     """Print the page."""
-    print(page(Path(sys.argv[1]) if sys.argv[1:] else RESULTS), end="")
+    print(page(RESULTS, sys.argv[1]), end="")
 
 
 def scripts() -> list[str]:
@@ -50,20 +65,25 @@ def scripts() -> list[str]:
     return sorted(names - SHARED)
 
 
-def page(directory: Path) -> str:
-    """Return the whole page, the same for the same files.
+def page(directory: Path, which: str = "speed") -> str:
+    """Return a whole page, the same for the same files.
+
+    Args:
+        directory: the files of results.
+        which: a key of :data:`HEADS`.
 
     Raises:
         DataError: a file of results breaks a rule.
         Problems: it breaks several.
     """
     read = {path.stem: Results.read(path) for path in sorted(directory.glob("*.json"))}
-    parts = [HEAD, "| Script | Question |", "|---|---|"]
-    for name in sorted({*scripts(), *read}):
+    names = [one for one in sorted({*scripts(), *read}) if (one in SCALE) == (which == "scale")]
+    parts = [HEADS[which] + READING, "| Script | Question |", "|---|---|"]
+    for name in names:
         question = read[name].question if name in read else "not measured yet"
         link = f"[{name}](#{name})" if name in read else f"`{name}`"
         parts.append(f"| {link} | {_cell(question)} |")
-    for name, results in read.items():
+    for name, results in ((one, read[one]) for one in names if one in read):
         parts += [f"\n## {name}\n", results.question, *_commands(results)]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -3,7 +3,7 @@
 A script makes its command line with `command_line` and adds its own options, reads it with `begin`,
 measures, and ends with `finish`, which prints the figures and appends the run to
 ``<results>/<script>.json``. `Results` reads and writes that file strictly. benchmarks/page.py draws
-docs/benchmarks.md from the committed files.
+docs/measured/speed.md from the committed files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ INSTRUCTION_SETS = {
     "avx512f": "AVX512",
     "avx2": "AVX2",
 }
-MADE_OF_RESULTS = ("benchmarks/results", "docs/benchmarks.md")  # no code: they change no figure
+MADE_OF_RESULTS = (
+    "benchmarks/results",
+    "docs/measured/speed.md",
+    "docs/measured/scale.md",
+)  # no code: they change no figure
 DIGITS = 6  # of a figure that is not whole; no clock here is more precise
 
 

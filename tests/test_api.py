@@ -344,7 +344,7 @@ def test_latest_is_the_run_trained_last(arms, tmp_path):
 
 def test_the_page_is_that_of_the_code():
     """`make docs` writes it: every function and object, and the code of the notebook."""
-    shown = (Path(__file__).parents[1] / "docs" / "api.md").read_text("utf-8")
+    shown = (Path(__file__).parents[1] / "docs" / "reference" / "python.md").read_text("utf-8")
     assert shown == api_page.page()
     for name in mens_exp.api.__all__:
         assert f"### `{name}`" in shown

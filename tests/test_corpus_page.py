@@ -7,7 +7,7 @@ from pathlib import Path
 from mens_exp.config.corpus import STEPS
 from mens_exp.config.overrides import check
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "corpus.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "corpus.md"
 
 
 def test_the_command_of_the_page_composes():

@@ -302,9 +302,12 @@ def test_modules_that_import_each_other_are_found(tmp_path):
 
 
 def test_the_drawing_of_the_packages_is_that_of_their_imports():
-    """`make docs` draws docs/architecture.md."""
-    shown = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    """`make docs` writes docs/reference/architecture.md and its drawing."""
+    reference = ROOT / "docs" / "reference"
+    shown = (reference / "architecture.md").read_text("utf-8")
     assert shown == architecture_page.page(SOURCE)
+    drawn = (reference / "architecture.svg").read_text("utf-8")
+    assert drawn == architecture_page.drawing(SOURCE)
 
 
 def test_packages_are_drawn_in_layers_without_what_follows_from_other_arrows():

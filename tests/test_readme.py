@@ -1,49 +1,122 @@
 from __future__ import annotations
 
+import json
+import os
 import re
-import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from mens_exp.config.overrides import check
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.config.user_config import our_options
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SMALL = (
+    "model=tiny_llama trainer=cpu logger=none data.seq_len=256 schedule.warmup_steps=0 "
+    "trainer.max_steps=4 data.val_max_tokens=512"
+)
 
 
-def _commands():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    marked = re.search(r"<!-- recipes: start.*?-->(.*?)<!-- recipes: end -->", text, re.DOTALL)
+def _blocks():
+    """Return each block of commands between README's markers."""
+    marked = re.search(r"<!-- commands: start.*?-->(.*?)<!-- commands: end -->", README, re.DOTALL)
     assert marked is not None
-    return re.findall(r"^    python -m mens_exp(.*)$", marked[1], re.MULTILINE)
+    return re.findall(r"^```bash\n(.*?)^```$", marked[1], re.MULTILINE | re.DOTALL)
 
 
-def test_readme_has_five_recipes():
-    """The markers still enclose what they should."""
-    assert len(_commands()) == 5
+@pytest.fixture
+def typed(tmp_path, rows_file, shell_path):
+    """Type commands in a directory with rows."""
+    shutil.copy(rows_file, tmp_path / "rows.jsonl")
+
+    def type_(commands):
+        done = subprocess.run(
+            ["bash", "-e", "-c", commands],  # the reader's own shell
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": shell_path},
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return type_
 
 
-@pytest.mark.parametrize("command", _commands())
-def test_readme_recipe_composes(command):
-    """Each quoted command is accepted as it stands."""
-    words = shlex.split(command)
-    multirun = "-m" in words
-    checked = check([word for word in words if word != "-m"], multirun=multirun)
-    assert [str(problem) for problem in checked.problems] == []
-    assert len(checked.cells) == (4 if multirun else 1)
+def test_readme_fits_a_first_reading():
+    """At most 120 lines, and the three commands."""
+    assert len(README.splitlines()) <= 120
+    assert len(_blocks()) == 3
+
+
+def test_readme_has_the_names_that_people_look_for():
+    """Each as the field spells it."""
+    names = "QLoRA NF4 LoRA fine-tuning evaluation reproducibility Hydra Lightning PEFT"
+    assert [name for name in names.split() if name not in README] == []
+
+
+def test_the_main_job_trains_and_reports(typed, tmp_path):
+    """As it stands, but on two random layers."""
+    main_job, _, _ = _blocks()
+    assert main_job == "python -m mens_exp\n"
+    typed(f"{main_job.strip()} {SMALL} suite.items=2 suite.max_new_tokens=16")
+    (manifest,) = tmp_path.glob("outputs/train/*/*/manifest.json")
+    assert Manifest.read(manifest).status is Status.SUCCEEDED
+    assert (manifest.parent / "report.html").is_file()
+
+
+def test_an_8b_model_on_a_gpu_is_planned(typed, tmp_path):
+    """For a device of 24 GiB: it fits, within the range that README states."""
+    _, on_a_gpu, _ = _blocks()
+    planned = on_a_gpu.replace("mens_exp", "mens_exp task=plan trainer.device_gib=24", 1)
+    said = " ".join(typed(planned).split())
+    assert "meta-llama/Llama-3.1-8B-Instruct" in said
+    (record,) = tmp_path.glob("outputs/plan/*/*/plan.json")
+    memory = json.loads(record.read_text("utf-8"))["memory_bytes"]
+    low, high = (round(memory[end] / 2**30) for end in ("low", "high"))
+    assert f"the plan says {low} to {high} GiB" in " ".join(README.split())
+
+
+def test_two_arms_get_a_verdict(typed, tmp_path):
+    """Two seeds instead of five, on two random layers."""
+    _, _, two_arms = _blocks()
+    assert "seed=1,2,3,4,5 " in two_arms
+    typed(two_arms.replace("-m lora=", f"-m {SMALL} lora=").replace("seed=1,2,3,4,5", "seed=1,2"))
+    (found,) = tmp_path.glob("outputs/compare/*/*/compare.json")
+    record = json.loads(found.read_text("utf-8"))
+    assert record["factors"] == ["lora"]
+    assert [arm["seeds"] for arm in record["arms"]] == [[1, 2], [1, 2]]
+
+
+def test_the_table_names_tasks_and_suites_that_exist():
+    """Every task=, suite= and group that README mentions."""
+    options = our_options()
+    for group, option in re.findall(r"\b(task|suite|lora|model)=(\w+)", README):
+        assert option in options[group], f"{group}={option}"
 
 
 def test_readme_picture_is_there():
     """The picture of a real report is part of the repository."""
-    picture = re.search(r"!\[.*?\]\((.*?)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    picture = re.search(r"!\[.*?\]\((.*?)\)", README)
     assert picture is not None
     assert (ROOT / picture[1]).read_bytes().startswith(b"\x89PNG")
 
 
-def test_make_targets_named_in_contributing_exist():
-    """CONTRIBUTING quotes no command that the Makefile lacks."""
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_that_a_page_names_exist(name):
+    """No page quotes a command that the Makefile lacks."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"^    make (\w+)", guide, re.MULTILINE)
-    assert quoted
-    assert [name for name in quoted if f"\n{name}:" not in makefile] == []
+    quoted = re.findall(r"^    make (\w+)", (ROOT / name).read_text("utf-8"), re.MULTILINE)
+    assert {"run", "test"} <= set(quoted) or "quick" in quoted
+    assert [target for target in quoted if f"\n{target}:" not in makefile] == []
+
+
+def test_ci_runs_the_test_command_of_readme():
+    """CI calls `make test`, which README names."""
+    assert "    make test " in README
+    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text("utf-8")

@@ -9,7 +9,7 @@ import pytest
 from mens_exp.config.overrides import check
 from mens_exp.export.handoff import serve_command
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "serving.md"
 
 
 def _commands():

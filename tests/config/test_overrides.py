@@ -326,3 +326,18 @@ def test_an_adapter_s_file_may_be_named_in_short():
     """A mapping of the section's keys stays what it is."""
     given = ["adapter=a.safetensors", "adapter={select:best}", "adapter.select=best", "seed=1"]
     assert spelled_out(given) == ["adapter.file=a.safetensors", *given[1:]]
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["Is 1,2 a list? [yes] (no) {maybe}!", "It's a \\ test: 100 %, $HOME", "true", "two words"],
+)
+def test_a_prompt_may_have_any_characters(question):
+    """What a shell passes on arrives as it is, once or twice spelled out; null stays no prompt."""
+    texts = spelled_out(spelled_out(["task=chat", "path=base", f"prompt={question}"]))
+    (cell,) = check(texts).cells
+    assert cell.config.prompt == question
+    assert spelled_out(["prompt=null", "prompt='quoted, already'"]) == [
+        "prompt=null",
+        "prompt='quoted, already'",
+    ]

@@ -1,74 +1,126 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from pathlib import Path
 
+import pytest
+
+from mens_exp.config import reference_page
 from mens_exp.config.loader import SCHEMAS
-from mens_exp.config.reference_page import page
+from mens_exp.config.overrides import check
 from mens_exp.config.root import RunConfig
 from mens_exp.config.user_config import our_options
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+DIRECTORY = Path(__file__).parents[2] / "docs" / "reference" / "configuration"
+ENTRY = re.compile(
+    r"^### `(?P<key>[\w.]+)`\n\n\*(?P<facts>[^\n]*)\*\n\n(?P<meaning>.*?)"
+    r"^Example: `(?P<example>[^`]*)`"
+    r"(?: · Refused: `(?P<refused>[^`]*)`\n\n    (?P<error>[^\n]*))?$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def rows():
-    """Return the cells of every row by its first cell, without backquotes."""
-    lines = [line for line in page().splitlines() if line.startswith("| `")]
-    cells = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines]
-    return {entry[0].strip("`"): entry[1:] for entry in cells}
+@pytest.fixture(scope="module")
+def pages():
+    """Every page by its name."""
+    return reference_page.pages()
 
 
-def test_the_page_is_current():
-    """A change of a schema or of a group changes the page too: make docs."""
-    assert PAGE.read_text("utf-8") == page()
+@pytest.fixture(scope="module")
+def entries(pages):
+    """The parts of every entry by its key."""
+    return {
+        found["key"]: found.groupdict() for text in pages.values() for found in ENTRY.finditer(text)
+    }
 
 
-def test_every_key_and_option_is_on_the_page():
+def test_the_pages_are_current(pages):
+    """A change of a schema or of a group changes the pages too: make docs."""
+    assert {file.name: file.read_text("utf-8") for file in DIRECTORY.iterdir()} == pages
+
+
+def test_every_key_stands_once_and_every_option_is_listed(pages, entries):
     """Of every schema of every group, and of the root."""
-    text = page()
+    text = "\n".join(pages.values())
+    keys = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    assert len(keys) == len(set(keys)) == len(entries)
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             prefix = f"callbacks.{name}" if group == "callbacks" else group
             for field in dataclasses.fields(schema):
                 if group != "task" and not field.name.startswith("_"):
-                    assert f"`{prefix}.{field.name}`" in text
+                    path = f"{prefix}.{field.name}"
+                    assert any(key == path or key.startswith(f"{path}.") for key in keys), path
     for group, options in our_options().items():
         assert all(f"`{option}`" in text for option in options), group
-    assert all(
-        f"`{field.name}" in text or field.name in SCHEMAS for field in dataclasses.fields(RunConfig)
-    )
+    for field in dataclasses.fields(RunConfig):
+        assert f"`{field.name}`" in text or field.name in SCHEMAS
 
 
-def test_a_row_tells_type_default_range_and_meaning():
-    """As the schema has them."""
-    assert rows()["lora.dropout"][:3] == ["number", "`0.05`", "`>= 0 and < 1`"]
-    assert rows()["quant.double_quant"][:2] == ["true or false", "`true`"]
-    assert rows()["data.path"][1] == "required"
-    assert rows()["path"][0] == "text, or null"
-    assert "Set by `all_linear`" in rows()["lora.targets"][-1]
-
-
-def test_a_row_tells_what_is_declared_of_a_key():
-    """Whether the contract holds it, what it needs, and what others call it."""
-    assert [rows()[key][3] for key in ("optim.lr", "quant.storage_dtype", "seed")] == [
-        *("yes", "", "yes"),
+def test_an_entry_states_type_range_default_and_contract(entries):
+    """As the schema declares them."""
+    assert entries["lora.dropout"]["facts"].split(" · ") == [
+        "number",
+        "`>= 0 and < 1`",
+        "default `0.05`",
+        "part of the contract",
     ]
-    learned = [key for key, cells in rows().items() if key.startswith("callbacks.") and cells[3]]
+    assert entries["quant.double_quant"]["facts"].startswith("true or false · default `true`")
+    assert "required · only with `data=jsonl`" in entries["data.path"]["facts"]
+    assert "`0.0002` with `optim=lion`" in entries["optim.lr"]["facts"]
+    assert "part of the contract" not in entries["quant.storage_dtype"]["facts"]
+    learned = [
+        key
+        for key, entry in entries.items()
+        if key.startswith("callbacks.") and "part of the contract" in entry["facts"]
+    ]
     assert learned == ["callbacks.early_stopping.patience", "callbacks.early_stopping.min_delta"]
-    said = rows()["quant.double_quant"][-1]
-    assert "Needs quant.quant_type=nf4 or fp4." in said
-    assert "`double_quantization` in LLaMA-Factory." in said
 
 
-def test_no_cell_breaks_its_table():
+def test_an_entry_states_conditions_and_the_names_of_others(entries):
+    """Both follow the meaning."""
+    meaning = entries["quant.double_quant"]["meaning"]
+    assert "Needs quant.quant_type=nf4 or fp4." in meaning
+    assert "`double_quantization` in LLaMA-Factory" in meaning
+
+
+def test_every_entry_has_an_example_that_is_no_default(entries):
+    """Declare a key's example= where its type does not give one."""
+    shown = {key: entry["example"].partition("=")[2] for key, entry in entries.items()}
+    assert {
+        key for key, value in shown.items() if value in {"", "null", "[]", "{}", "???"}
+    } == set()
+
+
+def test_declared_examples_have_the_type_of_their_key():
+    """No example is what an entry would call refused."""
+    for group in our_options():
+        for key in reference_page._group_keys(group):
+            if key.about.example:
+                assert reference_page._problems(key, f"{key.path}={key.about.example}") == []
+
+
+def test_refusals_are_those_of_commands(entries):
+    """Of a few keys, drawn anew each time, that need no option of their own."""
+    drawn = random.sample(
+        [
+            entry
+            for key, entry in sorted(entries.items())
+            if entry["error"] and "only with" not in entry["facts"]
+            if not key.startswith(("hydra.", "callbacks.", "policy.", "sweep."))
+        ],
+        4,
+    )
+    for entry in drawn:
+        errors = [str(problem) for problem in check([entry["refused"]]).problems]
+        assert any(entry["error"] in error for error in errors), (entry["refused"], errors)
+
+
+def test_no_row_breaks_its_table(pages):
     """Every row has the columns of its head."""
-    width = 0
-    for line in page().splitlines():
-        columns = len(re.findall(r"(?<!\\)\|", line))
-        if line.startswith("|---"):
-            width = columns
-        elif (
-            line.startswith("| ") and width and not line.startswith(("| key", "| option", "| task"))
-        ):
-            assert columns == width, line
+    for text in pages.values():
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            assert len(widths) == 1, table

@@ -1,4 +1,4 @@
-"""The files and commands that docs/extending.md shows, taken from the page itself."""
+"""The files and commands that docs/how-to/extending.md shows, taken from the page itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "extending.md"
 TINY = ["experiment=smoke", "suite=none", "trainer=cpu", "data=jsonl", "data.val_frac=0.1"]
 
 

@@ -101,7 +101,7 @@ def test_every_family_of_the_table_trains_its_experts(name, tmp_path):
     assert found.how.split(", ")[0] in {"packed", "unpacked"}, found.reason
     assert found.loss <= 1e-5
     assert found.gradient <= 1e-4
-    page = Path(__file__).parents[2] / "docs" / "families.md"
+    page = Path(__file__).parents[2] / "docs" / "measured" / "families.md"
     listed = page.read_text("utf-8").split("`lora=experts`")[1].split("\n\n")[0]
     assert f"`{name}`" in listed
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md, recipe by recipe: its files written, its commands typed."""
+"""The recipes of docs/how-to, one by one: their files written, their commands typed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
-BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+PAGES = [HOW_TO / f"{name}.md" for name in ("rows", "training", "adapters")]
+BLOCK = re.compile(r"^```(\w+)(?: title=\"(\S+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One section of the page."""
+    """One section of a page."""
 
     title: str
     files: dict[str, str]
@@ -28,7 +29,11 @@ class Recipe:
 
 
 def _recipes():
-    before, *sections = re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    return [recipe for page in PAGES for recipe in _recipes_of(page)]
+
+
+def _recipes_of(page):
+    before, *sections = re.split(r"^## ", page.read_text("utf-8"), flags=re.MULTILINE)
     ((_, _, preamble),) = BLOCK.findall(before)
     recipes = []
     for section in sections:
@@ -64,7 +69,7 @@ def _run(recipe, here, rows_file, shell_path):
     return done.stdout + done.stderr
 
 
-def test_the_page_holds_the_recipes_that_were_asked_for():
+def test_the_pages_hold_the_recipes_that_were_asked_for():
     """A recipe that lost its commands would pass by doing nothing."""
     recipes = _recipes()
     assert len(recipes) == 16

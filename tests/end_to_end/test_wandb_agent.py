@@ -16,7 +16,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.overrides import check
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "wandb.md"
 PARAMETERS = {"optim.lr": 0.000123, "lora.r": 8, "backend": "qlora"}
 ENVIRONMENT = {"WANDB_PROJECT": "mine", "WANDB_RUN_ID": "abc123", "WANDB_SWEEP_ID": "swp456"}
 

@@ -19,7 +19,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.wandb_names import recorded_agent
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sweeps.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "wandb.md"
 DRAWN = [
     {"optim.lr": 0.000123, "lora.r": 8, "backend": "qlora"},
     {"optim.lr": 0.000456, "lora.r": 16, "backend": "lora"},

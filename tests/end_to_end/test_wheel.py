@@ -53,6 +53,22 @@ def test_the_wheel_carries_every_config_file_and_template(wheel):
     assert not [name for name in names if name.startswith(("tests", "conf/"))]
 
 
+def test_the_wheel_describes_itself_to_an_index(wheel):
+    """README without relative links and pictures, the types' marker, and one version everywhere."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (described,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        text = archive.read(described).decode()
+    assert "mens_exp/py.typed" in names
+    head, _, shown = text.partition("\n\n")
+    assert "Summary: QLoRA and LoRA fine-tuning" in head
+    assert shown.startswith("# mens_exp\n")
+    assert re.findall(r"\]\((?!https?://)[^)]*\)|<!--", shown) == []
+    (version,) = re.findall(r"^Version: (.*)$", head, re.MULTILINE)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
 def required(text):
     """Return the installed distributions that requirements ask for, and those that these need."""
     found, waiting = {}, [(Requirement(one), frozenset()) for one in text]
@@ -125,12 +141,12 @@ def test_the_installed_wheel_runs_a_job_in_an_empty_directory(
 ):
     """With what it declares to need and no checkout, a cache of its own, and a user's callback.
 
-    The callback is the one that docs/extending.md shows.
+    The callback is the one that docs/how-to/extending.md shows.
     """
     environment, here = tmp_path / "venv", tmp_path / "here"
     venv.create(environment)
     programs = installed(environment, wheel)
-    shown = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    shown = (ROOT / "docs" / "how-to" / "extending.md").read_text("utf-8")
     for name in ("my_callbacks.py", "conf/callbacks/print_every.yaml"):
         block = re.search(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
         assert block is not None

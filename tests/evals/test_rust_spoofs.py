@@ -719,7 +719,7 @@ OTHER = {
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_signature_of_other_values_is_not_graded_by_values(kind):
-    """The tests of such a task trust the answer, which docs/sandbox.md says."""
+    """The tests of such a task trust the answer, which docs/method/sandbox.md says."""
     assert task_of(OTHER[kind], "").signature is None
 
 

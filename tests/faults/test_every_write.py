@@ -168,8 +168,8 @@ def test_a_sample_of_the_campaign_ends_well(tmp_path, monkeypatch):
 
 
 def test_the_page_is_drawn_from_the_results():
-    """`make docs` wrote docs/reliability.md from the JSON of the campaign and of fuzzing."""
-    shown = (campaign.RESULTS.parents[2] / "docs/reliability.md").read_text("utf-8")
+    """`make docs` wrote it from the JSON of the campaign and of fuzzing."""
+    shown = (campaign.RESULTS.parents[2] / "docs/measured/reliability.md").read_text("utf-8")
     results = json.loads(campaign.RESULTS.read_text("utf-8"))
     fuzzing = json.loads(reliability_page.FUZZING.read_text("utf-8"))
     assert reliability_page.page(results, fuzzing) == shown

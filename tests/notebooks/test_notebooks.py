@@ -103,7 +103,8 @@ def text_of(notebook):
 
 def test_every_notebook_is_tested():
     """A new notebook is named above, and a gone one is taken off the list."""
-    assert tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb"))) == NOTEBOOKS
+    found = {path.stem for path in FOLDER.glob("*.ipynb")}
+    assert found == {*NOTEBOOKS, "colab"}  # test_colab.py runs the one that trains
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

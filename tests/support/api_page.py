@@ -1,8 +1,8 @@
-"""docs/api.md, made of the docstrings of `mens_exp.api` and of the notebook that the tests execute.
+"""Print docs/reference/python.md, made of the docstrings of `mens_exp.api` and of a notebook.
 
     python tests/support/api_page.py
 
-It prints the page; `make docs` writes it.
+The notebook is one that the tests execute; `make docs` writes the page.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ what the other made. `import mens_exp` itself loads nothing.
 - Objects draw themselves in a notebook, and training shows a bar there.
 - The package is typed (`py.typed`).
 
-[`notebooks/04-train-and-compare.ipynb`](../notebooks/04-train-and-compare.ipynb) is the following
-code, executed by the tests:
+`notebooks/04-train-and-compare.ipynb` is the following code, executed by the tests:
 """
 SECTIONS = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 

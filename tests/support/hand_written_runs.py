@@ -44,7 +44,7 @@ def task(item):
 
 
 def suite_digest():
-    """Return the digest that docs/suites.md describes: tasks, how they are asked, the limit."""
+    """Return the digest of suites: tasks, how they are asked, the limit."""
     tasks = [
         [
             {

@@ -1,4 +1,4 @@
-"""docs/reliability.md, drawn from the results of the campaign of faults and of fuzzing.
+"""docs/measured/reliability.md, drawn from the results of the campaign of faults and of fuzzing.
 
     python tests/support/reliability_page.py [results [results of fuzzing]]
 

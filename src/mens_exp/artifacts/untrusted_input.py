@@ -220,7 +220,7 @@ def first_match(patterns: Sequence[str], text: str, where: str) -> int | None:
     if asked:  # all in one question: a process takes longer to ask than a pattern to match
         found = _WORKER.ask("match", [patterns[number] for number in asked], text, where)
         if found is not None:
-            return asked[found]
+            return asked[int(found)]
     return plain
 
 

@@ -403,7 +403,7 @@ def study_in(path: Path) -> StudyConfig:
             "is no study",
             where=f"{path}: {key}" if key else str(path),
             found=(str(error).splitlines() or [type(error).__name__])[0],
-            expected="the keys of a file of conf/study; docs/studies.md lists them",
+            expected="the keys of a file of conf/study; docs/how-to/studies.md lists them",
         ) from error
     if missing:
         raise ConfigError("is no study", where=str(path), found=f"no {', '.join(missing)}")

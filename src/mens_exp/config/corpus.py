@@ -41,7 +41,7 @@ class DedupeConfig:
     shingle_tokens: int = setting(
         5,
         "Tokens of a shingle; a token is a word, or a character that is in none. Exact duplicates "
-        "are told by the syntax tree in Python, by the words elsewhere.",
+        "are found by the syntax tree in Python, and by the words elsewhere.",
         ge=1,
         le=50,
         only_if=_NEAR,
@@ -69,6 +69,7 @@ class DecontaminateConfig:
         "data=synthetic holds out), heldout (the held-out rows, after a split), or a file of items "
         "as a suite reads them (.jsonl, .jsonl.gz, a specification's .json), known by its name: "
         "rename a changed one.",
+        example="[humaneval,items.jsonl]",
     )
     ngram_words: int = setting(
         13,
@@ -180,14 +181,18 @@ class ExtractConfig:
     languages: list[str] = setting(
         ["python", "rust", "markdown"],
         "What to read: python (.py), rust (.rs), markdown (.md, its fenced blocks of code).",
+        example="[python,markdown]",
     )
     commit: str | None = setting(
         None,
         "Commit, tag or branch of the git checkout to read; its work tree is neither read nor "
         "touched. Null: the files as they stand in the directory.",
+        example="main",
     )
     project: str | None = setting(
-        None, "Name of the project, the first part of every group; null is the directory's."
+        None,
+        "Name of the project, the first part of every group; null is the directory's.",
+        example="serde",
     )
 
 
@@ -242,6 +247,7 @@ class MixStepConfig:
         {},
         "Weight of each source, such as {stdlib:0.7,strings:0.3}: its share of the rows; only the "
         "ratios count, and every source there is needs one.",
+        example="{serde:0.7,generated:0.3}",
     )
     stop: MixStop = setting(
         MixStop.all_exhausted,
@@ -290,16 +296,19 @@ class CorpusConfig:
         [],
         "The steps, in order, each once: extract, validate, generate, canonical, dedupe, "
         "decontaminate, split, mix, curriculum, report.",
+        example="[extract,validate,dedupe,split]",
     )
     input: Any = setting(
         None,
         "What the first step reads: files of rows (one, a list, a glob), for extract a directory, "
         "a file or a git checkout, or a list of them. Null: generate begins, and reads nothing.",
+        example="project",
     )
     output: str | None = setting(
         None,
         "Directory of the corpus: one directory a step, and corpus.json. A step of it that is "
         "done already, from the same input under the same settings, is not done again.",
+        example="corpus",
     )
     extract: ExtractConfig = section(ExtractConfig, only_if=_with_step("extract"))
     validate: ValidateConfig = section(ValidateConfig, only_if=_with_step("validate"))

@@ -110,10 +110,12 @@ class FilterConfig:
         None, "Lowest rating, 1 to 5; rows that nobody rated pass.", ge=1, le=5
     )
     category: str | None = setting(
-        None, "Part of a row's category, in either case; rows without a category fail."
+        None,
+        "Part of a row's category, in either case; rows without a category fail.",
+        example="python",
     )
     exclude_category: str | None = setting(
-        None, "Part of the categories to leave out; rows without a category pass."
+        None, "Part of the categories to leave out; rows without a category pass.", example="chat"
     )
     min_chars: int | None = setting(
         None, "Fewest characters of a row: prompts and answers together.", ge=1
@@ -125,6 +127,7 @@ class FilterConfig:
         None,
         "A row's language, in either case: the row's field where it has one, else the name after "
         "any code fence (```python) of its answers; rows with neither fail.",
+        example="rust",
     )
 
 
@@ -261,20 +264,34 @@ class SyntheticData(DataConfig):
 class ColumnsConfig:
     """The file's column for each field; null omits the field."""
 
-    prompt: str | None = setting(None, "Column of the user's turn.")
-    input: str | None = setting(None, "Column of what an instruction is about, as Alpaca has it.")
-    response: str | None = setting(None, "Column of the assistant's turn.")
-    messages: str | None = setting(None, "Column of a list of turns with role and content.")
-    conversations: str | None = setting(None, "Column of a list of turns with from and value.")
-    tools: str | None = setting(None, "Column of the tools on offer: a list of functions.")
-    system: str | None = setting(None, "Column of the system prompt.")
-    rating: str | None = setting(None, "Column of a rating from 1 to 5.")
-    category: str | None = setting(None, "Column of a free tag.")
-    language: str | None = setting(None, "Column of the language that an answer is written in.")
-    group: str | None = setting(None, "Column of what must stay on one side of the split.")
-    difficulty: str | None = setting(None, "Column of a difficulty from 1 to 10.")
+    prompt: str | None = setting(None, "Column of the user's turn.", example="question")
+    input: str | None = setting(
+        None, "Column of what an instruction is about, as Alpaca has it.", example="context"
+    )
+    response: str | None = setting(None, "Column of the assistant's turn.", example="answer")
+    messages: str | None = setting(
+        None, "Column of a list of turns with role and content.", example="turns"
+    )
+    conversations: str | None = setting(
+        None, "Column of a list of turns with from and value.", example="dialogue"
+    )
+    tools: str | None = setting(
+        None, "Column of the tools on offer: a list of functions.", example="functions"
+    )
+    system: str | None = setting(None, "Column of the system prompt.", example="system_prompt")
+    rating: str | None = setting(None, "Column of a rating from 1 to 5.", example="score")
+    category: str | None = setting(None, "Column of a free tag.", example="topic")
+    language: str | None = setting(
+        None, "Column of the language that an answer is written in.", example="lang"
+    )
+    group: str | None = setting(
+        None, "Column of what must stay on one side of the split.", example="source_id"
+    )
+    difficulty: str | None = setting(None, "Column of a difficulty from 1 to 10.", example="level")
     fields: dict[str, str] = setting(
-        {}, "Columns of further fields that the objective reads, by the fields' names."
+        {},
+        "Columns of further fields that the objective reads, by the fields' names.",
+        example="{score:quality}",
     )
 
     @property
@@ -317,6 +334,7 @@ class RowsData(WrittenData):
         None,
         "Column whose value parts the rows: rows that share it stay on one side of the split. "
         "Null: the row's own group, else its prompt.",
+        example="source_id",
     )
     columns: ColumnsConfig = section(
         ColumnsConfig,
@@ -354,11 +372,13 @@ class JsonlData(RowsData):
         ".jsonl, .json and .csv, also with .gz or .zst, .parquet and .arrow. A line holds at most "
         "64 MiB.",
         contract=("data.train_file",),
+        example="rows.jsonl",
     )
     val_path: Any = setting(
         None,
         "Files of rows to validate on, written like path; then no row of path validates, and "
         "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
+        example="validation.jsonl",
     )
 
 
@@ -367,15 +387,26 @@ class HubData(RowsData):
     """Rows from a Hub dataset; unless streamed, it is downloaded in full, also by task=plan."""
 
     source: str = "hub"
-    id: str = setting(MISSING, "Id of the dataset, such as HuggingFaceH4/no_robots.")
-    revision: str | None = setting(
-        None, "Branch, tag or commit; put down as a commit when the run starts. Null: main."
+    id: str = setting(
+        MISSING,
+        "Id of the dataset, such as HuggingFaceH4/no_robots.",
+        example="HuggingFaceH4/no_robots",
     )
-    subset: str | None = setting(None, "Subset (configuration) of the dataset, where it has some.")
-    split: str = setting("train", "Split to read, also a part of one: train[:1000].")
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit; put down as a commit when the run starts. Null: main.",
+        example="main",
+    )
+    subset: str | None = setting(
+        None, "Subset (configuration) of the dataset, where it has some.", example="default"
+    )
+    split: str = setting(
+        "train", "Split to read, also a part of one: train[:1000].", example="'train[:1000]'"
+    )
     val_split: str | None = setting(
         None,
         "Split to validate on; then no row of split validates. Null: val_frac of split validates.",
+        example="test",
     )
 
 
@@ -389,6 +420,7 @@ class MixData(WrittenData):
         "List of sources: {path:a.jsonl,weight:0.7}, {id:lab/rows,weight:0.2} or "
         "{source:stdlib,weight:0.1}, with format, columns, filter and the like of that option. "
         "Weights are shares of the rows; only their ratios count. name is for the record.",
+        example="'[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]'",
     )
     stop: MixStop = setting(
         MixStop.all_exhausted,

@@ -76,16 +76,19 @@ class EvalConfig:
         None,
         "The server's address, http://<host>:<port>/v1 (engine=openai).",
         only_if=(_left_open("base_url"), _SERVER_ANSWERS),
+        example="http://127.0.0.1:8000/v1",
     )
     model: str | None = setting(
         None,
         "The server's name of the model (engine=openai).",
         only_if=(_left_open("model"), _SERVER_ANSWERS),
+        example="my-model",
     )
     api_key_env: str | None = setting(
         None,
         "The environment variable that holds the server's key; null sends none (engine=openai).",
         only_if=_SERVER_ANSWERS,
+        example="OPENAI_API_KEY",
     )
     temperature: float = setting(
         0.0,
@@ -120,6 +123,7 @@ class EvalConfig:
         "Write the answers that pass to this file as training rows, for data=jsonl (rejection "
         "sampling; task=evaluate, with a suite of tasks of your own that no model is scored by). "
         "The tuned model alone is asked, where there is one.",
+        example="sampled.jsonl",
     )
     keep_per_prompt: int = setting(
         4,

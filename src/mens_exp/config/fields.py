@@ -166,6 +166,7 @@ class Declaration:
             addition to those of the enclosing section.
         label: its name in reports; None is its key, with spaces.
         aliases: its names in other fine-tuners, and the tools that use them, for messages.
+        example: a value as it is typed, for the reference; empty where one follows from the type.
         read_by: tasks that read it, in addition to those that read the enclosing section.
         only_if: conditions without which it has no effect, in addition to the section's.
         even_if: conditions of the enclosing section that do not apply to it.
@@ -179,6 +180,7 @@ class Declaration:
     contract: tuple[str, ...] = ()
     label: str | None = None
     aliases: Mapping[str, str] | None = None
+    example: str = ""
     read_by: frozenset[str] = frozenset()
     only_if: tuple[Condition, ...] = ()
     even_if: tuple[Condition, ...] = ()

@@ -265,6 +265,7 @@ class LoraConfig:
             "lora_target_modules": "Axolotl and TRL",
             "target_modules": "PEFT and Unsloth",
         },
+        example="[attention,down_proj]",
     )
     r: int = setting(
         16,
@@ -302,12 +303,14 @@ class LoraConfig:
         "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts.",
         only_if=_read("rank_pattern"),
         idle={},
+        example="{down_proj:8}",
     )
     alpha_pattern: dict[str, int] = setting(
         {},
         "Alphas of single modules, by target. The last one that matches counts.",
         only_if=_read("alpha_pattern"),
         idle={},
+        example="{down_proj:16}",
     )
     init: LoraInit = setting(
         LoraInit.default,
@@ -326,6 +329,7 @@ class LoraConfig:
         None,
         "A run, `latest`, or an adapter directory (schema v3 or PEFT) whose adapter this run "
         "starts from, with a fresh optimizer; null: a new adapter.",
+        example="latest",
     )
 
     @property

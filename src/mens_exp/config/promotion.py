@@ -40,18 +40,23 @@ class CompareConfig:
         [],
         "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
         "finds what the runs' own command lines vary.",
+        example="[lora.targets]",
     )
     primary: str | None = setting(
         None,
         "The one KPI that verdicts are given on, all others are secondary; null is task_success, "
         "parse_rate or val_loss, the first that every arm has.",
+        example="val_loss",
     )
     reference: str | None = setting(
         None,
         "The arm that others are held against: its name, or its value of a factor; null is that "
         "of the first run.",
+        example="qlora",
     )
-    condition: str = setting("tuned", "The scorecards' condition that arms are compared on.")
+    condition: str = setting(
+        "tuned", "The scorecards' condition that arms are compared on.", example="base"
+    )
     alpha: float = setting(
         0.05, "Two-sided error rate, shared by all arms (Holm).", ge=1e-9, lt=0.5
     )  # the field's convention
@@ -122,8 +127,8 @@ class BurnProductionPolicy(PolicyConfig):
     """
 
     name: str = "burn_production"
-    challenger: str = setting("burn", "Backend that is to be promoted.")
-    incumbent: str = setting("qlora", "Backend whose place it would take.")
+    challenger: str = setting("burn", "Backend that is to be promoted.", example="burn")
+    incumbent: str = setting("qlora", "Backend whose place it would take.", example="qlora")
     min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=2)
     share_margin: float = setting(
         0.02, "How much worse a KPI that is a share may be at most (unverified guess).", ge=0
@@ -134,10 +139,12 @@ class BurnProductionPolicy(PolicyConfig):
         ge=0,
     )
     floors: dict[str, float] = setting(
-        _FLOORS, "Least mean of the challenger, by KPI (REFERENCE §10)."
+        _FLOORS, "Least mean of the challenger, by KPI (REFERENCE §10).", example="{richness:0.3}"
     )
     ceilings: dict[str, float] = setting(
-        _CEILINGS, "Highest mean of the challenger, by KPI (REFERENCE §10)."
+        _CEILINGS,
+        "Highest mean of the challenger, by KPI (REFERENCE §10).",
+        example="{placeholder_marker_hits:0.05}",
     )
     parity: bool = setting(
         default=True, doc="Ask for a passed certificate of one of the challenger's adapters."
@@ -149,15 +156,19 @@ class QloraPlateauPolicy(PolicyConfig):
     """Decide whether QLoRA has plateaued, so that research into another model is due."""
 
     name: str = "qlora_plateau"
-    backend: str = setting("qlora", "Backend of the arms.")
+    backend: str = setting("qlora", "Backend of the arms.", example="qlora")
     spread: float = setting(
         0.05, "Task success of the arms lies within this (REFERENCE §10).", ge=0
     )
     floors: dict[str, float] = setting(
-        _FLOORS, "Least mean that the best arm should have, by KPI (REFERENCE §10)."
+        _FLOORS,
+        "Least mean that the best arm should have, by KPI (REFERENCE §10).",
+        example="{richness:0.3}",
     )
     ceilings: dict[str, float] = setting(
-        _CEILINGS, "Highest mean that it should have, by KPI (REFERENCE §10)."
+        _CEILINGS,
+        "Highest mean that it should have, by KPI (REFERENCE §10).",
+        example="{placeholder_marker_hits:0.05}",
     )
 
 
@@ -166,8 +177,8 @@ class BurnRndPolicy(PolicyConfig):
     """Decide whether further research into the challenger is worthwhile."""
 
     name: str = "burn_rnd"
-    challenger: str = setting("burn", "Backend under research.")
-    incumbent: str = setting("qlora", "Backend that it is held against.")
+    challenger: str = setting("burn", "Backend under research.", example="burn")
+    incumbent: str = setting("qlora", "Backend that it is held against.", example="qlora")
     margin: float = setting(
         0.05, "Task success that its best arm has over the other's (REFERENCE §10).", ge=0
     )
@@ -178,7 +189,9 @@ class EvalGatePolicy(PolicyConfig):
     """Decide whether one arm may be released: thresholds, where a missing metric fails."""
 
     name: str = "eval_gate"
-    arm: str | None = setting(None, "Arm to judge; null is the only one beside the reference.")
+    arm: str | None = setting(
+        None, "Arm to judge; null is the only one beside the reference.", example="tuned"
+    )
     floors: dict[str, float] = setting(
         {
             "supervised_frac": 0.10,
@@ -190,9 +203,12 @@ class EvalGatePolicy(PolicyConfig):
             "richness": 0.20,
         },
         "Least mean, by KPI (REFERENCE §10).",
+        example="{task_success:0.5}",
     )
     ceilings: dict[str, float] = setting(
-        {"truncated_frac": 0.50, **_CEILINGS}, "Highest mean, by KPI (REFERENCE §10)."
+        {"truncated_frac": 0.50, **_CEILINGS},
+        "Highest mean, by KPI (REFERENCE §10).",
+        example="{placeholder_marker_hits:0.05}",
     )
     tokens_per_s: float = setting(
         0.0, "Least training throughput, tokens/s; it depends on the device.", ge=0
@@ -218,7 +234,7 @@ class PromoteConfig:
     """Settings of task=promote besides its policy; most describe the cycle that it opens."""
 
     open_cycle: str | None = setting(
-        None, "Name of a benchmark cycle to register before any of its runs."
+        None, "Name of a benchmark cycle to register before any of its runs.", example="cycle1"
     )
     replay: bool = setting(
         default=False, doc="Make every decision of a ledger again; a difference exits with code 4."
@@ -227,25 +243,37 @@ class PromoteConfig:
         None,
         "Certificate (parity.json) of the merge or export of a challenger's adapter.",
         only_if=DECIDES,
+        example="parity.json",
     )
     suite_digest: str | None = setting(
         None,
         "SHA-256 of the suite that the cycle freezes, as a scorecard states it.",
         only_if=_OF_A_CYCLE,
+        example="2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     )
     seeds: list[int] = setting(
-        [], "Seeds of the cycle, none of them of an earlier one.", only_if=_OF_A_CYCLE
+        [],
+        "Seeds of the cycle, none of them of an earlier one.",
+        only_if=_OF_A_CYCLE,
+        example="[1,2,3,4,5,6]",
     )
     arms: list[str] = setting(
-        [], "Backends, or names of arms, that the cycle runs.", only_if=_OF_A_CYCLE
+        [],
+        "Backends, or names of arms, that the cycle runs.",
+        only_if=_OF_A_CYCLE,
+        example="[qlora,burn]",
     )
     factor: str | None = setting(
-        None, "What the arms differ in: the hypothesis' factor.", only_if=_OF_A_CYCLE
+        None,
+        "What the arms differ in: the hypothesis' factor.",
+        only_if=_OF_A_CYCLE,
+        example="backend",
     )
     kpi: str = setting(
         "task_success",
         "KPI of the hypothesis, the primary one of the comparison.",
         only_if=_OF_A_CYCLE,
+        example="task_success",
     )
     direction: Direction = setting(
         Direction.higher,
@@ -265,7 +293,9 @@ class PromoteConfig:
     sequential: Sequential = setting(
         Sequential.none, "`compare.sequential` of it.", only_if=_OF_A_CYCLE
     )
-    condition: str = setting("tuned", "`compare.condition` of it.", only_if=_OF_A_CYCLE)
+    condition: str = setting(
+        "tuned", "`compare.condition` of it.", only_if=_OF_A_CYCLE, example="tuned"
+    )
     target: CompareTarget = setting(
         CompareTarget.these_items, "`compare.target` of it.", only_if=_OF_A_CYCLE
     )

@@ -307,6 +307,7 @@ class QuantConfig:
         read_by=_READ,
         only_if=_SKIP,
         idle=[],
+        example="[lm_head,down_proj]",
     )
 
     dense_copy: bool | None = setting(

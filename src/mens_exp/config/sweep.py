@@ -45,6 +45,7 @@ class SweepConfig:
         None,
         "The directory of a sweep to go on with: done cells are skipped once their files are "
         "verified, all others continue.",
+        example="outputs/multirun/default/20261124T090000.000Z",
     )
     changes: Changes = setting(
         Changes.refuse,
@@ -81,13 +82,17 @@ class SlurmLauncher:
     """`hydra/launcher=slurm`: one Slurm job array, with one single-node task per job."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
-    name: str = setting("mens_exp", "Name of the array in Slurm's queue.")
-    partition: str | None = setting(None, "Partition; null: the cluster's default.")
-    account: str | None = setting(None, "Account to charge; null: the user's default.")
-    qos: str | None = setting(None, "Quality of service; null: the user's default.")
-    constraint: str | None = setting(None, "Features that a node must have; null: none.")
-    exclude: str | None = setting(None, "Nodes to leave out; null: none.")
-    comment: str | None = setting(None, "Comment in Slurm's records; null: none.")
+    name: str = setting("mens_exp", "Name of the array in Slurm's queue.", example="qlora")
+    partition: str | None = setting(None, "Partition; null: the cluster's default.", example="gpu")
+    account: str | None = setting(
+        None, "Account to charge; null: the user's default.", example="my-lab"
+    )
+    qos: str | None = setting(None, "Quality of service; null: the user's default.", example="long")
+    constraint: str | None = setting(
+        None, "Features that a node must have; null: none.", example="a100"
+    )
+    exclude: str | None = setting(None, "Nodes to leave out; null: none.", example="node07")
+    comment: str | None = setting(None, "Comment in Slurm's records; null: none.", example="pilot")
     timeout_min: int = setting(
         60,  # as hydra-submitit-launcher
         "Time limit of a job in minutes.",
@@ -99,7 +104,9 @@ class SlurmLauncher:
     gpus_per_node: int | None = setting(
         None, "GPUs of a job, one for each of its processes; null: none are asked for.", ge=1
     )
-    gres: str | None = setting(None, "Generic resources, such as gpu:a100:1; null: none.")
+    gres: str | None = setting(
+        None, "Generic resources, such as gpu:a100:1; null: none.", example="gpu:a100:1"
+    )
     mem_gb: float | None = setting(
         None, "Memory of a job in GiB; null: what the cluster gives by default.", gt=0
     )
@@ -120,9 +127,15 @@ class SlurmLauncher:
         "its last checkpoint.",
         ge=0,
     )
-    setup: list[str] = setting([], "Shell commands before the job, such as `module load cuda`.")
+    setup: list[str] = setting(
+        [],
+        "Shell commands before the job, such as `module load cuda`.",
+        example="'[module load cuda]'",
+    )
     additional_parameters: dict[str, Any] = setting(
-        {}, "Further options of sbatch by name, without the dashes; true sets a bare flag."
+        {},
+        "Further options of sbatch by name, without the dashes; true sets a bare flag.",
+        example="{reservation:mine}",
     )
     poll_s: float = setting(
         10.0,  # unverified guess: a scheduler of thousands of jobs answers one squeue easily
@@ -192,10 +205,14 @@ class OptunaSweeper:
         10, "Trials that tpe draws at random before it models their results (Optuna's).", ge=1
     )
     objectives: list[str] = setting(
-        ["val_loss"], "KPIs of a run to improve, named as task=compare names them."
+        ["val_loss"],
+        "KPIs of a run to improve, named as task=compare names them.",
+        example="[val_loss,peak_bytes]",
     )
     directions: list[str] = setting(
-        [], "minimize or maximize, for each objective; empty: as the table of KPIs says."
+        [],
+        "minimize or maximize, for each objective; empty: as the table of KPIs says.",
+        example="[minimize,minimize]",
     )
     pruner: Pruner = setting(
         Pruner.none,

@@ -61,7 +61,9 @@ class PushConfig:
     """Settings of uploads by task=push."""
 
     private: bool = setting(True, "Make a repository that is not there yet a private one.")
-    message: str | None = setting(None, "Commit message; null names the run.")
+    message: str | None = setting(
+        None, "Commit message; null names the run.", example="'First adapter'"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,10 +71,14 @@ class SyncConfig:
     """The destination and the timeout of uploads by task=sync."""
 
     project: str | None = setting(
-        None, "W&B project; null is each run's own logger.project, mens_exp where it had none."
+        None,
+        "W&B project; null is each run's own logger.project, mens_exp where it had none.",
+        example="qlora-study",
     )
     entity: str | None = setting(
-        None, "W&B entity; null is each run's own logger.entity, or the account's default."
+        None,
+        "W&B entity; null is each run's own logger.entity, or the account's default.",
+        example="my-team",
     )
     timeout_s: float = setting(
         600.0,
@@ -94,6 +100,7 @@ class AttributeConfig:
         [0, 16, 64, 256],
         "Lowest position of each bucket in the comparison by position, ascending from 0 "
         "(unverified guess).",
+        example="[0,32,128]",
     )
     extra_bits: float = setting(
         0.25,
@@ -210,12 +217,14 @@ class ServeConfig:
         "127.0.0.1",
         "Address to listen on. The default is this machine alone; an address that other machines "
         "reach needs a token (serve.token_env).",
+        example="192.168.0.7",
     )
     port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     token_env: str = setting(
         "MENS_EXP_SERVE_TOKEN",
         "The environment variable that holds the token. If it is set, requests must send the "
         "token as `Authorization: Bearer <token>`.",
+        example="MY_SERVER_TOKEN",
     )
 
 
@@ -281,12 +290,14 @@ class MergeConfig:
         "JSON header, of schema v2 or v3, of the tensors that adapter= names.",
         only_if=_BY_FILE,
         idle=None,
+        example="candle_qlora_adapter_meta.json",
     )
     base_shard: list[str] = setting(
         [],
         "Safetensors files of the base to merge into, for the adapter that adapter= names.",
         only_if=_BY_FILE,
         idle=[],
+        example="[model.safetensors]",
     )
     mode: MergeMode | None = setting(
         None,
@@ -362,6 +373,7 @@ class ParityConfig:
         None,
         "A file of plain text to compare on; null takes the run's held-out rows.",
         only_if=RUNS_GRAPH,
+        example="held_out.txt",
     )
     accept: bool = setting(
         False, "Keep what is over the budget; the certificate and the card say that it was."

@@ -186,22 +186,24 @@ class AdapterConfig:
             remedy="drop adapter=, or start from it with lora.init_from=<its directory>",
         ),
         idle=None,
+        example="candle_qlora_adapter.safetensors",
     )
 
     select: Selection = setting(
         Selection.last,
-        "last: the one of the last step; best: the one that adapter.metric holds best, by default "
+        "last: that of the last step; best: the best one by adapter.metric, by default that "
         "of the lowest validation loss seen, the final validation included (needs "
         "trainer.val_check_interval).",
         changes=Effect.TRAINING,
     )
     metric: str = setting(
         "val/loss",
-        "What adapter.select=best goes by: val/loss, or a KPI such as task_success or parse_rate "
-        "that callbacks.scorecard measures while training runs.",
+        "What adapter.select=best selects by: val/loss, or a KPI such as task_success or "
+        "parse_rate that callbacks.scorecard measures while training runs.",
         only_if=when("adapter.select", "best"),
         idle="val/loss",
         aliases={"metric_for_best_model": "Transformers and TRL"},
+        example="task_success",
     )
 
 
@@ -306,15 +308,24 @@ class WandbLogger(LoggerConfig):
         WandbMode.offline,
         "Both write into the run directory; with online, a process of its own uploads as it runs.",
     )
-    project: str = setting("mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"})
-    entity: str | None = setting(None, "W&B entity; null is the account's default.")
-    group: str | None = setting(None, "W&B group; null is the sweep, or the experiment.")
+    project: str = setting(
+        "mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"}, example="qlora-study"
+    )
+    entity: str | None = setting(
+        None, "W&B entity; null is the account's default.", example="my-team"
+    )
+    group: str | None = setting(
+        None, "W&B group; null is the sweep, or the experiment.", example="first-study"
+    )
     name: str | None = setting(
         None,
         "W&B run name; null is made from what varies. Jobs of a sweep add their number to it.",
         aliases={"run_name": "Transformers and TRL"},
+        example="nf4-r16",
     )
-    tags: list[str] = setting([], "Tags beside those made from the overrides.")
+    tags: list[str] = setting(
+        [], "Tags beside those made from the overrides.", example="[nf4,pilot]"
+    )
     wait_s: float = setting(
         60.0,
         "Seconds to wait for the upload once the run's record is closed (unverified guess); what "

@@ -1,4 +1,4 @@
-"""docs/capabilities.md: supported combinations, as determined by the planner.
+"""docs/reference/capabilities.md: supported combinations, as determined by the planner.
 
 ``python -m mens_exp.planning.capabilities`` prints the page; a test compares it with the file.
 """

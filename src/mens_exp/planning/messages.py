@@ -20,7 +20,7 @@ COMPARISON = (
     "arms that share tokenizer, data and objective are compared by loss; on the same texts under "
     "another tokenizer by bits per byte; everything else by the suite's KPIs alone"
 )
-_MORE = "docs/capabilities.md says what goes with what"
+_MORE = "docs/reference/capabilities.md says what goes with what"
 
 
 def quantized_base_needs_qlora(base: str, method: str) -> ConfigError:

@@ -491,7 +491,7 @@ class _RowReader:
                 "'fields' must be an object", f"{json_type(value)} {shown(value)}", "or no fields"
             )
             return ()
-        found = []
+        found: list[tuple[str, str | int | float]] = []
         for name, one in sorted((str(name), one) for name, one in value.items()):
             label = f"{name!r} of 'fields'"
             if isinstance(one, int | float) and not isinstance(one, bool):

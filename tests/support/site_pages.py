@@ -1,0 +1,114 @@
+"""Hooks of the documentation's site: pages that lie outside docs/, and a check of every link.
+
+mkdocs loads this module (`hooks` in mkdocs.yml). Its own strict mode checks the links of Markdown;
+:func:`problems` reads the finished HTML, so that it also sees links of raw HTML, anchors, pages of
+the gallery, and files that a reader without a network could not load.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LOG = logging.getLogger("mkdocs.hooks.site_pages")
+ROOT = Path(__file__).parents[2]
+OUTSIDE = {  # pages of the site that are files of the repository's root
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
+}
+ELSEWHERE = {"README.md": "index.md", "SECURITY.md": "measured/security.md"}
+LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are files of the repository's root."""
+    from mkdocs.structure.files import File
+
+    for name, place in OUTSIDE.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=with_site_links(text)))
+    return files
+
+
+def with_site_links(text: str) -> str:
+    """Rewrite the links of a file of the root; files that are on no page become plain names."""
+
+    def rewritten(found: re.Match[str]) -> str:
+        label, target = found.groups()
+        place, hash_, anchor = target.partition("#")
+        page = {**OUTSIDE, **ELSEWHERE}.get(place, place.removeprefix("docs/"))
+        is_page = place in {**OUTSIDE, **ELSEWHERE} or place.startswith("docs/")
+        return f"[{label}]({page}{hash_}{anchor})" if is_page else label
+
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", rewritten, text)
+
+
+def on_post_build(config: Any) -> None:
+    """Warn of every broken link of the finished site; in strict mode a warning is an error."""
+    for problem in problems(Path(config.site_dir)):
+        LOG.warning(problem)
+
+
+def problems(site: Path) -> list[str]:
+    """Return what is wrong with the links of a site, one line each."""
+    pages = {path: _Page.of(path) for path in sorted(site.rglob("*.html"))}
+    found: list[str] = []
+    for path, page in pages.items():
+        name = path.relative_to(site).as_posix()
+        if name == "404.html":  # its links are absolute, since it is shown at any address
+            continue
+        found += [f"{name}: loads {url} from the network" for url in page.fetched]
+        for link in page.links:
+            fault = _fault(link, path, pages)
+            if fault:
+                found.append(f"{name}: {link} {fault}")
+    return found
+
+
+def _fault(link: str, path: Path, pages: dict[Path, _Page]) -> str | None:
+    """Return what is wrong with one link of a page; links to other sites are not followed."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return None
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if not target.is_file():
+        return "leads to no file"
+    known = pages.get(target)
+    if parts.fragment and known and unquote(parts.fragment) not in known.anchors:
+        return "leads to no anchor"
+    return None
+
+
+class _Page(HTMLParser):
+    """The links, the anchors, and the files from the network, of one page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.anchors: set[str] = set()
+        self.fetched: set[str] = set()
+
+    @classmethod
+    def of(cls, path: Path) -> _Page:
+        page = cls()
+        page.feed(path.read_text(encoding="utf-8"))
+        page.links = {link for link in page.links if not link.startswith(("data:", "mailto:"))}
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note one element's anchor and its links."""
+        given = {name: value or "" for name, value in attrs}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.add(given["href"])
+        url = given.get(LOADED.get(tag, ""), "")
+        if url and urlsplit(url).scheme in {"http", "https"}:
+            if given.get("rel") not in {"canonical", "license"}:
+                self.fetched.add(url)
+        elif url:
+            self.links.add(url)
