@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mens_exp.backends.frozen_base import load_base, published_config
-from mens_exp.backends.frozen_layers import FrozenWeights
 from mens_exp.backends.protocol import NonPeftBackend
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.saved_model import write_model
@@ -54,7 +53,6 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self.stacks: list[Stack] = []
         self.dropouts = []
         self.inputs = []
-        self.weights = FrozenWeights(dense=False)
 
     @property
     def has_adapter(self) -> bool:

@@ -13,8 +13,7 @@ import torch
 from mens_exp.artifacts import atomic
 from mens_exp.backends import frozen_base
 from mens_exp.backends.adapters import place_adapter, start_all, start_facts
-from mens_exp.backends.frozen_base import frozen_weights, load_base
-from mens_exp.backends.frozen_layers import FrozenWeights
+from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
@@ -27,8 +26,6 @@ from mens_exp.lora.keyed import SFC64
 from mens_exp.model import attention
 from mens_exp.model.kernels import is_rounded
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.planning.machine import look
-from mens_exp.planning.memory import keeps_dense_copy
 from mens_exp.quant.bnb import (
     as_published,
     compute_dtype,
@@ -105,12 +102,10 @@ class QloraBackend(torch.nn.Module):
         )
         adapted = [(one, self.layers[one.logical]) for one in plain]
         self.dropouts = self.method.dropouts(config, adapted)
-        dense = keeps_dense_copy(config, self.shape, _total_bytes(device))
-        self.weights = FrozenWeights(dense=dense)
-        self.weights.take_over(self.causal_lm)
-        self.inputs = self.method.take_over(
-            adapted, self.weights, together=self.shape.family.verified
-        )
+        weights = FrozenWeights()
+        weights.take_over(self.causal_lm)
+        together = self.shape.family.verified
+        self.inputs = self.method.take_over(adapted, weights, together=together)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
@@ -129,8 +124,6 @@ class QloraBackend(torch.nn.Module):
         support activation checkpointing recompute only in training mode, so they follow the mode.
         """
         super().train(mode)
-        if not mode:
-            self.weights.forget()
         adapted = set(self.layers.values())
         for module in _frozen_parts(self.causal_lm, adapted) if mode else ():
             module.eval()
@@ -345,7 +338,6 @@ class QloraBackend(torch.nn.Module):
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
             **start_facts(self.lora, self.errors, self.start_s),
-            "dense_copy": self.weights.dense,
             "numerics": self._numerics(),
         }
 
@@ -391,13 +383,6 @@ class QloraBackend(torch.nn.Module):
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):
             yield
-
-
-def _total_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device, if it is known."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return look("cpu").total_bytes
 
 
 def _frozen_parts(

@@ -98,9 +98,7 @@ class _FourBit(QuantizerSpec):
     in_blocks: bool = True
     is_made_again: bool = True
     stays_whole: str | None = None
-    settings: frozenset[str] = frozenset(
-        {"double_quant", "block_size", "storage_dtype", "skip", "dense_copy"}
-    )
+    settings: frozenset[str] = frozenset({"double_quant", "block_size", "storage_dtype", "skip"})
     backends: tuple[str, ...] = ("qlora", "proxy")
     # measured: bitsandbytes 0.50, NF4 with double quantization, on one EPYC core
     weights_per_core_s: float | None = 6e6
@@ -140,7 +138,6 @@ class _EightBit(QuantizerSpec):
         "bitsandbytes keeps codes of eight bits outside of what can be in parts"
     )
     weights_per_core_s: float | None = 3.4e7  # measured: 5.6 times as many as NF4 in that minute
-    settings: frozenset[str] = frozenset({"skip", "dense_copy"})
     keeps_inputs: bool = True
     tolerance: float | None = 0.2
     differs_elsewhere: str | None = (
@@ -246,7 +243,6 @@ _DOUBLE = _where_read("double_quant", when(_KEY, *names_that_read("double_quant"
 _BLOCK = _where_read("block_size", when(_KEY, *names_that_read("block_size")))
 _STORAGE = _where_read("storage_dtype", when(_KEY, *names_that_read("storage_dtype")))
 _SKIP = _where_read("skip", unless(_KEY, "none"))
-_DENSE = _where_read("dense_copy", when(_KEY, *names_that_read("dense_copy")))
 _READ = frozenset({"attribute"})
 
 
@@ -308,20 +304,6 @@ class QuantConfig:
         only_if=_SKIP,
         idle=[],
         example="[lm_head,down_proj]",
-    )
-
-    dense_copy: bool | None = setting(
-        None,
-        "Keep what the weights stand for in the compute format while they learn, instead of "
-        "dequantizing them in each pass: the same numbers, in less time and more memory. null: "
-        "where it takes at most a 64th of the device's memory.",
-        changes=Effect.NOTHING,
-        only_if=(
-            _DENSE,
-            unless("backend.name", "proxy", why="which keeps no packed codes"),
-            unless("trainer.strategy", "fsdp", why="which keeps the base in parts"),
-        ),
-        idle=None,
     )
 
     @property

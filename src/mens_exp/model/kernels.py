@@ -1,6 +1,6 @@
-"""Products and norms of frozen layers, in forms that are faster or keep less than torch's own.
+"""Matrix products in the fastest form that a device has for a dtype.
 
-Matrix products take the fastest form that a device has for a dtype. A CPU without instructions for
+A CPU without instructions for
 bf16 multiplies bf16 matrices up to thirty times more slowly than f32 ones (measured with AVX2,
 512 x 1536 by 1536 x 576: 388 ms and 10 ms). There, operands are converted to f32 and the product is
 rounded to bf16 once, as bf16 instructions do.
@@ -103,31 +103,3 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         (g_MO,) = upstream
         return product(g_MO, ctx.weight(g_MO.dtype)), None, None
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return ``w · x / sqrt(mean(x²) + ε)`` over the last dimension; only ``x`` gets a gradient.
-
-    Rounded as in transformers' Llama: normalized in f32, then to the dtype of ``x``, then scaled.
-    Keeps ``x`` for the backward pass where autograd keeps its f32 copy (measured on one core, 512
-    rows of 576 in bf16, forward and backward: 0.52 ms, by autograd 0.85 ms).
-    """
-    found: torch.Tensor = _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(x, inverse, weight)
-        return weight * (wide * inverse).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        x, inverse, weight = ctx.saved_tensors
-        wide = x.float()
-        slope = upstream[0] * weight.float()
-        along = (slope * wide).sum(-1, keepdim=True) * inverse.pow(3) / x.shape[-1]
-        return slope.mul_(inverse).addcmul_(wide, along, value=-1).to(x.dtype), None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.config.backend import ProxyConfig, trains_base
+from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub
 from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 _F32 = 4  # bytes of an element
 _MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU draws it again
-# Families whose norms keep their input for the backward pass in place of an f32 copy, by
-# `model_type`: a test compares the models.
-SLIM_NORMS = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
 # Of attention on a CPU, as in model/attention.py: lengths are rounded up to buckets, and at least
 # so many queries attend at a time.
 BUCKET, _ROWS = 32, 128
@@ -119,17 +116,15 @@ def saved_bytes(
 def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
     """Return the average bytes that a decoder layer saves per token, without attention scores.
 
-    Derived from the saved tensors of the real graph: the input of each of two norms, in f32 unless
-    they are slim; query, key and value (and their fused kernel's output); gate, up and their
+    Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
+    query, key and value (and their fused kernel's output); gate, up and their
     activation; for each input of an adapter, the result of dropout and its mask; what the
     adapter method keeps of each target.
     """
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     narrow = shape.num_key_value_heads * shape.head_dim
     is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
-    learns_norms = config.backend.name == "full" or trains_base(config.backend, config.model.source)
-    is_slim = shape.family.model_type in SLIM_NORMS and not learns_norms
-    total = 2.0 * (width if is_slim else _F32) * shape.hidden_size
+    total = 2.0 * _F32 * shape.hidden_size
     total += width * (heads + 2 * narrow + (0 if on_cpu else heads))
     total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
     every_module = modules_of(config, shape)

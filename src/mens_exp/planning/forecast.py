@@ -290,8 +290,7 @@ def forecast(
         if (one.device, one.backend) == (machine.name, config.backend.name)
         and is_alike(one, **sizes)
     ][-_RECENT:]
-    kind, total_bytes = machine.kind, machine.total_bytes
-    plain = memory(config, shape, documents, kind=kind, total_bytes=total_bytes)
+    plain = memory(config, shape, documents, kind=machine.kind)
     seen = residuals(_ratios(known))
     return Forecast(
         memory=_corrected(plain, seen),

@@ -150,40 +150,7 @@ def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     )
 
 
-_DENSE_SHARE = 1 / 64  # an unverified guess of what nobody misses
-
-
-def keeps_dense_copy(config: RunConfig, shape: Shape, total_bytes: int | None) -> bool:
-    """Return whether dequantized weights are kept while they learn.
-
-    Args:
-        config: the run.
-        shape: dimensions of the base model.
-        total_bytes: memory of the device; None if unknown.
-    """
-    quant = config.quant
-    reads = "dense_copy" in quant.spec.settings and config.backend.name != "proxy"
-    if not reads or config.trainer.strategy is Strategy.fsdp:
-        return False
-    if quant.dense_copy is not None:
-        return quant.dense_copy
-    return total_bytes is not None and dense_copy(config, shape) <= total_bytes * _DENSE_SHARE
-
-
-def dense_copy(config: RunConfig, shape: Shape) -> int:
-    """Return the bytes of quantized weights in the compute format."""
-    width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
-    return (frozen_linears(config, shape) - dense_experts(config, shape)) * width
-
-
-def memory(
-    config: RunConfig,
-    shape: Shape,
-    documents: Documents,
-    *,
-    kind: str,
-    total_bytes: int | None = None,
-) -> Memory:
+def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) -> Memory:
     """Estimate the peak memory of a training process.
 
     Args:
@@ -191,7 +158,6 @@ def memory(
         shape: dimensions of the base model.
         documents: lengths of the training documents.
         kind: ``cpu`` or ``cuda``.
-        total_bytes: memory of the device; None if unknown.
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
     parameters = trained_parameters(config, shape)
@@ -211,11 +177,6 @@ def memory(
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
         **_plain_beside_residual(config, shape, bits),
-        **(
-            {"base weights, dequantized": dense_copy(config, shape)}
-            if keeps_dense_copy(config, shape, total_bytes)
-            else {}
-        ),
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
