@@ -11,6 +11,7 @@ import torch
 from mens_exp.backends import frozen_base
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import ConfigError, Problems, SetupError
+from mens_exp.model.kernels import has_bf16
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import keep_trainable, quantization_config
@@ -160,6 +161,12 @@ def test_facts_are_what_was_built(tiny_backend):
         "lora_modules": "q, k, v, o, gate, up, down in 2 of 2 layers: 14 modules",
         "lora_variant": "lora",
         "lora_init": "default",
+        "numerics": {
+            "adapters": "projections of an input together 1",
+            "attention": "blocks of queries 1",
+            "dropout": "SFC64, 15 bits",
+            "products": "own" if has_bf16("cpu") else "rounded from f32",
+        },
     }
 
 

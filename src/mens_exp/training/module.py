@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from lightning import LightningModule
@@ -79,7 +79,8 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
             counts[name] = value * saved // world_size
 
 
-class _Read(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Read:
     """Sums over all processes, read from the device; see `_Sums`."""
 
     loss: float
