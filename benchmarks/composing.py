@@ -16,8 +16,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from mens_exp.config.compose import CONFIG_NAME, VERSION_BASE, compose, prepare_hydra
-from mens_exp.config.user_config import config_directory
+from mens_exp.config.compose import VERSION_BASE, compose, prepare_hydra
+from mens_exp.config.user_config import config_directory, primary_config
 
 QUESTION = "How long does it take to compose one cell of a sweep?"
 ROUNDS = 5
@@ -51,7 +51,7 @@ def of_hydra(cells: list[list[str]]) -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
         for cell in cells:
-            hydra_compose(CONFIG_NAME, cell, return_hydra_config=True)
+            hydra_compose(primary_config(), cell, return_hydra_config=True)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import record
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from mens_exp.lora.low_rank import Delta
 
 from mens_exp.export.merge import Merge, write_tensors
 from mens_exp.layout.adapter_base import AdaptedLayer, places
 from mens_exp.layout.checkpoint_files import Outline, SafetensorsWriter
+from mens_exp.lora.method import Delta
 from mens_exp.model.stored_weights import StoredRows
 
 if TYPE_CHECKING:

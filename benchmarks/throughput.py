@@ -20,6 +20,7 @@ from mens_exp.corpus.source import load_rows
 from mens_exp.data.datamodule import RowsDataModule
 from mens_exp.errors import Problems
 from mens_exp.model.sources import resolve
+from mens_exp.objective.causal import Passed
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import build_backend, build_module, lightning_quiet
@@ -90,7 +91,8 @@ class Arm:
             batch = self.stream.batch(self.position)
             self.position += 1
             self.backend.begin(batch.index)
-            loss = self.objective(self.backend(batch), batch.targets_M, self.backend.head)
+            passed = Passed(batch, self.backend(batch), self.backend.head)
+            loss = self.objective.loss(passed)
             loss.total.backward()
             tokens += batch.tokens
         self.optimizer.step()

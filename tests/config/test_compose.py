@@ -160,7 +160,8 @@ def test_absent_configuration_is_refused(tmp_path):
 def test_every_value_enters_the_digest():
     """To change any one leaf changes it, each in its own way."""
     chosen = ["trainer.deterministic=true", "trainer.val_check_interval=3", "path=p"]
-    base = values(*chosen, "policy=burn_production")
+    base = values(*chosen, "policy=burn_production", "study=double_quant")
+    base.study.grid = {"seed": [1]}
     base.lora.init_from, base.schedule.warmup_steps, base.schedule.warmup_frac = "i", 1, 0.5
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
     base.tokenizer.chat_template = "c"

@@ -54,6 +54,7 @@ COMMANDS = {
     "policy.qlora_plateau": ["policy=qlora_plateau"],
     "policy.burn_rnd": ["policy=burn_rnd"],
     "policy.eval_gate": ["policy=eval_gate"],
+    "study.study": ["study=double_quant"],
 }
 # What another value of a setting is where a number plus one or a longer text is none.
 OTHER = {

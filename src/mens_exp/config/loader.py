@@ -331,7 +331,8 @@ def is_open(node: Any) -> bool:
     """Return whether a node is a mapping with user-chosen keys, such as lora.rank_pattern."""
     if not isinstance(node, DictConfig):
         return False
-    return node._metadata.element_type in (int, float, str)  # noqa: SLF001  # the annotation
+    annotated = node._metadata  # noqa: SLF001  # omegaconf has no other place for it
+    return annotated.key_type is str and not dataclasses.is_dataclass(annotated.element_type)
 
 
 def is_installed(group: str, values: dict[str, Any]) -> bool:

@@ -222,7 +222,7 @@ def _accepted(node: Any, value: Any) -> str:
         return f"one of {', '.join(names)}{f'; the nearest is {close}' if close else ''}"
     if is_open(node):
         element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
-        return f"a mapping of names to {_ELEMENTS[element].partition(',')[0]}"
+        return f"a mapping of names to {_ELEMENTS.get(element, 'lists').partition(',')[0]}"
     if isinstance(node, DictConfig):
         return f"a mapping with {', '.join(map(str, node.keys()))}"
     if isinstance(node, ListConfig):

@@ -326,20 +326,34 @@ class StudyConfig:
     """A study: its hypothesis, its arms, and how they are judged, registered before any run."""
 
     hypothesis: str = setting(
-        MISSING, "The statement that the study tests, in one sentence, about arm and reference."
+        MISSING,
+        "The statement that the study tests, in one sentence, about arm and reference.",
+        example="'Rank 8 is no worse than rank 16.'",
     )
-    shared: list[str] = setting([], "Overrides of every run, such as experiment=double_quant.")
+    shared: list[str] = setting(
+        [],
+        "Overrides of every run, such as experiment=double_quant.",
+        example="['experiment=double_quant']",
+    )
     arms: dict[str, list[str]] = setting(
-        {}, "The arms: a name for each, and its overrides. Instead of `grid`."
+        {},
+        "The arms: a name for each, and its overrides. Instead of `grid`.",
+        example="{small:['lora.r=4'],large:['lora.r=32']}",
     )
     grid: dict[str, Any] = setting(
-        {}, "Values by key; each combination is an arm. Instead of `arms`."
+        {},
+        "Values by key; each combination is an arm. Instead of `arms`.",
+        example="{lora.r:[4,32]}",
     )
     seeds: list[int] = setting(
-        MISSING, "Seeds that every arm runs with, in their order; five or more tell something."
+        MISSING,
+        "Seeds that every arm runs with, in their order; five or more tell something.",
+        example="[1,2,3,4,5]",
     )
     reference: str | None = setting(
-        None, "The arm that others are compared with, as compare.reference; null is the first."
+        None,
+        "The arm that others are compared with, as compare.reference; null is the first.",
+        example="small",
     )
     primary: str = setting("val_loss", "The KPI that the hypothesis is about.")
     direction: Direction = setting(
