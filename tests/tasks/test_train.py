@@ -24,6 +24,8 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
         "adapter/peft/adapter_config.json",
         "adapter/peft/adapter_model.safetensors",
         "adapter/peft/chat_template.jinja",
+        "adapter/peft/tokenizer.json",
+        "adapter/peft/tokenizer_config.json",
         "chat_template.jinja",
         "checkpoints",
         "checkpoints/sha256.json",

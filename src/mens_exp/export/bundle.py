@@ -41,6 +41,7 @@ def run_files(run: RunDir, *, checkpoints: bool = False) -> dict[str, Path]:
         run.manifest,
         run.config,
         run.plan,
+        run.chat_template,
         run.telemetry,
         run.scorecard,
         run.events,

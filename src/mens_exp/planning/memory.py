@@ -316,7 +316,7 @@ _RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "fra
 
 def is_in_parts(config: RunConfig) -> bool:
     """Return whether the base is sharded across processes."""
-    return config.trainer.strategy is Strategy.fsdp and config.trainer.world_size > 1
+    return config.trainer.sharing is Strategy.fsdp and config.trainer.world_size > 1
 
 
 def in_parts(

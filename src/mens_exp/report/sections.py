@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.telemetry import own_series
 from mens_exp.report import wording
 from mens_exp.report.summary import Cell
 
@@ -33,6 +34,7 @@ _ORDER = (
 _OTHER_TABLES = ("packages", "environment")
 _FOR_MACHINES = ("lora_init_layers_sha256",)  # hundreds of lines; not for reading by eye
 _DIFFERENCES = "differs_from_default"
+_METRICS = "metrics"  # has a table of its own
 _NEAR = 0.1  # a prediction this close to the measurement is called near
 
 
@@ -60,7 +62,7 @@ class Compared:
 def facts(records: Records) -> list[Cell]:
     """The facts that were read back from the model and the first batch."""
     found = records.manifest.facts
-    apart = (*_FOR_MACHINES, _DIFFERENCES)
+    apart = (*_FOR_MACHINES, _DIFFERENCES, _METRICS)
     shown = {key: value for key, value in found.items() if key not in apart}
     return [*_cells(records, "facts", shown), *_differences(records)]
 
@@ -137,6 +139,35 @@ def scores(records: Records) -> tuple[list[str], list[tuple[str, list[str]]]]:
         )
         for key in keys
     ]
+
+
+_BETTER = {"min": "lower", "max": "higher", "none": ""}
+
+
+def own_metrics(records: Records) -> list[tuple[str, str, str, str]]:
+    """The user's metrics: name, the run's value and how it is made of the series, unit, better."""
+    rows = []
+    for name, one in sorted(own_series(records.events).items()):
+        if not one.points:
+            continue
+        about = one.declaration
+        value = "not finite" if one.value is None else f"{one.value:.6g}"
+        plural = "value" if len(one.points) == 1 else "values"
+        made = f"{value} ({about['reduction']} of {wording.count(len(one.points))} {plural})"
+        unit = "" if about["unit"] == "1" else str(about["unit"])
+        better = _BETTER[about["direction"]]
+        rows.append((wording.visible(name), made, wording.visible(unit), better))
+    return rows
+
+
+def media(records: Records) -> list[str]:
+    """The images, tables and so on that callbacks logged, which are in the W&B mirror alone."""
+    found = {
+        f"{name} ({kind})": None
+        for payload in records.payloads("logged")
+        for name, kind in (payload.get("media") or {}).items()
+    }
+    return [wording.visible(text) for text in found]
 
 
 def compared(records: Records) -> list[Compared]:

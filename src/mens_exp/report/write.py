@@ -83,6 +83,8 @@ def render_page(records: Records) -> str:
         answers_title=_answers_title(records),
         unsafe=summary.unsafe(records),
         scores=sections.scores(records),
+        own_metrics=sections.own_metrics(records),
+        media=sections.media(records),
         compared=sections.compared(records),
         components=_components(records),
         facts=sections.facts(records),
@@ -117,7 +119,7 @@ def _plots(records: Records) -> list[tuple[Plot, Markup]]:
         return []
     from mens_exp.report import plots
 
-    drawn = [*plots.draw(records), *plots.draw_kpis(records)]
+    drawn = [*plots.draw(records), *plots.draw_kpis(records), *plots.draw_own(records)]
     return [(plot, Markup(plot.svg)) for plot in drawn]  # noqa: S704 - drawn here
 
 

@@ -17,6 +17,7 @@ from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.attribution_view import suggested_command, worst_table
 from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
+from mens_exp.training.wandb_mirror import mirror
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,7 @@ def attribute(config: RunConfig, run: Run) -> None:
     from mens_exp.quant.bnb import compute_dtype
     from mens_exp.training.build import device_of
 
+    mirror(config, run)
     host.reset_peak()
     device = device_of(config.trainer.accelerator)
     base, subject = _subject(config, run, device)

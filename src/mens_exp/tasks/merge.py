@@ -31,6 +31,7 @@ from mens_exp.planning.preflight import writable_cache
 from mens_exp.report.evidence_views import card_section, parity_table, verdict
 from mens_exp.tasks.inputs import describe, own_template, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
+from mens_exp.training.wandb_mirror import mirror
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,8 @@ def merge(config: RunConfig, run: Run) -> None:
     merging = decided_merge(config)
     choices = merging.choices
     merging.note(run)
+    of_run = merging.inputs.run
+    mirror(config, run, [] if of_run is None else [("adapter", str(of_run.path.absolute()))])
     console = Console()
     console.print(f"Base: {choices.why}.", soft_wrap=True, markup=False)
     usual = run.dir.merged_tensors if choices.only_merged else run.dir.merged
