@@ -116,7 +116,8 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     from mens_exp.config.compose import compose, typed
     from mens_exp.config.model import HfModel
     from mens_exp.layout.shape import shape_of
-    from mens_exp.planning.memory import Documents, memory
+    from mens_exp.planning.activations import Documents
+    from mens_exp.planning.memory import memory
 
     def components(*overrides):
         usual = ["trainer=cpu", "suite=none", "model.gradient_checkpointing=false"]

@@ -69,6 +69,7 @@ class Trial:
             "contract": self.contract,
             "inputs": dict(self.hashes),
             "provenance": self.manifest.provenance,
+            "numerics": self.manifest.facts.get("numerics"),
         }
 
 

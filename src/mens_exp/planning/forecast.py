@@ -18,8 +18,8 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.planning import machine, throughput_model
+from mens_exp.planning.activations import Documents
 from mens_exp.planning.memory import (
-    Documents,
     Memory,
     bits_per_weight,
     frozen_linears,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
 
 _PLAIN_EVERY = 30  # modules, where the output is no terminal
-_CHUNK_TOKENS = 64  # if a custom objective has no such setting
+_CHUNK_TOKENS = 64  # unless set
 
 
 def attribute(config: RunConfig, run: Run) -> None:
@@ -128,7 +128,7 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
         model,
         shape.family.layers,
         [batch.to(device) for batch in stream],
-        chunk_tokens=getattr(config.objective, "chunk_tokens", _CHUNK_TOKENS),
+        chunk_tokens=getattr(config.objective, "chunk_tokens", None) or _CHUNK_TOKENS,
     )
     return base, Subject(
         replay=replay,

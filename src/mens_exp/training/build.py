@@ -35,6 +35,7 @@ from mens_exp.artifacts.metrics import declare
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import ScorecardConfig, Selection
 from mens_exp.errors import RequestError, SetupError
+from mens_exp.layout.shape import shape_of
 from mens_exp.planning.machine import ALONE
 from mens_exp.training.distributed import (
     StartedProcesses,
@@ -196,7 +197,9 @@ def _module(
 def _objective(config: RunConfig) -> Objective | TokenLoss:
     """Build the objective from its own settings; the other settings select its tokens."""
     node = config.objective
-    made: Objective | TokenLoss = _made(node._target_, node.spec.arguments(node), name=node.name)
+    on_gpu = device_of(config.trainer.accelerator).type == "cuda"
+    settings = node.spec.arguments(node, shape_of(config.model).vocab_size, on_gpu=on_gpu)
+    made: Objective | TokenLoss = _made(node._target_, settings, name=node.name)
     return made
 
 

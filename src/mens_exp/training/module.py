@@ -78,40 +78,45 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
             counts[name] = value * saved // world_size
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Sums over all processes, read from the device; see `_Sums`."""
+
+    loss: float
+    count: float
+    supervised: float
+    tokens: float
+    metrics: dict[str, float]
+
+
 @dataclass(slots=True)
 class _Sums:
     """The sums of an optimizer step, or of a validation.
 
     ``count`` is of what the loss is a sum over, ``supervised`` of tokens with a label, ``tokens``
-    of all tokens without padding.
+    of all tokens without padding. What a device has computed stays there, because reading it waits
+    for the device: :meth:`values` reads it.
     """
 
-    loss: float = 0.0
+    loss: float | torch.Tensor = 0.0
     count: float = 0
     supervised: float = 0
     tokens: float = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
 
     def add(self, batch: Batch, loss: LossSum) -> None:
         """Add a micro-batch."""
-        self.loss += float(loss.total.detach())
+        self.loss += loss.total.detach().double()
         self.count += loss.count
         self.supervised += batch.targets_M.numel()
         self.tokens += batch.tokens
         for name, value in loss.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value.detach())
+            self.metrics[name] = self.metrics.get(name, 0.0) + value.detach().double()
 
     def values(self, names: Sequence[str]) -> list[float]:
         """Return the sums in a fixed order."""
-        metrics = [self.metrics.get(name, 0.0) for name in names]
-        return [self.loss, self.count, self.supervised, self.tokens, *metrics]
-
-    @classmethod
-    def of(cls, values: Sequence[float], names: Sequence[str]) -> _Sums:
-        """Return the sums of :meth:`values`."""
-        loss, count, supervised, tokens, *metrics = values
-        named = dict(zip(names, metrics, strict=True))
-        return cls(loss, count, supervised, tokens, named)
+        metrics = [float(self.metrics.get(name, 0.0)) for name in names]
+        return [float(self.loss), self.count, self.supervised, self.tokens, *metrics]
 
 
 class TrainingModule(LightningModule):
@@ -317,13 +322,12 @@ class TrainingModule(LightningModule):
                     remedy="download or convert the base model again: its file is damaged or wrong",
                 )
 
-    def _of_all_processes(self, sums: _Sums) -> _Sums:
+    def _of_all_processes(self, sums: _Sums) -> _Read:
         """Add up the sums of all processes."""
         names = [one.name for one in self.config.objective.spec.metrics]
-        if self.trainer.world_size == 1:
-            return sums
         mine = torch.tensor(sums.values(names), dtype=torch.float64)
-        return _Sums.of(self._summed(mine).tolist(), names)
+        loss, count, supervised, tokens, *metrics = self._summed(mine).tolist()
+        return _Read(loss, count, supervised, tokens, dict(zip(names, metrics, strict=True)))
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes."""
@@ -340,8 +344,8 @@ class TrainingModule(LightningModule):
         self.trainer.val_check_batch = self.trainer.fit_loop.total_batch_idx + 1
 
     @property
-    def pending_loss(self) -> float:
-        """Loss sum of the current optimizer step."""
+    def pending_loss(self) -> float | torch.Tensor:
+        """Loss sum of the current optimizer step, on its device."""
         return self._step.loss
 
     @property

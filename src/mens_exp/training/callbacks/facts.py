@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from mens_exp.training.module import RunRecord, TrainingModule
 
 
+_CHANGED = "up to step {}, steps were computed in other forms, which round otherwise: {}"
+
+
 class ManifestFacts(Callback):
     """Records facts about the first batch and the built model in the manifest, once."""
 
@@ -55,6 +58,9 @@ class ManifestFacts(Callback):
             why = "the schedule is a class that tells nothing of it"
             self.run.manifest.unknown["facts.warmup_steps"] = why
         notes = facts.pop("notes", [])
+        was = self.run.manifest.facts.get("numerics")
+        if trainer.global_step and was != facts.get("numerics"):
+            notes.append(_CHANGED.format(trainer.global_step, was or "as earlier releases do"))
         known = self.run.manifest.notes
         known += [note for note in notes if note not in known]
         self.run.manifest.facts.update(facts)
