@@ -10,6 +10,8 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -236,6 +238,19 @@ def wandb_sweeps(wandb_service):
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb_sweeps.py")))
     wandb_service.sweeps = stand_in["Sweeps"](wandb_service)
     return wandb_service.sweeps
+
+
+@pytest.fixture(scope="session")
+def mirrored():
+    """Read the records of a run's W&B mirror, of all kinds or of one, as `wandb leet` has them."""
+
+    def read(run, kind=None):
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        return [one[kind] for one in found if one["type"] == kind] if kind else found
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,9 @@ KNOWS_OMEGACONF = (
     "tasks/run.py",  # writes the composed configuration into the record
     "tasks/train.py",  # lengthens a stored one
     "training/build.py",  # instantiates what the configuration names
+    "training/distributed.py",  # instantiates the strategy
+    "training/hosted_module.py",  # instantiates the user's module
+    "training/loggers.py",  # instantiates the loggers
     "training/optimizer.py",  # instantiates the optimizer
 )
 

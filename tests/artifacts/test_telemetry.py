@@ -5,7 +5,15 @@ import io
 
 import pytest
 
-from mens_exp.artifacts.telemetry import Telemetry, events_after, read_events, rewind
+from mens_exp.artifacts.metrics import declares, own_metric
+from mens_exp.artifacts.telemetry import (
+    Telemetry,
+    events_after,
+    own_results,
+    own_series,
+    read_events,
+    rewind,
+)
 from mens_exp.errors import DataError, MensError
 
 
@@ -219,3 +227,39 @@ def test_a_line_that_a_full_disk_cut_is_taken_back(tmp_path):
         file.room = 10**6
         telemetry.emit("step", {"step": 3})
     assert [e["payload"]["step"] for e in read_events(tmp_path / "t.jsonl")] == [1, 3]
+
+
+def test_a_metric_of_the_users_is_declared_before_its_first_value(path):
+    """Once in each file: its readers may lack the code that declares it."""
+    declares("probe/x", unit="nats", direction="min", reduction="min")(object)
+    own_metric("bare")
+    with Telemetry(path) as telemetry:
+        telemetry.emit("step", {"step": 1, "probe/x": 3.0})
+        telemetry.emit("logged", {"step": 1, "values": {"bare": 1.0, "probe/x": 2.0}})
+        telemetry.emit("logged", {"step": 2, "values": {"bare": None}})
+        telemetry.emit("logged", {"step": 2, "condition": "base", "values": {"bare": 9.0}})
+        with pytest.raises(MensError, match="unknown metric"):
+            telemetry.emit("logged", {"step": 2, "values": {"unused": 1.0}})
+    events = read_events(path)
+    assert [one["event"] for one in events] == [
+        *("metric_declared", "step", "metric_declared", "logged", "logged", "logged"),
+    ]
+    assert events[0]["payload"] == {
+        "name": "probe/x",
+        "unit": "nats",
+        "direction": "min",
+        "reduction": "min",
+        "note": "",
+    }
+    series = own_series(events)
+    assert series["probe/x"].points == [(1, 3.0), (1, 2.0)]
+    assert series["bare"].points == [(1, 1.0), (2, None)]
+    declared, values = own_results(path)
+    assert values == {"probe/x": 2.0, "bare": 1.0}
+    assert declared["probe/x"]["unit"] == "nats"
+
+
+def test_a_file_without_metrics_of_the_users_has_no_results_of_them(path):
+    """Ours are not among them."""
+    emit_all(path, ("step", {"step": 1, "train/loss": 0.5}))
+    assert own_results(path) == ({}, {})

@@ -11,6 +11,7 @@ import torch
 from mens_exp.backends import frozen_base
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import ConfigError, Problems, SetupError
+from mens_exp.model.kernels import has_bf16
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import keep_trainable, quantization_config
@@ -160,6 +161,12 @@ def test_facts_are_what_was_built(tiny_backend):
         "lora_modules": "q, k, v, o, gate, up, down in 2 of 2 layers: 14 modules",
         "lora_variant": "lora",
         "lora_init": "default",
+        "numerics": {
+            "adapters": "projections of an input together 1",
+            "attention": "blocks of queries 1",
+            "dropout": "SFC64, 15 bits",
+            "products": "own" if has_bf16("cpu") else "rounded from f32",
+        },
     }
 
 
@@ -269,13 +276,13 @@ def test_one_mask_is_drawn_for_each_layer_input(
     """Projections of one input share it: two layers of q/k/v, o, gate/up and down are eight."""
     from mens_exp.lora import keyed
 
-    draw, keys = keyed._keep, []
+    draw, keys = keyed.Mask.draw, []
 
-    def counted(key, *rest):
-        keys.append(key)
-        return draw(key, *rest)
+    def counted(mask, like):
+        keys.append(mask.key)
+        return draw(mask, like)
 
-    monkeypatch.setattr(keyed, "_keep", counted)
+    monkeypatch.setattr(keyed.Mask, "draw", counted)
     backend = tiny_backend(f"lora={targets}", f"quant.compute_dtype={compute}").train()
     backend(packed_batch(random_documents([9]), [[0]], index=0))
     assert len(keys) == len(set(keys)) == expected

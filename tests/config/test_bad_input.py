@@ -40,7 +40,7 @@ def test_every_fault_of_a_command_is_told_at_once(here, capsys):
     )
     expectations = {
         "quant.duble_quant": ["quant.duble_quant=true", "the nearest is quant.double_quant"],
-        "lora.foo": ["+lora.foo=1", "one of lora.name, ", "the nearest is lora.r"],
+        "lora.foo": ["+lora.foo=1", "one of lora.name, "],
         "backend": ["qlra", "the nearest is qlora"],
         "lora.r": ["0", "a value >= 1"],
         "data.path": ["misnamd.jsonl", "the nearest there is misnamed.jsonl"],

@@ -163,9 +163,15 @@ def test_every_value_enters_the_digest():
     base = values(*chosen, "policy=burn_production", "study=double_quant")
     base.study.grid = {"seed": [1]}
     base.lora.init_from, base.schedule.warmup_steps, base.schedule.warmup_frac = "i", 1, 0.5
+    told = base.trainer
+    told.precision, told.gradient_clip_algorithm, told.max_time = "32", "norm", "00:00:01:00"
+    told.min_steps, told.benchmark, told.sync_batchnorm = 1, True, True
+    told.limit_val_batches, told.profiler, told.plugins = 2, "simple", ["p"]
     base.resume, base.logger.entity, base.logger.group, base.logger.name = "r", "e", "g", "n"
+    base.logger.notes = "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
+    base.objective.chunk_tokens = 64
     base.compare.primary, base.compare.reference = "k", "a"
     base.ledger, base.promote.open_cycle, base.promote.seeds = "l", "c", [1]
     base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"

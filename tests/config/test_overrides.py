@@ -54,7 +54,16 @@ REFUSED = [
     ("optim.lr=[1]", "optim.lr", ["found [1]", "a number"]),
     ("lora.dropout=null", "lora.dropout", ["found null", "a number"]),
     ("data.packing=perhaps", "data.packing", ["found perhaps", "true or false"]),
-    ("trainer.deterministic=7.5", "trainer.deterministic", ["true or false, or null"]),
+    (
+        "trainer.precison=bf16",
+        "trainer.precison",
+        ["unknown key", "one of trainer.accelerator, ", "the nearest is trainer.precision"],
+    ),
+    (
+        "+trainer.fast_dev_run=true",
+        "trainer.fast_dev_run",
+        ["the promise “Nothing is lost”", "checkpoints", "trainer.max_steps=1"],
+    ),
     ("quant.compute_dtype=bf17", "quant.compute_dtype", ["bf16, f32; the nearest is bf16"]),
     ("optim.betas=[0.9,x]", "optim.betas", ["found [0.9, 'x']", "a list of numbers"]),
     ("logger.tags=one", "logger.tags", ["found one", "a list of texts"]),

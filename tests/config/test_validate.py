@@ -357,7 +357,7 @@ def test_ranges_of_one_group_can_be_asked_for(make):
         ("evaluate", "model"),
         ("evaluate", "experiment"),
         ("evaluate", "trainer.max_steps"),
-        ("merge", "logger.mode"),
+        ("export", "logger.mode"),
     ],
 )
 def test_override_that_the_task_never_reads_is_refused(task, key):
@@ -379,6 +379,8 @@ def test_override_that_the_task_never_reads_is_refused(task, key):
         ("evaluate", "suite"),
         ("evaluate", "suite.items"),
         ("evaluate", "logger.mode"),
+        ("merge", "logger.mode"),
+        ("attribute", "logger.mode"),
         ("evaluate", "trainer"),
         ("evaluate", "trainer.accelerator"),
         ("evaluate", "hydra"),

@@ -9,6 +9,12 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "extending.md"
 TINY = ["experiment=smoke", "suite=none", "trainer=cpu", "data=jsonl", "data.val_frac=0.1"]
 
+# The experiment sets what only our own schedules have.
+WITHOUT_EXPERIMENT = [
+    *("model=tiny_llama", "logger=none", "trainer.max_steps=4", "data.seq_len=256"),
+    *TINY[1:],
+]
+
 
 def files():
     """Return each shown file by its path: a name in backquotes, then its block."""

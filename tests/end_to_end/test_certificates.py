@@ -71,6 +71,7 @@ def merged(run, tmp_path):
         out = tmp_path / "merged"
         command = [
             "task=merge",
+            "logger=none",
             f"path={path or run.path}",
             f"out={out}",
             "parity.tokens=256",

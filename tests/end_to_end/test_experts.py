@@ -61,7 +61,7 @@ def test_a_merge_is_peft_s_own(name, trained_on, mixture, tmp_path):
     """Every tensor of the merged checkpoint, under its published name, and the certificate."""
     run = trained_on(name, *UNQUANTIZED, "lora.targets=[attention,experts]")
     out = tmp_path / "merged"
-    command = ["task=merge", f"path={run.path}", f"out={out}", "merge.dtype=f32"]
+    command = ["task=merge", "logger=none", f"path={run.path}", f"out={out}", "merge.dtype=f32"]
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'merge'}"]) == 0
     theirs = by_peft(run, mixture(name) / "model").merge_and_unload(safe_merge=True)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -116,7 +116,8 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     from mens_exp.config.compose import compose, typed
     from mens_exp.config.model import HfModel
     from mens_exp.layout.shape import shape_of
-    from mens_exp.planning.memory import Documents, memory
+    from mens_exp.planning.activations import Documents
+    from mens_exp.planning.memory import memory
 
     def components(*overrides):
         usual = ["trainer=cpu", "suite=none", "suite.items=0", "model.gradient_checkpointing=false"]
@@ -300,7 +301,9 @@ def test_a_merge_on_four_bits_is_certified_and_scored_as_its_run(trained_on, tmp
     """Its certificate compares logits with the graph that was trained; both can be evaluated."""
     run = trained_on("qwen3_moe")
     place = tmp_path / "merge"
-    assert cli.main(["task=merge", f"path={run.path}", f"hydra.run.dir={place}"]) == 0
+    assert (
+        cli.main(["task=merge", "logger=none", f"path={run.path}", f"hydra.run.dir={place}"]) == 0
+    )
     assert json.loads((place / "manifest.json").read_text("utf-8"))["status"] == "succeeded"
     assert json.loads(RunDir(place).parity.read_text("utf-8"))["passed"]
     for number, path in enumerate((run.path, place)):

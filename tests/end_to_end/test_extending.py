@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from pathlib import Path
 
 import fork_server
 import pytest
+import torch
 
 import mens_exp
+from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.telemetry import read_events
 
 SCRIPT = "import sys; from mens_exp.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -37,8 +41,9 @@ def job(tmp_path, rows_file):
 
     def run(*arguments, code=0):
         # -P keeps the working directory off sys.path, as it is for a console script.
+        tiny = PAGE.TINY if "schedule=restarts" not in arguments else PAGE.WITHOUT_EXPERIMENT
         done = fork_server.run(
-            [sys.executable, "-P", "-c", SCRIPT, *PAGE.TINY, f"data.path={rows_file}", *arguments],
+            [sys.executable, "-P", "-c", SCRIPT, *tiny, f"data.path={rows_file}", *arguments],
             check=False,
             capture_output=True,
             text=True,
@@ -57,14 +62,16 @@ def test_the_page_shows_a_class_of_each_kind_at_the_promised_length():
     """A callback in ten lines, an objective in thirty."""
     shown = PAGE.files()
     assert {name for name in shown if name.endswith(".py")} == {
+        "my_averaging.py",
         "my_callbacks.py",
+        "my_modules.py",
         "my_objectives.py",
         "my_optimizers.py",
         "my_backends.py",
     }
     assert len(shown["my_callbacks.py"].strip().splitlines()) <= 10
     assert len(shown["my_objectives.py"].strip().splitlines()) <= 30
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 9
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -74,7 +81,8 @@ def test_a_shown_command_trains_and_records_what_it_named(job, tmp_path, command
     assert manifest["status"] == "succeeded"
     (target,) = manifest["provenance"]["own_classes"]["targets"]
     file = f"{target.partition('.')[0]}.py"
-    assert manifest["provenance"]["own_classes"]["files"] == {file: sha256_file(tmp_path / file)}
+    own = {file: sha256_file(tmp_path / file)} if target.startswith("my_") else {}
+    assert manifest["provenance"]["own_classes"]["files"] == own
     if target == "my_callbacks.PrintEvery":
         shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
         every = 2 if len(command) > 1 else 5
@@ -112,8 +120,6 @@ def test_the_shown_objective_is_cross_entropy_at_gamma_0():
 
 def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(job, tmp_path, tiny_backend):
     """Every other matrix has moved."""
-    from mens_exp.artifacts.adapter_v3 import read_adapter
-
     job("backend=frozen_a", "hydra.run.dir=run")
     _, tuned = read_adapter(tmp_path / "run" / "adapter")
     drawn = {name: p.detach().numpy() for name, p in tiny_backend().trainable().items()}
@@ -141,3 +147,57 @@ def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(job, tmp_pat
     assert went_on.returncode == 0, went_on.stderr
     assert "step 6: loss" not in went_on.stdout  # every 5th, and 6 is none
     assert "step 5: loss" in went_on.stdout
+
+
+def test_the_shown_schedule_is_torchs_own(job, tmp_path):
+    """The rate of each step, by the formula of the paper: T_0=2 begins again after two steps."""
+    _, manifest = job("schedule=restarts", "optim.lr=1e-3", "hydra.run.dir=outputs/a/b/run")
+    assert manifest["facts"]["warmup_steps"] is None  # its class tells nothing of it
+    (file,) = tmp_path.glob("outputs/a/b/run/telemetry.jsonl")
+    told = read_events(file)
+    rates = [e["payload"]["optim/lr"] for e in told if e["event"] == "step"]
+    shares = [(1 + math.cos(math.pi * (step % 2) / 2)) / 2 for step in range(4)]
+    assert rates == pytest.approx([1e-3 * share for share in shares])
+
+
+def test_a_module_that_leaves_labels_unsmoothed_trains_what_ours_does(job, tmp_path):
+    """By its own training_step; what is unproven all the same is in the record."""
+    job("hydra.run.dir=outputs/a/b/0_ours")
+    _, manifest = job(
+        "module=smoothed", "module.label_smoothing=0.0", "hydra.run.dir=outputs/a/b/1"
+    )
+    losses = [
+        [e["payload"]["train/loss"] for e in read_events(file) if e["event"] == "step"]
+        for file in sorted(tmp_path.glob("outputs/a/b/*/telemetry.jsonl"))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    about = manifest["facts"]["module"]
+    assert about["holds"] == ["A comparison is a comparison", "The artifact is the model"]
+    assert set(about["unproven"]) == {
+        *("What ran is what you asked for", "Nothing is lost", "It plans before it spends"),
+    }
+    assert manifest["contract"]["settings"]["module._target_"] == "my_modules.Smoothed"
+    assert manifest["facts"]["hyperparameters"] == {"label_smoothing": 0.0}
+    assert manifest["results"]["metrics"]["smoothed_loss"] > 0
+
+
+def test_the_shown_average_is_the_adapter_that_is_kept(job, tmp_path):
+    """At decay 0 it is the last one; at 0.5 the mean by halves of those of the four steps."""
+    keep = "checkpoint.every_n_steps=1", "checkpoint.keep=9"
+    for name, more in (
+        ("plain", ()),
+        ("zero", ("callbacks=[default,average]", "callbacks.average.decay=0.0")),
+        ("half", ("callbacks=[default,average]", "callbacks.average.decay=0.5")),
+    ):
+        job(*more, *keep, f"hydra.run.dir={name}")
+    kept = {n: read_adapter(tmp_path / n / "adapter")[1] for n in ("plain", "zero", "half")}
+    states = [
+        torch.load(tmp_path / "plain" / "checkpoints" / f"step_{n:08}.ckpt", weights_only=True)
+        for n in (1, 2, 3, 4)
+    ]
+    for name, values in kept["plain"].items():
+        assert (kept["zero"][name] == values).all()
+        mean = states[0]["adapter"][name].clone()
+        for state in states[1:]:
+            mean = (mean + state["adapter"][name]) / 2
+        torch.testing.assert_close(torch.from_numpy(kept["half"][name]), mean)

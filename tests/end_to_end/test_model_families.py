@@ -207,14 +207,14 @@ def test_an_adapter_of_another_scale_is_refused(tiny, train_in, tmp_path, monkey
     """One layer's factor off by two per cent."""
     from mens_exp.backends import qlora
 
-    right = qlora.adapted
+    right = qlora.place_adapter
 
-    def wrong(*args):
-        model, layers = right(*args)
+    def wrong(*args, **options):
+        method, model, layers = right(*args, **options)
         next(iter(layers.values())).scaling["default"] *= 1.02
-        return model, layers
+        return method, model, layers
 
-    monkeypatch.setattr(qlora, "adapted", wrong)
+    monkeypatch.setattr(qlora, "place_adapter", wrong)
     run = train_on(train_in, tiny("llama"), tmp_path / "run", code=4)
     assert "the gradient is not the one that transformers computes" in capsys.readouterr().err
     assert reference_of(run)["gradient"] > 1e-3

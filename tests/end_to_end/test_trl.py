@@ -334,7 +334,7 @@ def test_an_adapter_that_trl_trained_is_merged(theirs, base, tmp_path):
 
     _, directory = theirs("padded")
     out = tmp_path / "merged"
-    merge = ["task=merge", f"path={directory}", f"base={base}", "merge.dtype=f32"]
+    merge = ["task=merge", "logger=none", f"path={directory}", f"base={base}", "merge.dtype=f32"]
     places = [f"out={out}", f"hydra.run.dir={tmp_path / 'record'}"]
     assert cli.main([*merge, *places, "parity.tokens=64"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

@@ -94,7 +94,7 @@ def test_it_merges_whole_and_names_what_wants_a_known_family(
         "quant.compute_dtype=f32",
         "optim.lr=5e-3",
     )
-    merge = ["task=merge", f"path={run.path}", "parity.tokens=64", "merge.dtype=f32"]
+    merge = ["task=merge", "logger=none", f"path={run.path}", "parity.tokens=64", "merge.dtype=f32"]
     assert cli.main([*merge, f"out={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'm'}"]) == 0
     capsys.readouterr()
     refused = [

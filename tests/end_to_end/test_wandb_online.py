@@ -92,14 +92,19 @@ def test_a_slow_service_has_it_all_in_the_end(train, wandb_service):
 def test_what_a_service_refused_is_sent_later(train, wandb_service, tmp_path, cache):
     """Every answer is an error while it trains; the record says so, and task=sync sends it."""
     wandb_service.refuses = lambda _: True
-    run = train("logger.wait_s=0")
+    run = train("logger.wait_s=0", "logger.console=true")
     whole(run)
     assert settled_not(run)
     assert sent(wandb_service, run) == []
     wandb_service.refuses = lambda _: False
     _end_sender(run)
+    (mirror,) = run.wandb.glob("offline-run-*")  # a forked command prints where wandb sees nothing
+    (mirror / "files").mkdir(exist_ok=True)
+    (mirror / "files" / "output.log").write_text("step 4/4 …\n", "utf-8")
     _run(tmp_path, cache, "task=sync", f"path={run.path}")
     assert sent(wandb_service, run) == STEPS
+    printed = wandb_service.runs[run.path.name].lines["output.log"].values()
+    assert "step 4/4 …" in "".join(printed)
     assert settled(run)["why"] is None
 
 

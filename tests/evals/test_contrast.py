@@ -148,6 +148,19 @@ def test_another_machine_is_labelled_and_refuses_nothing(tiny_config):
     assert found.environment == ("commit", "torch 2.7 beside 2.6", "cpu")
 
 
+def test_steps_in_other_forms_are_labelled_and_refuse_nothing(tiny_config):
+    """Those that differ, by name; a record of an earlier release names none."""
+    forms = {"attention": "by document 1", "dropout": "SFC64, 15 bits"}
+    arm = side(tiny_config()) | {"numerics": forms}
+    reference = side(tiny_config()) | {"numerics": forms | {"attention": "blocks of queries 1"}}
+    assert guard(arm, reference, ["optim.lr"]).environment == ("numerics of attention",)
+    assert guard(arm, arm, ["optim.lr"]).environment == ()
+    earlier = side(tiny_config()) | {"numerics": None}
+    found = guard(arm, earlier, ["optim.lr"])
+    assert found.environment == ("numerics of attention", "numerics of dropout")
+    assert found.confounded_by == ()
+
+
 def test_an_edited_part_confounds_though_no_setting_differs(tiny_config):
     """The digest covers the parts too."""
     arm = side(tiny_config())

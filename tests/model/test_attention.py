@@ -176,16 +176,77 @@ def test_the_base_model_drops_nothing_of_its_own(padding):
         assert torch.equal(logits(), still)
 
 
+class Asking(torch.nn.Module):
+    def __init__(self, *, is_causal=True):
+        super().__init__()
+        self.is_causal = is_causal
+
+
+def formula(query, key, value, documents, window):
+    """Attend in f64 by the definition, each document alone; ``[1, T, H, K]`` as models expect."""
+    repeats = query.shape[1] // key.shape[1]
+    parts = []
+    for start, end in documents:
+        q, k, v = (x[0, :, start:end].double() for x in (query, key, value))
+        scores = 0.3 * q @ k.repeat_interleave(repeats, 0).transpose(1, 2)
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        hidden = (back < 0) | (back >= (window or end))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        parts.append(weights @ v.repeat_interleave(repeats, 0))
+    return torch.cat(parts, 1).transpose(0, 1)[None]
+
+
+# A document of a token, one past a block of queries, one of several blocks, and padding.
+LONG = ((0, 1), (1, 158), (158, 481))
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learning_attends_by_the_formula(dtype, window):
+    """Output and all gradients, in blocks of queries; bf16 within its rounding."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 500, heads, 8, generator=generator) for heads in (6, 2, 2)]
+    upstream = torch.randn(1, 500, 6, 8, generator=generator)
+    upstream[:, LONG[-1][1] :] = 0  # nobody learns from padding
+    leaves = [x.transpose(1, 2).to(dtype).requires_grad_() for x in drawn]
+    run = attention._attention
+    found, _ = run(Asking(), *leaves, None, documents=LONG, sliding_window=window, scaling=0.3)
+    gradients = torch.autograd.grad(found, leaves, upstream.to(dtype))
+    expected = formula(*leaves, LONG, window)
+    theirs = torch.autograd.grad(expected, leaves, upstream[:, : LONG[-1][1]].double())
+    assert not found[:, LONG[-1][1] :].any()
+    limit = 1e-6 if dtype == torch.float32 else 0.01
+    for mine, other in zip((found[:, : LONG[-1][1]], *gradients), (expected, *theirs), strict=True):
+        assert (mine - other).norm() <= limit * other.norm()
+
+
+def test_learning_leaves_later_keys_out(monkeypatch):
+    """A document of four blocks takes five eighths of the products of all its keys."""
+    seen = []
+    product = attention.product
+
+    def counted(a, b, *, scale=1.0):
+        seen.append(a.shape[1] * b.shape[2])
+        return product(a, b, scale=scale)
+
+    monkeypatch.setattr(attention, "product", counted)
+    query, key, value = torch.ones(3, 1, 1, 512, 8, requires_grad=True).unbind()
+    attention._attention(Asking(), query, key, value, None, documents=((0, 512),))
+    assert max(seen) == 128 * 512
+    assert sum(one for one in seen if one > 512 * 8) == 512 * 512 * 5 // 8
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3])
 def test_both_kernels_agree(dtype, window):
-    """The fused kernel of accelerators gives what plain products give."""
+    """Without gradients, a fused kernel attends; it gives what plain products give."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(6, 11, 8, generator=generator).to(dtype)
-    key, value = (torch.randn(2, 11, 8, generator=generator).to(dtype) for _ in "kv")
-    bias = attention._bias(11, window, dtype, torch.device("cpu"))
-    products = attention._matmul_document(query, key, value, bias, 0.3)
-    fused = attention._sdpa_document(query, key, value, bias, 0.3)
+    query = torch.randn(1, 6, 11, 8, generator=generator).to(dtype)
+    key, value = (torch.randn(1, 2, 11, 8, generator=generator).to(dtype) for _ in "kv")
+    options = {"documents": ((0, 11),), "sliding_window": window, "scaling": 0.3}
+    products, _ = attention._attention(Asking(), query, key, value, None, **options)
+    with torch.no_grad():
+        fused, _ = attention._attention(Asking(), query, key, value, None, **options)
     limit = 1e-6 if dtype == torch.float32 else 2e-2
     assert (products - fused).abs().max() <= limit
 
@@ -254,7 +315,7 @@ def test_capped_scores_are_those_of_the_formula(window):
     expected = by_hand(query, key.repeat_interleave(3, 0), value.repeat_interleave(3, 0), bias == 0)
     capped = attention._capped_document(query, key, value, bias, 0.3, softcap=2.0)
     assert (capped - expected).abs().max() <= 1e-6
-    assert (attention._matmul_document(query, key, value, bias, 0.3) - expected).abs().max() > 0.1
+    assert (attention._sdpa_document(query, key, value, bias, 0.3) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("mask", ["none", "boolean", "added"])
@@ -288,12 +349,6 @@ def test_a_single_token_sees_every_key_so_far():
     everything = torch.ones(1, 7, dtype=torch.bool)
     expected = by_hand(query[0], key[0], value[0], everything)
     assert (found[0].transpose(0, 1) - expected).abs().max() <= 1e-6
-
-
-class Asking(torch.nn.Module):
-    def __init__(self, *, is_causal=True):
-        super().__init__()
-        self.is_causal = is_causal
 
 
 @pytest.mark.parametrize("documents", [None, ((0, 4),)])

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.quant import BUILT_IN
 from mens_exp.layout.shape import shape_of
+from mens_exp.planning.activations import Documents
 from mens_exp.planning.forecast import documents_of, forecast
 from mens_exp.planning.machine import Machine
-from mens_exp.planning.memory import Documents
 from mens_exp.planning.throughput_model import (
     Entry,
     append,

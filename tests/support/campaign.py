@@ -117,7 +117,7 @@ TASKS = [
     Task("train", "encoded", tuple(TRAIN), (_RESUME, tuple(TRAIN)), ("run",)),
     Task("ddp", "encoded", _DDP, (_RESUME, _DDP), ("run",)),
     Task("resume", "stopped", _RESUME, (_RESUME,)),
-    Task("merge", "trained", *_twice("task=merge", "path=run")),
+    Task("merge", "trained", *_twice("task=merge", "logger=none", "path=run")),
     Task(
         "export",
         "trained",

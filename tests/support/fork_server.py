@@ -551,6 +551,9 @@ def _open_standard_streams():
         )
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
+    wraps = sys.modules.get("wandb.sdk.lib.console_capture")
+    if wraps is not None:  # wraps the streams that are there when it is imported
+        importlib.reload(wraps)
 
 
 def _name(first, arguments):

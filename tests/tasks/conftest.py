@@ -164,6 +164,7 @@ class Told:
         passes: how many of the four items parse, by arm and seed.
         loss: validation loss, likewise.
         kpis: further fields of an item, by arm, seed and item.
+        metrics: values of the run's own metrics, by arm and seed, and what is declared of them.
         suite: digest.
         rows: digest.
         torch: version.
@@ -177,6 +178,7 @@ class Told:
     passes: Any = lambda arm, seed: (seed + arm) % 4
     loss: Any = lambda arm, seed: 2 + seed / 100 - arm / 10
     kpis: Any = lambda *_: {}
+    metrics: Any = (lambda *_: {}, {})
     suite: str = "ab" * 32
     rows: str = "e" * 64
     torch: str = "2.6"
@@ -224,8 +226,9 @@ def write_cell(root, number, seed, arm, told):
         seed=seed,
         provenance={"commit": "c" * 40, "packages": {"torch": told.torch}},
         inputs=inputs,
-        facts={"trainable_parameters": 1000},
+        facts={"trainable_parameters": 1000, "metrics": told.metrics[1]},
         results={
+            "metrics": told.metrics[0](arm, seed),
             "tuned_val_loss": told.loss(arm, seed),
             "base_val_loss": 5.0,
             "train_s": 10.0 + arm,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mens_exp import cli
@@ -17,8 +19,9 @@ def attributed(rows_file, tmp_path_factory):
 
     def run(*overrides, code=0):
         directory = tmp_path_factory.mktemp("attribute") / "run"
-        usual = ["task=attribute", "model=tiny_llama", "trainer=cpu", "data=jsonl"]
+        usual = ["task=attribute", "logger=none", "model=tiny_llama", "trainer=cpu", "data=jsonl"]
         usual += [f"data.path={rows_file}", "data.seq_len=192", "data.val_frac=0.2"]
+        usual = [text for text in usual if "logger=wandb" not in overrides or text != "logger=none"]
         arguments = [*usual, "attribute.tokens=150", *overrides, f"hydra.run.dir={directory}"]
         assert cli.main(arguments) == code
         return RunDir(directory)
@@ -29,7 +32,8 @@ def attributed(rows_file, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(attributed):
     """One such run, a suggestion allowed to leave modules out; only to be read."""
-    return attributed("attribute.extra_bits=3", "attribute.position_bounds=[0,20]")
+    bounds = "attribute.position_bounds=[0,20]"
+    return attributed("attribute.extra_bits=3", bounds, "logger=wandb")
 
 
 def test_every_quantized_module_is_measured(run):
@@ -40,6 +44,22 @@ def test_every_quantized_module_is_measured(run):
     assert all(one["path"].startswith("model.layers.") for one in record.modules)
     assert record.sum_of_parts["kl"] == pytest.approx(sum(one["kl"] for one in record.modules))
     assert {one["first"] for one in record.parity["by_position"]} <= {0, 20}
+
+
+def test_modules_are_a_table_and_a_panel_in_wandb(run, mirrored):
+    """The dearest module first; the file itself is an artifact."""
+    record = Attribution.read(run.attribution)
+    found = mirrored(run)
+    assert [one["run"]["job_type"] for one in found if one["type"] == "run"] == ["attribute"]
+    row = [one["history"]["item"] for one in found if one["type"] == "history"][-1]
+    (files,) = run.wandb.glob("offline-run-*/files")
+    table = json.loads((files / row["modules.path"]).read_text("utf-8"))
+    dearest = min(record.modules, key=lambda one: one["rank"])
+    assert (table["data"][0][0], table["data"][0][-1]) == (dearest["path"], 1)
+    assert len(table["data"]) == 14
+    assert "plots/modules_table.path" in row
+    types = {one["artifact"]["type"] for one in found if one["type"] == "artifact"}
+    assert {"attribution", "manifest"} <= types
 
 
 def test_record_and_figures_are_in_the_manifest(run):

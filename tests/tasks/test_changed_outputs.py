@@ -42,7 +42,7 @@ def refused(capsys, tmp_path, *command, code=2):
 @pytest.mark.parametrize(
     "command",
     [
-        ("task=merge", "path={run}"),
+        ("task=merge", "logger=none", "path={run}"),
         ("task=export", "path={run}", "format=peft"),
         ("task=export", "path={run}", "format=bundle"),
         ("task=evaluate", "path={run}", "suite=heldout_syntax", "suite.items=1", "logger=none"),
@@ -87,7 +87,7 @@ def test_an_edited_record_of_the_adapter_is_refused(copied, capsys, tmp_path, na
     """Another alpha or another base would be merged."""
     file = copied.path / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
-    said = refused(capsys, tmp_path, "task=merge", f"path={copied.path}")
+    said = refused(capsys, tmp_path, "task=merge", "logger=none", f"path={copied.path}")
     assert f"{name}: is not what its run wrote" in said
 
 
@@ -118,7 +118,10 @@ def test_a_run_at_work_may_change_its_files(copied, capsys, tmp_path):
 def test_merged_weights_that_were_flipped_are_not_served(finished, tmp_path, capsys):
     """Before a server starts; the manifest of the merge beside them says otherwise."""
     run = tmp_path / "merge"
-    assert cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={run}"]) == 0
+    assert (
+        cli.main(["task=merge", "logger=none", f"path={finished.path}", f"hydra.run.dir={run}"])
+        == 0
+    )
     flip(run / "merged" / "model.safetensors")
     said = refused(capsys, tmp_path, "task=serve", f"path={run / 'merged'}")
     assert "merged/model.safetensors: is not what its run wrote" in said

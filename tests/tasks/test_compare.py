@@ -198,6 +198,28 @@ def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
     assert record.contrasts[0]["confounded_by"] == []
 
 
+def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(study, compare):
+    """By hand: the arm has 0.2 more in each seed. One without a direction is no KPI."""
+    about = {"unit": "nats", "reduction": "last", "note": ""}
+    declared = {
+        "probe/margin": {**about, "direction": "max"},
+        "probe/gap": {**about, "direction": "min"},
+        "lr-AdamW": {**about, "direction": "none"},
+    }
+
+    def measured(arm, seed):
+        return dict.fromkeys(declared, seed / 10 + arm / 5 + arm * seed / 1000)
+
+    path = study(metrics=(measured, declared))
+    record = compare(path, "compare.primary=probe/margin")
+    kpis = record.contrasts[0]["kpis"]
+    assert "lr-AdamW" not in kpis
+    found = kpis["probe/margin"]
+    assert found["estimate"] == pytest.approx(0.2 + 3.5 / 1000)
+    assert (found["unit"], found["direction"], found["verdict"]) == ("nats", "max", Verdict.BETTER)
+    assert kpis["probe/gap"]["direction"] == "min"
+
+
 def test_another_suite_confounds(study, compare):
     """Items of two suites are not the same questions."""
     one = study("one", arms=[[]])
@@ -616,8 +638,10 @@ def test_w_and_b_shows_the_same(study, compare, tmp_path):
     found = json.loads(table.read_text("utf-8"))
     assert found["columns"][0] == "arm"
     assert found["data"][0][0] == WITHOUT
-    names = {path.name.split("_")[0] for path in table.parent.iterdir()}
+    names = {path.name.split("_")[0] for path in table.parent.glob("*.json")}
     assert names == {"verdicts", "kpis", "arms", "noise"}
+    panels = {path.name.split("_")[0] for path in (table.parent / "plots").iterdir()}
+    assert panels == {"arms", "cost"}
     arms = json.loads(next(table.parent.glob("arms_*.json")).read_text("utf-8"))
     assert {"tuned/parse_rate", "tuned/val_loss", "train_s"} <= {*arms["columns"]}
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary", str(run)]

@@ -29,7 +29,7 @@ def trained(train_in, place):
 
 @pytest.fixture(scope="module")
 def merged(trained, place):
-    command = ["task=merge", f"path={trained.path}", f"hydra.run.dir={place}/merged"]
+    command = ["task=merge", "logger=none", f"path={trained.path}", f"hydra.run.dir={place}/merged"]
     assert cli.main(command) == 0
     return RunDir(place / "merged")
 

@@ -96,7 +96,7 @@ def test_a_run_of_every_weight_has_no_layers(train_in, inspect, tmp_path):
 
 def test_a_written_adapter_whose_run_is_gone_says_so(finished, typed, inspect, tmp_path):
     """The hash of the adapter that it was made from stays."""
-    run = shutil.copytree(finished.path, tmp_path / "elsewhere" / "run")
+    run = shutil.copytree(finished.path, tmp_path / "run")
     typed("task=export", f"path={run}", "format=v3", f"out={tmp_path / 'gone' / 'out'}")
     shutil.rmtree(run)
     found = inspect(tmp_path / "gone" / "out")
@@ -180,7 +180,13 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
     own = f"hydra.run.dir={beside / 'merging'}"
     budget = "parity.accept=true"
     typed(
-        *("task=merge", f"path={beside / 'run'}", f"merge.mode={mode}", f"out={out}"),
+        *(
+            "task=merge",
+            "logger=none",
+            f"path={beside / 'run'}",
+            f"merge.mode={mode}",
+            f"out={out}",
+        ),
         *(own, budget, "parity.tokens=64"),
     )
     found = inspect(out)

@@ -66,6 +66,7 @@ def typed(here, *overrides, code=0, schema="v2"):
     tensors, meta = FILES[schema]
     usual = [
         "task=merge",
+        "logger=none",
         f"adapter={here / tensors}",
         f"merge.meta={here / meta}",
         f"merge.base_shard=[{here / 'base.safetensors'}]",
@@ -222,7 +223,7 @@ def adapter(tmp_path, tiny_base):
 def by_path(adapter, base, *overrides, code=0):
     out = adapter.parent / "merged"
     named = [] if base is None else [f"base={base}"]
-    usual = ["task=merge", f"path={adapter}", *named, f"out={out}"]
+    usual = ["task=merge", "logger=none", f"path={adapter}", *named, f"out={out}"]
     usual.append(f"hydra.run.dir={adapter.parent / 'record'}")
     by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
     assert cli.main([*by_key.values()]) == code
@@ -307,7 +308,7 @@ checkpoint_files.SafetensorsWriter.write = write
 
 def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, tmp_path):
     """In the middle of the weights; the temporary directory is gone after the next merge."""
-    command = [sys.executable, "-m", "mens_exp", "task=merge", f"path={adapter}"]
+    command = [sys.executable, "-m", "mens_exp", "task=merge", "logger=none", f"path={adapter}"]
     command += [f"base={tiny_base.directory}", f"out={tmp_path / 'merged'}"]
     command += [f"hydra.run.dir={tmp_path / 'killed'}"]
     done = fork_server.run(command, before=KILLED, capture_output=True, timeout=300)
@@ -320,7 +321,7 @@ def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, 
 
 
 def typed_run(here, path, *overrides, code=0):
-    command = ["task=merge", f"path={path}", f"out={here / 'merged'}", *overrides]
+    command = ["task=merge", "logger=none", f"path={path}", f"out={here / 'merged'}", *overrides]
     assert cli.main([*command, "parity.tokens=64", f"hydra.run.dir={here / 'record'}"]) == code
     return {} if code else load_tensors(here / "merged" / "model.safetensors")
 
@@ -331,9 +332,32 @@ def merged_run(finished, tmp_path_factory):
     record = RunDir(tmp_path_factory.mktemp("merged") / "record")
     with redirect_stdout(io.StringIO()) as said:
         assert (
-            cli.main(["task=merge", f"path={finished.path}", f"hydra.run.dir={record.path}"]) == 0
+            cli.main(
+                [
+                    "task=merge",
+                    "logger=wandb",
+                    f"path={finished.path}",
+                    f"hydra.run.dir={record.path}",
+                ]
+            )
+            == 0
         )
     return record, said.getvalue()
+
+
+def test_a_merge_is_mirrored_with_its_certificate(merged_run, mirrored):
+    """As the run of a merge, with what it decided and the certificate, and without weights."""
+    record, _ = merged_run
+    found = mirrored(record)
+    (run,) = (one["run"] for one in found if one["type"] == "run")
+    assert (run["job_type"], run["display_name"][:6]) == ("merge", "merge:")
+    artifacts = [one["artifact"] for one in found if one["type"] == "artifact"]
+    files = {a["type"]: [one["path"] for one in a["manifest"]["contents"]] for a in artifacts}
+    assert files == {"merged": ["parity.json"], "manifest": ["manifest.json"]}
+    told = {}
+    for one in found:
+        told |= one.get("summary", {}).get("update", {})
+    assert (told["status"], told["mode"]) == ("succeeded", "full")
 
 
 def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
@@ -402,7 +426,7 @@ def test_a_directory_of_a_burn_checkpoint_names_the_right_command(tmp_path, caps
 def test_what_the_run_answers_itself_is_refused(finished, tmp_path, key, capsys):
     """Its certificate is measured on its own rows; another setting of them would do nothing."""
     out = tmp_path / "merged"
-    assert cli.main(["task=merge", f"path={finished.path}", f"out={out}", key]) == 2
+    assert cli.main(["task=merge", "logger=none", f"path={finished.path}", f"out={out}", key]) == 2
     said = capsys.readouterr().err
     assert key.partition("=")[0] in said
     assert "has no effect on the adapter of a run" in said

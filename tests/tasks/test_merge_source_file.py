@@ -86,6 +86,7 @@ def typed(here, keys, base, schema, *overrides, adapter=None, code=0):
     (here / "base.safetensors").write_bytes(safetensors.torch.save(base))
     usual = [
         "task=merge",
+        "logger=none",
         f"adapter={here / 'adapter.safetensors'}",
         f"merge.meta={here / 'meta.json'}",
         f"merge.base_shard=[{here / 'base.safetensors'}]",
@@ -178,7 +179,7 @@ def merged(tiny_backend, tiny_config, rows_file, tmp_path):
         usual = [f"path={adapter}", f"base={graph.base.directory}", f"out={tmp_path / name}"]
         usual += ["data=jsonl", f"data.path={rows_file}", "parity.tokens=64", "trainer=cpu"]
         record = RunDir(tmp_path / f"{name}_record")
-        command = ["task=merge", *usual, f"hydra.run.dir={record.path}", *asked]
+        command = ["task=merge", "logger=none", *usual, f"hydra.run.dir={record.path}", *asked]
         assert cli.main(command) == code
         return record, tmp_path / name
 
@@ -255,7 +256,7 @@ def test_a_model_that_stays_tied_is_verified_without_the_run_that_wrote_it(
     )
     monkeypatch.chdir(tmp_path)
     asked = ["merge.untie=false", "parity.accept=true", "parity.tokens=64", "out=merged"]
-    command = ["task=merge", f"path={run.path}", *asked]
+    command = ["task=merge", "logger=none", f"path={run.path}", *asked]
     assert cli.main([*command, "hydra.run.dir=outputs/record"]) == 0
     shutil.rmtree("outputs/record")
     inspect = [

@@ -203,7 +203,7 @@ def merged(finished, tmp_path_factory):
     root = tmp_path_factory.mktemp("merged") / "all"
     root.mkdir()
     shutil.copytree(finished.path, root / "run")
-    command = ["task=merge", f"path={root / 'run'}", f"out={root / 'model'}"]
+    command = ["task=merge", "logger=none", f"path={root / 'run'}", f"out={root / 'model'}"]
     record = f"hydra.run.dir={root / 'record'}"
     assert cli.main([*command, record, "parity.tokens=64", "parity.accept=true"]) == 0
     return root
@@ -359,7 +359,13 @@ def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, ty
     """Files that both have say nothing; nor do equal tensors that were certified on other text."""
     for name, overrides in {"other": ["parity.tokens=200"], "half": ["merge.dtype=bf16"]}.items():
         typed(
-            *("task=merge", f"path={spoilt / 'run'}", f"out={spoilt / name}", *overrides),
+            *(
+                "task=merge",
+                "logger=none",
+                f"path={spoilt / 'run'}",
+                f"out={spoilt / name}",
+                *overrides,
+            ),
             *("parity.accept=true", f"hydra.run.dir={spoilt / f'a_{name}_record'}"),
         )
         assert differing(inspect(spoilt / name, "inspect.verify=true")) == []

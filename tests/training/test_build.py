@@ -6,48 +6,11 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from mens_exp.artifacts.manifest import Manifest
-from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.telemetry import Telemetry
 from mens_exp.errors import SetupError
-from mens_exp.training.build import build_trainer, device_of, lightning_quiet
-
-
-class Record:
-    """As much of a run as building a trainer needs."""
-
-    def __init__(self, path):
-        self.dir = RunDir(path)
-        self.telemetry = Telemetry(self.dir.telemetry)
-        self.manifest = Manifest(
-            run_id="run",
-            task="train",
-            started_utc="2026-11-20T05:58:01.123Z",
-            config_digest="ab" * 32,
-            seed=42,
-        )
-
-    def save(self):
-        raise AssertionError
-
-    def after_close(self, fn):
-        raise AssertionError
-
-
-@pytest.fixture
-def built(tmp_path, tiny_config):
-    """Build the trainer of a configuration of 10 steps."""
-    record = Record(tmp_path)
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-
-    def make(*overrides):
-        with lightning_quiet():
-            return build_trainer(tiny_config(*overrides), record, max_steps=10)
-
-    yield make
-    record.telemetry.close()
-    torch.use_deterministic_algorithms(was_deterministic)
+from mens_exp.training.build import device_of, lightning_quiet
+from mens_exp.training.loggers import RecordLogger
 
 
 def names(trainer):
@@ -76,6 +39,7 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
 ):
     """Whatever belongs to a step has happened when its checkpoint is written."""
     assert names(built()) == [
+        "LoggerFeed",
         "ManifestFacts",
         "Digests",
         "Throughput",
@@ -84,6 +48,7 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
         "TelemetryWriter",
         "Progress",
         "AdapterWriter",
+        "StopsAfterWholeSteps",
         "Checkpoint",
     ]
 
@@ -91,14 +56,14 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
 def test_callbacks_can_be_chosen(built):
     """Lightning adds none of its own in place of what was left out."""
     minimal = built("callbacks=minimal")
-    assert names(minimal) == ["ManifestFacts", "Digests", "TelemetryWriter", "AdapterWriter"]
+    assert names(minimal)[1:-1] == ["ManifestFacts", "Digests", "TelemetryWriter", "AdapterWriter"]
     assert "Progress" not in names(built("~callbacks.progress"))
 
 
 def test_the_best_adapter_is_put_back_before_it_is_written(built):
     """Whoever selects comes first, and is there only when asked for."""
     found = names(built("adapter.select=best", "trainer.val_check_interval=4"))
-    assert found[0] == "BestAdapter"
+    assert found[1] == "BestAdapter"
     assert "BestAdapter" not in names(built())
 
 
@@ -109,12 +74,14 @@ def test_settings_reach_the_callback(built):
     assert memory.trim_every_n_steps == 7
 
 
-def test_the_mirror_comes_with_its_logger(built):
-    """Without it there is none; Lightning's own loggers are never used."""
-    assert "WandbMirror" not in names(built())
-    mirrored = built("logger=wandb")
-    assert "WandbMirror" in names(mirrored)
-    assert mirrored.loggers == []
+def test_the_record_is_told_before_the_users_loggers(built):
+    """And yet `trainer.logger`, Lightning's first, is the user's where there is one."""
+    bare, both = built(), built("logger=[csv,wandb]")
+    assert [type(one).__name__ for one in bare.loggers] == ["RecordLogger"]
+    assert bare.logger is bare.loggers[0]
+    kinds = [RecordLogger, CSVLogger, WandbLogger]
+    assert all(isinstance(one, kind) for one, kind in zip(both.loggers, kinds, strict=True))
+    assert both.logger is both.loggers[1]
 
 
 def test_cpu_runs_are_deterministic_unless_told_otherwise(built):

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import sys
 
 import pytest
 
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.compose import from_yaml, to_yaml, typed
 from mens_exp.config.overrides import check
 from mens_exp.errors import MissingExtra
 from mens_exp.planning.checks import machine
@@ -73,6 +75,125 @@ def test_tensorboard_reads_every_steps_loss(train_in, tmp_path):
         if "train/loss" in reader.Tags()["scalars"]:
             seen |= {event.step: event.value for event in reader.Scalars("train/loss")}
     assert seen == pytest.approx({p["step"]: p["train/loss"] for p in told}, rel=1e-6)
+
+
+MLFLOW = """
+_target_: lightning.pytorch.loggers.MLFlowLogger
+experiment_name: lightning_logs
+tracking_uri: sqlite:///{store}
+"""
+FAILING = """
+from lightning.pytorch.loggers import CSVLogger
+
+
+class Breaks(CSVLogger):
+    def log_metrics(self, metrics, step=None):
+        if "train/loss" in metrics and step == 2:
+            raise ConnectionError("the server is gone")
+        super().log_metrics(metrics, step)
+
+
+class NeverStarts(CSVLogger):
+    @property
+    def experiment(self):
+        raise PermissionError("no such project")
+"""
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch, train_in):
+    """Train in a directory with options of its own for the group `logger`."""
+    folder = tmp_path / "conf" / "logger"
+    folder.mkdir(parents=True)
+    module = f"sinks_{tmp_path.name}"
+    (tmp_path / f"{module}.py").write_text(FAILING, "utf-8")
+    for name in ("Breaks", "NeverStarts"):
+        (folder / f"{name.lower()}.yaml").write_text(f"_target_: {module}.{name}\n", "utf-8")
+    (folder / "mlflow.yaml").write_text(MLFLOW.format(store=tmp_path / "mlruns.db"), "utf-8")
+    (folder / "both.yaml").write_text("defaults: [mlflow, csv]\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda *overrides, **options: train_in(tmp_path / "run", *overrides, **options)
+    sys.modules.pop(module, None)
+
+
+def rows_of(file):
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def steps_of(run):
+    return [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None,
+    reason="mlflow is missing: pip install mlflow-skinny",
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of mlflow
+def test_mlflow_on_a_local_store_has_every_step_beside_csv(lab, tmp_path):
+    """Read by MLflow's own client: settings, curves, KPIs, and how the run ended."""
+    from mlflow.tracking import MlflowClient
+
+    run = lab("logger=both", "logger.csv.flush_every_n_steps=1")
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlruns.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("lightning_logs").experiment_id])
+    told = {payload["step"]: payload["train/loss"] for payload in steps_of(run)}
+    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert {one.step: one.value for one in history} == told
+    losses = client.get_metric_history(found.info.run_id, "val/loss")
+    assert [one.step for one in losses] == [0, 4]
+    assert found.data.params["optim.lr"] == "0.001"
+    assert "chat.max_new_tokens" not in found.data.params  # of a task that is not run
+    assert found.data.metrics["tuned/val_loss"] == losses[-1].value
+    assert found.info.status == "FINISHED"
+    rows = rows_of(run.csv / "attempt_1" / "metrics.csv")
+    assert {int(r["step"]): float(r["train/loss"]) for r in rows if r["train/loss"]} == told
+
+
+def test_a_logger_that_fails_later_is_left_alone_and_recorded(lab):
+    """Training goes on, the others have every step, and it has those before the failure."""
+    run = lab("logger=[breaks,csv]", "logger.csv.flush_every_n_steps=1")
+    assert [payload["step"] for payload in steps_of(run)] == [1, 2, 3, 4]
+    failed = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "sink_failed"]
+    assert failed == [{"sink": "breaks", "error": "ConnectionError: the server is gone"}]
+    rows = rows_of(run.csv / "attempt_1" / "metrics.csv")
+    assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3", "4"]
+    kept = rows_of(run.path / "breaks" / "attempt_1" / "metrics.csv")
+    assert [row["step"] for row in kept if row["train/loss"]] == ["1"]
+
+
+def test_a_logger_that_does_not_start_ends_the_run_with_a_remedy(lab, capsys):
+    """Before anything is trained."""
+    lab("logger=neverstarts", code=3)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "logger=neverstarts: the logger did not start" in told
+    assert "PermissionError: no such project" in told
+    assert "logger=none" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("logger=[none,csv]", "none stands for no logger"),
+        ("logger.project=lab", "write logger.wandb.project=lab"),
+        ("logger.wandb.sink=csv", "is set by the option"),
+        ("logger.wandb.projct=lab", "the nearest is logger.wandb.project"),
+    ],
+)
+def test_a_mistake_about_several_loggers_is_told(override, told):
+    """Each has its keys under its own name."""
+    (problem,) = check(["logger=[wandb,csv]", override]).problems
+    assert told in str(problem)
+
+
+def test_several_loggers_read_back_as_they_were_chosen(tmp_path):
+    """From the run's own config.yaml, with the classes of each."""
+    (cell,) = check(["logger=[wandb,csv]", "logger.wandb.tags=[a]"]).cells
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(cell.composed.values), "utf-8")
+    assert typed(from_yaml(file)).loggers == cell.config.loggers
+    assert cell.config.wandb.tags == ["a"]
 
 
 def test_a_missing_tensorboard_names_the_extra(tiny_config, monkeypatch):

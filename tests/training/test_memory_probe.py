@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,3 +95,44 @@ def test_the_gpu_peak_is_the_allocator_s(monkeypatch, available, expected):
     assert host.peak_cuda_bytes() == expected
     host.reset_peak()
     assert host.peak_cuda_bytes() == (0 if available else None)
+
+
+def test_the_load_of_processors_is_that_since_the_last_call():
+    """A process that computes all the time uses some of them; memory is in use, too."""
+    host.load()
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        sum(range(1000))
+    found = host.load()
+    assert 0 < found["system/cpu_percent"] <= 100
+    assert 0 < found["system/memory_percent"] < 100
+
+
+def test_the_load_of_a_gpu_is_what_its_driver_says(monkeypatch):
+    """As NVIDIA's nvidia-ml-py documents it; a sensor that is missing is left out."""
+
+    class NVMLError(Exception):
+        pass
+
+    def no_sensor(_):
+        raise NVMLError
+
+    driver = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1234": "handle"}[uuid],
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=20, total=80),
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=97, memory=40),
+        nvmlDeviceGetPowerUsage=no_sensor,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda _: SimpleNamespace(uuid="1234"),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    found = {name: value for name, value in host.load().items() if "gpu" in name}
+    assert found == {"system/gpu_percent": 97.0, "system/gpu_memory_percent": 25.0}
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert not [name for name in host.load() if "gpu" in name]

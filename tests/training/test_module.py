@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from device_reads import Reads
 from lightning import Callback, Trainer
 from torch.nn import functional
 
@@ -195,6 +196,16 @@ def test_an_accumulation_that_no_float_divides_by_changes_nothing(fit, accumulat
     _, together, _ = fit(accumulate=1, size=accumulate)
     for name, gradient in apart.gradients[0].items():
         assert torch.allclose(gradient, together.gradients[0][name], rtol=1e-4, atol=1e-6), name
+
+
+def test_a_step_reads_as_many_numbers_however_many_micro_batches_it_has(fit):
+    """A loss that is read in every micro-batch would wait for a GPU as often."""
+    counts = []
+    for accumulate in (1, 4):
+        with Reads() as reads:
+            fit(steps=2, accumulate=accumulate)
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
 
 
 def test_a_micro_batch_without_supervision_adds_nothing(fit):

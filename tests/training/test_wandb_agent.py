@@ -5,7 +5,7 @@ from wandb.sdk.lib.config_util import save_config_file_from_dict
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.training.wandb_names import AgentRun, agent_inputs, id_of, recorded_agent
 from mens_exp.training.wandb_rendering import beside_config, settings_of
 

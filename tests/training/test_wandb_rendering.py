@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.training.wandb_names import display_name, id_of, name_of, tags_of
 from mens_exp.training.wandb_rendering import config_of, settings_of, summary_of
 
@@ -328,5 +328,5 @@ def test_group_of_an_ad_hoc_sweep_is_its_directory(tmp_path):
 
 def test_record_that_is_still_empty_renders_as_nothing(tmp_path):
     """A run that failed at once has neither configuration nor scorecard."""
-    assert config_of(RunDir(tmp_path), []) == {}
+    assert config_of(RunDir(tmp_path), manifest_of(), []) == {}
     assert summary_of(RunDir(tmp_path), manifest_of()) == {"status": "started"}

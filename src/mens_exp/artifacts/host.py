@@ -341,6 +341,43 @@ def reset_peak() -> bool:
     return reset_peak_rss()
 
 
+def load() -> dict[str, float]:
+    """Return the load of the machine and of this process's GPU, under their metric names.
+
+    The processors' load is that since the last call. What is unknown is left out: without NVIDIA's
+    ``nvidia-ml-py`` or its driver, everything of the GPU.
+    """
+    found = {
+        "system/cpu_percent": psutil.cpu_percent(interval=None),
+        "system/memory_percent": psutil.virtual_memory().percent,
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        found |= _gpu_load(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    return found
+
+
+def _gpu_load(uuid: str) -> dict[str, float]:
+    """Ask the driver; a GPU may lack a sensor, and a container may not show its driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    found: dict[str, float] = {}
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()  # counts; only the first call takes time
+        device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        found["system/gpu_memory_percent"] = 100 * memory.used / memory.total
+        with suppress(pynvml.NVMLError):
+            use = pynvml.nvmlDeviceGetUtilizationRates(device)
+            found["system/gpu_percent"] = float(use.gpu)
+        with suppress(pynvml.NVMLError):
+            found["system/gpu_power_w"] = pynvml.nvmlDeviceGetPowerUsage(device) / 1000
+    return found
+
+
 def peak_cuda_bytes() -> int | None:
     """Return the GPU allocator's peak; None if no GPU is in use."""
     torch = sys.modules.get("torch")

@@ -1,14 +1,26 @@
-"""The central table of metric names used by telemetry, sinks and reports."""
+"""The central table of metric names used by telemetry, sinks and reports.
+
+A user's own metric is declared by its first use, or beforehand with its unit and direction::
+
+    @declares("probe/entropy", unit="nats", direction="min")
+    class EntropyProbe(Callback): ...
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from mens_exp.errors import MensError, expected_name
+from mens_exp.errors import MensError, RequestError, expected_name, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+_Declaring = TypeVar("_Declaring")
+Direction = Literal["min", "max", "none"]
+Reduction = Literal["last", "mean", "sum", "max", "min"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +38,8 @@ class Metric:
 
     name: str
     unit: str
-    direction: Literal["min", "max", "none"]
-    reduction: Literal["last", "mean", "sum", "max"]
+    direction: Direction
+    reduction: Reduction
     alias: tuple[str, ...] = ()
     note: str
 
@@ -71,6 +83,14 @@ _TABLE = (
         direction="none",
         reduction="last",
         note="cumulative, tokens that carry a label",
+    ),
+    Metric(
+        name="data/epochs",
+        unit="1",
+        direction="none",
+        reduction="last",
+        alias=("epoch",),
+        note="passes over the training rows; absent where rows are streamed",
     ),
     Metric(
         name="perf/step_s",
@@ -125,6 +145,41 @@ _TABLE = (
         note="highest memory the CUDA allocator held; absent without a CUDA device",
     ),
     Metric(
+        name="system/cpu_percent",
+        unit="%",
+        direction="none",
+        reduction="mean",
+        note="load of all processors of the machine since the step before",
+    ),
+    Metric(
+        name="system/memory_percent",
+        unit="%",
+        direction="none",
+        reduction="max",
+        note="memory of the machine in use, by all processes",
+    ),
+    Metric(
+        name="system/gpu_percent",
+        unit="%",
+        direction="none",
+        reduction="mean",
+        note="time in which the process's GPU computed, over the driver's last sample",
+    ),
+    Metric(
+        name="system/gpu_memory_percent",
+        unit="%",
+        direction="none",
+        reduction="max",
+        note="memory of that GPU in use, by all processes",
+    ),
+    Metric(
+        name="system/gpu_power_w",
+        unit="W",
+        direction="none",
+        reduction="mean",
+        note="power that the GPU draws, as its driver has it",
+    ),
+    Metric(
         name="val/loss",
         unit="nats/token",
         direction="min",
@@ -150,9 +205,7 @@ _TABLE = (
 )
 
 
-def _during(
-    name: str, direction: Literal["min", "max", "none"], note: str, unit: str = "1"
-) -> Metric:
+def _during(name: str, direction: Direction, note: str, unit: str = "1") -> Metric:
     return Metric(
         name=f"eval/{name}",
         unit=unit,
@@ -188,6 +241,7 @@ _DURING = (
     _during("tokens_out", "none", "mean tokens of an answer", "tokens"),
 )
 METRICS: dict[str, Metric] = {entry.name: entry for entry in (*_TABLE, *_DURING)}
+BUILT_IN = frozenset(METRICS)  # those of objectives join the table when they are built
 OF_OBJECTIVES = ("train", "val")  # the areas in which an objective's metrics are reported
 _BY_ALIAS = {alias: entry for entry in _TABLE for alias in entry.alias}
 
@@ -225,3 +279,140 @@ def metric(name: str) -> Metric:
             remedy="declare it in artifacts/metrics.py, or correct the name",
         )
     return found
+
+
+_OWN: dict[str, Metric] = {}  # the user's metrics, by name
+_ALIKE = 0.9  # of two names, above which one is taken for a misspelling (unverified guess)
+_USED = "declared by its first use"
+
+
+def declares(
+    name: str,
+    *,
+    unit: str = "1",
+    direction: Direction = "none",
+    reduction: Reduction = "last",
+    note: str = "",
+) -> Callable[[_Declaring], _Declaring]:
+    """Declare a metric of one's own on the class or function that logs it.
+
+    Reports, comparisons and sinks then know its unit and which direction is better. A metric that
+    is only used has neither.
+
+    Args:
+        name: as it is logged; ``area/what`` by convention.
+        unit: ``1`` for a plain ratio or count.
+        direction: whether smaller (``min``) or larger (``max``) is better, or neither (``none``).
+        reduction: how a run's values become one: ``last``, ``mean``, ``sum``, ``max`` or ``min``.
+        note: what is counted, in one clause.
+
+    Raises:
+        RequestError: the name is one of ours, or direction or reduction is none of these.
+    """
+    for what, value, known in (
+        ("direction", direction, get_args(Direction)),
+        ("reduction", reduction, get_args(Reduction)),
+    ):
+        if value not in known:
+            raise RequestError(
+                f"unknown {what} of a metric",
+                where=name,
+                found=value,
+                expected=expected_name(value, known),
+            )
+    _refuse_ours(name)
+    _OWN[name] = Metric(name=name, unit=unit, direction=direction, reduction=reduction, note=note)
+    return lambda declaring: declaring
+
+
+def own_metric(name: str) -> Metric:
+    """Return a metric that is not ours; its first use declares it.
+
+    Raises:
+        RequestError: the name is one of ours, or looks like a misspelling of one.
+    """
+    found = _OWN.get(name)
+    if found is not None:
+        return found
+    _refuse_ours(name)
+    close = _misspelled(name)
+    if close is not None:
+        raise RequestError(
+            "unknown metric",
+            found=name,
+            expected=f"a known name; the nearest is {close}",
+            remedy=f'correct the name, or declare it: @declares("{name}", unit=…, direction=…)',
+        )
+    return _OWN.setdefault(
+        name, Metric(name=name, unit="1", direction="none", reduction="last", note=_USED)
+    )
+
+
+def step_metric(name: str) -> Metric:
+    """Return the metric that a step records: one of ours by name or alias, or the user's own.
+
+    Raises:
+        RequestError: an own metric has no area in its name, or looks like a misspelling of ours.
+    """
+    found = METRICS.get(name) or _BY_ALIAS.get(name)
+    if found is not None:
+        return found
+    if "/" not in name:
+        raise RequestError(
+            "the metrics of a step are named by their area",
+            where=name,
+            expected=f"area/what, such as own/{name}; or {expected_name(name, METRICS)}",
+        )
+    return own_metric(name)
+
+
+def _refuse_ours(name: str) -> None:
+    if name in METRICS:
+        raise RequestError(
+            "is a metric that every run records itself",
+            where=name,
+            expected="another name",
+            remedy=f"log it as own/{name.rpartition('/')[2]}, say",
+        )
+
+
+def _misspelled(name: str) -> str | None:
+    """Return the name of ours that was probably meant; numbers in names are told apart."""
+    close = nearest(name, METRICS, cutoff=_ALIKE)
+    return close if close and _numbers(close) == _numbers(name) else None
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+", name)
+
+
+def declaration(name: str) -> dict[str, Any] | None:
+    """Return what a record keeps of a metric that is not built in: readers may lack the code.
+
+    None for a metric that is.
+
+    Raises:
+        MensError: no such metric exists.
+    """
+    if name in BUILT_IN:
+        return None
+    own = _OWN.get(name) or metric(name)
+    return {name: value for name, value in asdict(own).items() if name != "alias"}
+
+
+def reduced(values: Iterable[float | None], reduction: str) -> float | None:
+    """Reduce a series to one number; None if it has no value."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    match reduction:
+        case "mean":
+            return math.fsum(known) / len(known)
+        case "sum":
+            return math.fsum(known)
+        case "max":
+            return max(known)
+        case "min":
+            return min(known)
+        case _:
+            return known[-1]

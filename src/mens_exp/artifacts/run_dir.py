@@ -227,6 +227,15 @@ class RunDir:
         """The directory of Lightning's CSV logger, with one subdirectory per attempt."""
         return self.path / "csv"
 
+    def of_logger(self, name: str) -> Path:
+        """The directory of a logger of the user's, by the name of its option."""
+        return self.path / name
+
+    @property
+    def profiles(self) -> Path:
+        """The reports of Lightning's profilers."""
+        return self.path / "profile"
+
     @property
     def tensorboard(self) -> Path:
         """The directory of TensorBoard's event files, with one subdirectory per attempt."""

@@ -466,7 +466,7 @@ def _attempt_of(end: _Line, made: Sequence[JobAttempt]) -> JobAttempt | None:
     if "pid" not in end:
         return made[-1] if made else None
     named = (end["pid"], end["process_started"], end["host"])
-    same = (x for x in made if (x["pid"], x["process_started"], x.get("host")) == named)
+    same = (x for x in made[::-1] if (x["pid"], x["process_started"], x.get("host")) == named)
     return next(same, None)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from mens_exp.artifacts.atomic import json_line, write_bytes
 from mens_exp.artifacts.credentials import screened
-from mens_exp.artifacts.metrics import METRICS, metric
+from mens_exp.artifacts.metrics import BUILT_IN, declaration, reduced
 from mens_exp.artifacts.record import check_type, cut_torn_end, parse_json, read_lines, write_lines
 from mens_exp.errors import DataError, MensError, Problems, expected_name
 
@@ -28,6 +29,10 @@ EVENTS = frozenset(
         "step",
         "validation",
         "checkpoint_saved",
+        "metric_declared",
+        "hyperparameters",
+        "logged",
+        "stop_requested",
         "early_stop",
         "train_complete",
         "scorecard",
@@ -69,15 +74,19 @@ class Telemetry:
         self._path = path
         self._clock = clock
         self._subscribers: dict[Subscriber, str] = {}
+        self._declared: set[str] = set()  # the user's metrics that this writer has declared
         # Unbuffered: a line is one write, so a kill loses at most the line in flight.
         self._file = path.open("ab", buffering=0)
 
     def emit(self, event: str, payload: Mapping[str, Any]) -> None:
         """Append one event, then pass it to every subscriber; credentials in it are masked.
 
+        The first event with a metric of the user's follows a ``metric_declared`` event for it.
+
         Args:
             event: a name from EVENTS.
-            payload: JSON values; a key with a slash is the name of a metric.
+            payload: JSON values; a key with a slash is the name of a metric, and so is every key
+                of ``values``.
 
         Raises:
             MensError: an unknown event or metric, a value that is not JSON or not finite, or a
@@ -85,14 +94,26 @@ class Telemetry:
         """
         if self._file.closed:
             raise MensError("the telemetry is closed", where=str(self._path), found=event)
-        record: Event = {
-            "ts_ms": int(self._clock() * 1000),
-            "event": event,
-            "payload": screened(dict(payload)),
-        }
+        record = self._record(event, payload)
         _refuse(record)
+        for own in self._undeclared(payload):
+            self._write(self._record("metric_declared", own))
+        self._write(record)
+
+    def _record(self, event: str, payload: Mapping[str, Any]) -> Event:
+        at_ms = int(self._clock() * 1000)
+        return {"ts_ms": at_ms, "event": event, "payload": screened(dict(payload))}
+
+    def _write(self, record: Event) -> None:
         self._append(json_line(record, str(self._path)))
         self._hand_out(record)
+
+    def _undeclared(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the declarations of the user's metrics that are used for the first time."""
+        names = [name for name in _metrics_in(payload) if name not in self._declared]
+        found = [own for name in names if (own := declaration(name)) is not None]
+        self._declared.update(own["name"] for own in found)
+        return found
 
     def subscribe(self, fn: Subscriber, name: str | None = None) -> None:
         """Pass every later event to `fn`, which must not modify it.
@@ -179,6 +200,56 @@ def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
     return events, offset + len(whole)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnSeries:
+    """A metric of the user's: its declaration, and (step, value) in the order they came."""
+
+    declaration: dict[str, Any]
+    points: list[tuple[int, float | None]] = field(default_factory=list)
+
+    @property
+    def value(self) -> float | None:
+        """The whole series as one number; None if no value was finite."""
+        return reduced((value for _, value in self.points), self.declaration["reduction"])
+
+
+def own_series(events: Iterable[Event]) -> dict[str, OwnSeries]:
+    """Return the user's metrics of the tuned model, by name."""
+    found: dict[str, OwnSeries] = {}
+    for event in events:
+        payload = event["payload"]
+        match event["event"]:
+            case "metric_declared":
+                found.setdefault(payload["name"], OwnSeries(declaration=payload))
+                continue
+            case "step":
+                values = payload
+            case "validation" if payload["condition"] == "tuned":
+                values = payload
+            case "logged" if "condition" not in payload:
+                values = payload["values"]
+            case _:
+                continue
+        for name in values.keys() & found.keys():
+            found[name].points.append((payload["step"], values[name]))
+    return found
+
+
+def own_results(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, float | None]]:
+    """Return the declarations of the user's metrics in a telemetry file, and their values.
+
+    Those that only other conditions than the tuned model have are left out.
+    """
+    if b'"metric_declared"' not in path.read_bytes():
+        return {}, {}
+    series = {name: one for name, one in own_series(read_events(path)).items() if one.points}
+    declared = {
+        name: {key: value for key, value in one.declaration.items() if key != "name"}
+        for name, one in series.items()
+    }
+    return declared, {name: one.value for name, one in series.items()}
+
+
 def rewind(path: Path, step: int, *, validated: int | None = None) -> None:
     """Remove, atomically, the events of a stopped attempt after the step it is resumed from.
 
@@ -215,9 +286,14 @@ def _refuse(record: Event) -> None:
     problems = check_type(payload, dict[str, Any], f"telemetry: {event}")
     if problems:
         raise MensError(str(problems[0]), remedy="record null and the reason instead")
-    for key in payload:
-        if "/" in key and key not in METRICS:
-            metric(key)
+    for name in _metrics_in(payload):
+        declaration(name)  # refuses an unknown one
+
+
+def _metrics_in(payload: Mapping[str, Any]) -> list[str]:
+    """Return the names of metrics in a payload that are not built in."""
+    names = [key for key in payload if "/" in key and key not in BUILT_IN]
+    return [*names, *payload.get("values", ())]
 
 
 def _name_of(fn: Subscriber) -> str:

@@ -21,10 +21,12 @@ from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.model import attention
+from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.binding import binding_of
 from mens_exp.quant.bnb import (
+    binding_that_holds,
     compute_dtype,
     keep_trainable,
     quantization_config,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.sources import BaseModel
+    from mens_exp.quant.binding import Binding
 
 
 def backbone(causal_lm: Any) -> Any:
@@ -408,3 +411,67 @@ def _check_and_finish(
         return weights().read(path, device)
 
     binding.finish(layers, config.quant, read)
+
+
+class FrozenWeights:
+    """The weights that linear layers of a frozen base multiply with, for `lora.linear`.
+
+    A layer is known if it is a plain linear layer, or quantized by a binding that says so.
+    """
+
+    def __init__(self) -> None:
+        """Know no layer yet."""
+        self._bindings: dict[Any, Binding | None] = {}  # looking one up again takes too long
+
+    def are_known(self, layer: Any) -> bool:
+        """Return whether a layer computes ``W x + b`` with the weight of :meth:`of`."""
+        if layer.weight.requires_grad or layer._forward_hooks:  # noqa: SLF001  # no public name
+            return False
+        binding = self._binding(layer)
+        return _is_plain(layer) if binding is None else binding.multiplies(layer)
+
+    def of(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return W, ``[O, I]``, in a dtype."""
+        binding = self._binding(layer)
+        if binding is not None:
+            return binding.weight(layer, dtype)
+        weight: torch.Tensor = layer.weight.to(dtype)
+        return weight if isinstance(layer, torch.nn.Linear) else weight.t()
+
+    def take_over(self, model: torch.nn.Module) -> None:
+        """Replace the forward pass of linear layers, which is ours if products are rounded.
+
+        ``del module.forward`` undoes it.
+        """
+        from transformers.pytorch_utils import Conv1D
+
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear | Conv1D) and not hasattr(module, "lora_A"):
+                module.forward = _FrozenForward(module, self)  # type: ignore[method-assign]
+
+    def _binding(self, layer: Any) -> Binding | None:
+        if layer not in self._bindings:
+            self._bindings[layer] = binding_that_holds(layer)
+        return self._bindings[layer]
+
+
+class _FrozenForward:
+    """The forward pass of a frozen linear layer: ours where it is faster, otherwise its own."""
+
+    def __init__(self, layer: Any, weights: FrozenWeights) -> None:
+        self.layer, self.weights = layer, weights
+        self.own = layer.forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, layer, dtype = self.weights, self.layer, products_dtype(x)
+        if not is_rounded(dtype, x.device) or not weights.are_known(layer):
+            found: torch.Tensor = self.own(x)
+            return found
+        y = frozen_linear(x, functools.partial(weights.of, layer), layer.bias)
+        return y.to(x.dtype) if hasattr(layer.weight, "quant_state") else y
+
+
+def _is_plain(layer: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return type(layer).forward in {torch.nn.Linear.forward, Conv1D.forward}

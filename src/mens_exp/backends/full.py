@@ -52,6 +52,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self.method, self.layers = AdapterMethod(), {}  # none is adapted
         self.stacks: list[Stack] = []
         self.dropouts = []
+        self.inputs = []
 
     @property
     def has_adapter(self) -> bool:

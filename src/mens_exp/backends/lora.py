@@ -5,6 +5,7 @@ Shapes: R rank, I inputs and O outputs of a projection, E experts of a layer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from mens_exp.errors import ConfigError, SetupError
 from mens_exp.layout.peft_format import stacks_of
 from mens_exp.layout.targets import pattern_values, shortest_names
 from mens_exp.lora.keyed import initialise, share_dropout
+from mens_exp.lora.linear import take_over
 from mens_exp.lora.method import AdapterMethod, Delta, stacked
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.bnb import values_of
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.peft_format import Stack
     from mens_exp.layout.targets import LinearModule
     from mens_exp.lora.keyed import KeyedDropout
+    from mens_exp.lora.linear import SharedInput, Weights
     from mens_exp.lora.method import Start, Tensors
 
 ADAPTER = "default"  # PEFT's own name for a single adapter
@@ -111,14 +114,22 @@ class PeftLora(AdapterMethod):
         """Return the dropout streams, which take the place of PEFT's."""
         return share_dropout(layers, p=config.lora.dropout, seed=config.seed, adapter=ADAPTER)
 
+    def take_over(
+        self, layers: Sequence[tuple[LinearModule, Any]], weights: Weights, *, together: bool
+    ) -> list[SharedInput]:
+        """Compute layers in training as in :mod:`mens_exp.lora.linear`."""
+        return take_over(layers, adapter=ADAPTER, weights=weights, together=together)
+
     def accumulate_in_f32(self, layers: Collection[Any], *, learns: bool) -> None:
         """Let autocast convert inputs while the adapter learns, and PEFT otherwise.
 
         PEFT checks only CUDA's autocast. When training on CPU, it would give each projection an f32
-        copy of the input, and each copy would draw its dropout mask again.
+        copy of the input, and each copy would draw its dropout mask again. Layers change together,
+        so that one is asked for all: this is called for each chunk of the head.
         """
-        for layer in layers:
-            layer.cast_input_dtype_enabled = not learns
+        if all(one.cast_input_dtype_enabled is learns for one in itertools.islice(layers, 1)):
+            for layer in layers:
+                layer.cast_input_dtype_enabled = not learns
 
     def draw(self, layer: Any, *, seed: int, logical: str) -> None:
         """Draw A, and set B to zero; PEFT has set DoRA's magnitudes to the norms of the base."""

@@ -13,7 +13,7 @@ import torch
 from mens_exp.artifacts import atomic
 from mens_exp.backends import frozen_base
 from mens_exp.backends.adapters import place_adapter, start_all, start_facts
-from mens_exp.backends.frozen_base import frozen_weights, load_base
+from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
@@ -22,7 +22,9 @@ from mens_exp.errors import ConfigError, SetupError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
+from mens_exp.lora.keyed import SFC64
 from mens_exp.model import attention
+from mens_exp.model.kernels import is_rounded
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import (
     as_published,
@@ -78,13 +80,13 @@ class QloraBackend(torch.nn.Module):
         self.modules_chosen = chosen(config.lora, self.shape)
         self.stacks = stacks_of(self.modules_chosen)
         plain = [one for one in self.modules_chosen if one.stack is None]
-        weights = StoredWeights(base.directory, self.shape.family)
+        stored = StoredWeights(base.directory, self.shape.family)
         self.method, self.model, self.layers = place_adapter(
             load_base(config, base, loaded_on or device),
             config.lora,
             self.modules_chosen,
             self.shape.family,
-            weights,
+            stored,
         )
         self.differs_in_evaluation = differs_in_evaluation(self.model)
         self.causal_lm = self.method.base_model(self.model)
@@ -96,11 +98,14 @@ class QloraBackend(torch.nn.Module):
         ):
             attention.enable_checkpointing(self.causal_lm)
         self.residuals, self.errors, self.start_s = start_all(
-            config, self.method, [*plain, *self.stacks], self.layers, weights
+            config, self.method, [*plain, *self.stacks], self.layers, stored
         )
-        self.dropouts = self.method.dropouts(
-            config, [(one, self.layers[one.logical]) for one in plain]
-        )
+        adapted = [(one, self.layers[one.logical]) for one in plain]
+        self.dropouts = self.method.dropouts(config, adapted)
+        weights = FrozenWeights()
+        weights.take_over(self.causal_lm)
+        together = self.shape.family.verified
+        self.inputs = self.method.take_over(adapted, weights, together=together)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
@@ -130,6 +135,8 @@ class QloraBackend(torch.nn.Module):
         """Position every dropout stream at a micro-batch."""
         for dropout in self.dropouts:
             dropout.begin(micro_batch)
+        for shared in self.inputs:
+            shared.forget()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return the adapter's parameters, f32, by logical name."""
@@ -331,6 +338,21 @@ class QloraBackend(torch.nn.Module):
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
             **start_facts(self.lora, self.errors, self.start_s),
+            "numerics": self._numerics(),
+        }
+
+    def _numerics(self) -> dict[str, str]:
+        """Name the forms that a step is computed in: another form rounds otherwise.
+
+        A number is raised when a form changes. Records without these are of PEFT's forward pass.
+        """
+        device = next(self.model.parameters()).device
+        own = "rounded from f32" if is_rounded(self.compute_dtype, device) else "own"
+        return {
+            "adapters": "projections of an input together 1" if self.inputs else "PEFT's",
+            "attention": "blocks of queries 1" if device.type == "cpu" else "by document 1",
+            "dropout": SFC64 if device.type == "cpu" else "torch's generator of the device",
+            "products": own,
         }
 
     def _expert_facts(self) -> dict[str, Any]:

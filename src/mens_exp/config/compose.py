@@ -444,11 +444,11 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
     assert isinstance(root, DictConfig)
     for group in stored:
         node = stored[group]
-        if group == "callbacks":
-            if not isinstance(node, DictConfig):
-                raise TypeError("callbacks holds no mapping")
+        if group == "callbacks" and not isinstance(node, DictConfig):
+            raise TypeError("callbacks holds no mapping")
+        if group == "callbacks" or _is_several_loggers(group, node):
             root[group] = {
-                name: _under(_schema("callbacks", values, name=str(name)), values)
+                name: _under(_schema(str(group), values, name=str(name)), values)
                 for name, values in node.items()
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
@@ -461,10 +461,16 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
             root[group] = node
     if "sandbox" not in stored:  # written before this group existed
         root["sandbox"] = SCHEMAS["sandbox"]["none"]
+    if "module" not in stored:  # as above
+        root["module"] = SCHEMAS["module"]["module"]
     tokenizer = stored.get("tokenizer")
     if isinstance(tokenizer, DictConfig) and _PERMISSION not in tokenizer:  # as above
         root["tokenizer"][_PERMISSION] = tokenizer.get("name") == "vox"
     return root
+
+
+def _is_several_loggers(group: Any, node: Any) -> bool:
+    return group == "logger" and isinstance(node, DictConfig) and "sink" not in node
 
 
 def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
@@ -476,8 +482,9 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
+    is_ours = group in {"logger", "schedule"} and "_target_" not in values  # these name no class
     is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
-    if is_own and not is_installed(group, values):
+    if is_own and not is_ours and not is_installed(group, values):
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 

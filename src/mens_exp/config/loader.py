@@ -34,6 +34,7 @@ from mens_exp.config import (
     backend,
     data,
     evaluation,
+    logger,
     lora,
     model,
     objective,
@@ -92,12 +93,13 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "lion": optim.LionConfig,
     },
     "schedule": {"schedule": optim.ScheduleConfig},
+    "module": {"module": trainer.ModuleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},
     "logger": {
-        "wandb": trainer.WandbLogger,
-        "csv": trainer.CsvLogger,
-        "tensorboard": trainer.TensorboardLogger,
-        "none": trainer.NoLogger,
+        "wandb": logger.WandbLogger,
+        "csv": logger.CsvLogger,
+        "tensorboard": logger.TensorboardLogger,
+        "none": logger.NoLogger,
     },
     "suite": {name: spec.schema for name, spec in suite.SUITES.built_in.items()},
     "sandbox": {
@@ -475,7 +477,7 @@ class CachingLoader(ConfigLoaderImpl):
         self, defaults: list[ResultDefault], repo: IConfigRepository
     ) -> DictConfig:
         own = _Copies(repo, {}) if isinstance(repo, _Files) else repo
-        return super()._compose_config_from_defaults_list(defaults, own)
+        return super()._compose_config_from_defaults_list(logger.apart(defaults), own)
 
 
 def _is_plain(override: Override) -> bool:

@@ -120,6 +120,14 @@ class _Plain(_Lora):
         return super().described(settings)[1:]
 
 
+class _Dora(_Lora):
+    """DoRA, whose ratio of lengths scales an output."""
+
+    def kept_per_token(self, *, r: int, out: int) -> int:
+        """Return the sizes of A's output and of the one that is scaled."""
+        return r + out
+
+
 _BUILT_IN: dict[str, AdapterSpec] = {
     spec.name: spec
     for spec in (
@@ -130,7 +138,7 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             peft={},
         ),
         _Lora(name="rslora", form=FORMS["rslora"], peft={"use_rslora": True}),
-        _Lora(
+        _Dora(
             name="dora",
             form=FORMS["dora"],
             peft={"use_dora": True},

@@ -113,7 +113,19 @@ class ScheduleKind(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class ScheduleConfig:
+class AnySchedule:
+    """A learning-rate schedule over the optimizer steps of a run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnSchedule(AnySchedule):
+    """A scheduler of torch's form, by its class; its other keys are the class's arguments."""
+
+    _target_: str = setting(MISSING, "Class of the scheduler; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig(AnySchedule):
     """Linear warm-up, then decay to zero over the remaining steps (constant: no decay)."""
 
     kind: ScheduleKind = setting(MISSING, "Shape of the decay; set by the option.")
@@ -137,8 +149,13 @@ class ScheduleConfig:
     )
 
 
-def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps in a run of ``total_steps`` optimizer steps."""
+def warmup_steps(schedule: AnySchedule, total_steps: int) -> int | None:
+    """Return the number of warm-up steps in a run of ``total_steps`` optimizer steps.
+
+    None for a class of the user's, which tells nothing of it.
+    """
+    if not isinstance(schedule, ScheduleConfig):
+        return None
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     frac = DEFAULT_WARMUP_FRAC if schedule.warmup_frac is None else schedule.warmup_frac

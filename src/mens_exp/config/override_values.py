@@ -163,7 +163,8 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
     if not exists(reference, key):
         yield unknown_key(key, f"{key}={shown(value)}", _leaves(reference))
         return
-    if key in SET_BY_OPTION or key.endswith("._target_"):
+    is_sink = key.startswith("logger.") and key.endswith(".sink")  # of one of several
+    if key in SET_BY_OPTION or key.endswith("._target_") or is_sink:
         group = key.partition(".")[0]
         yield ConfigError(
             "is set by the option",

@@ -67,7 +67,16 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "training": (
         "Training",
         "Objective, optimizer, schedule, Lightning's Trainer, callbacks and checkpoints.",
-        ("objective", "optim", "schedule", "trainer", "callbacks", "checkpoint", "adapter"),
+        (
+            "objective",
+            "optim",
+            "schedule",
+            "module",
+            "trainer",
+            "callbacks",
+            "checkpoint",
+            "adapter",
+        ),
     ),
     "evaluation": (
         "Evaluation",

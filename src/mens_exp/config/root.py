@@ -13,10 +13,11 @@ from mens_exp.config.corpus import COUNTS_TOKENS, CorpusConfig
 from mens_exp.config.data import DataConfig
 from mens_exp.config.evaluation import GRAPH_ANSWERS, OWN_GRAPH_ANSWERS, EvalConfig, SandboxConfig
 from mens_exp.config.fields import TRAINING, Condition, Effect, section, setting, unless, when
+from mens_exp.config.logger import LoggerConfig, NoLogger, WandbLogger
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimizerConfig, ScheduleConfig
+from mens_exp.config.optim import AnySchedule, OptimizerConfig
 from mens_exp.config.promotion import (
     DECIDES,
     CompareConfig,
@@ -50,7 +51,7 @@ from mens_exp.config.trainer import (
     AdapterConfig,
     CallbackConfig,
     CheckpointConfig,
-    LoggerConfig,
+    ModuleConfig,
     TrainerConfig,
 )
 
@@ -67,6 +68,8 @@ def _group(changes: Effect, *contract: str, **facts: Any) -> Any:
     return setting(MISSING, doc, changes=changes, contract=contract, **facts)
 
 
+LOGS = frozenset({"evaluate", "compare", "merge", "attribute"})
+"""Tasks other than training that have a W&B mirror."""
 _BY_PATH = Condition(
     holds=lambda config: config.adapter.file is None,
     words=lambda _: "beside adapter=<safetensors>",
@@ -268,7 +271,8 @@ class RunConfig:
         only_if=(WRITES_MERGED, GRAPH_ANSWERS, _HOLDS_ROWS_OUT, COUNTS_TOKENS),
     )
     optim: OptimizerConfig = _group(Effect.TRAINING, read_by=TRAINING)
-    schedule: ScheduleConfig = _group(Effect.TRAINING, read_by=TRAINING)
+    schedule: AnySchedule = _group(Effect.TRAINING, read_by=TRAINING)
+    module: ModuleConfig = _group(Effect.TRAINING, read_by=TRAINING)
     trainer: TrainerConfig = _group(
         Effect.TRAINING,
         read_by=TRAINING,
@@ -278,7 +282,8 @@ class RunConfig:
         CheckpointConfig, changes=Effect.NOTHING, read_by=TRAINING
     )
     adapter: AdapterConfig = section(AdapterConfig, changes=Effect.NOTHING, read_by=TRAINING)
-    logger: LoggerConfig = _group(Effect.NOTHING, read_by=TRAINING | {"evaluate", "compare"})
+    # One option, or a mapping of several by their names: logger=[wandb,csv].
+    logger: Any = _group(Effect.NOTHING, read_by=TRAINING | LOGS)
     callbacks: dict[str, CallbackConfig] = _group(Effect.TRAINING, read_by=TRAINING)
     suite: SuiteConfig = _group(Effect.NOTHING, read_by=TRAINING | {"evaluate"})
     sandbox: SandboxConfig = _group(
@@ -330,3 +335,14 @@ class RunConfig:
         None, "A config group; see its options.", changes=Effect.NOTHING, read_by=TRAINING
     )
     sweep: SweepConfig = section(SweepConfig, changes=Effect.NOTHING)
+
+    @property
+    def loggers(self) -> dict[str, LoggerConfig]:
+        """The loggers by the names of their options; empty with logger=none."""
+        chosen = self.logger if isinstance(self.logger, dict) else {self.logger.sink: self.logger}
+        return {name: one for name, one in chosen.items() if not isinstance(one, NoLogger)}
+
+    @property
+    def wandb(self) -> WandbLogger | None:
+        """The settings of the W&B mirror, if it is one of the loggers."""
+        return next((one for one in self.loggers.values() if isinstance(one, WandbLogger)), None)

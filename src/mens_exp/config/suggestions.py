@@ -6,6 +6,7 @@ error message can suggest ours. A name used by several tools covers all of them.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from mens_exp.config.compose import compose
 from mens_exp.config.loader import SCHEMAS, declarations
 from mens_exp.config.task import TASKS
+from mens_exp.config.trainer import REFUSED
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, listed, nearest
 
@@ -43,6 +45,16 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
     if not key:
         return ConfigError("not an override", found=found, expected="key=value or group=option")
     group, _, field = key.partition(".")
+    if group == "trainer" and field in REFUSED:
+        return REFUSED[field].error(key, found)
+    value = found.partition("=")[2] or "…"
+    if (inside := _of_one_logger(group, field, leaves)) is not None:
+        return ConfigError(
+            "several loggers are chosen, and this is a key of one",
+            where=key,
+            found=found,
+            remedy=f"write {inside}={value}",
+        )
     owners = options_with(group, field)
     if owners:
         return ConfigError(
@@ -52,13 +64,20 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    value = found.partition("=")[2] or "…"
     peer = _alias(key, found)
     if peer is not None:
         return peer
     expected, likely = _expected_key(key, leaves)
     remedy = f"write {' or '.join(f'{one}={value}' for one in likely)}" if likely else f"drop {key}"
     return ConfigError("unknown key", where=key, found=found, expected=expected, remedy=remedy)
+
+
+def _of_one_logger(group: str, field: str, leaves: Sequence[str]) -> str | None:
+    """Return the key of the logger that has the field, if there are several loggers."""
+    if group != "logger" or "logger.sink" in leaves:
+        return None
+    inside = re.compile(rf"logger\.\w+\.{re.escape(field)}")
+    return next((leaf for leaf in leaves if inside.fullmatch(leaf)), None)
 
 
 def _alias(key: str, found: str) -> ConfigError | None:
@@ -95,7 +114,9 @@ def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
         parent = parent.rpartition(".")[0]
         beside = [leaf for leaf in leaves if leaf.startswith(f"{parent}.")]
     if beside:
-        close = nearest(key, beside)
+        # The shared beginning says nothing: `precision` is not like `devices`.
+        ends = {leaf[len(parent) + 1 :]: leaf for leaf in beside}
+        close = ends.get(nearest(key[len(parent) + 1 :], ends) or "")
         told = f"{listed(beside)}{f'; the nearest is {close}' if close else ''}"
         return told, [] if close is None else [close]
     last = key.rpartition(".")[2]

@@ -1,16 +1,19 @@
-"""The training loop: Trainer arguments, checkpoints, callbacks, the kept adapter, and loggers.
+"""The training loop: Trainer arguments, checkpoints, callbacks, and the kept adapter.
 
-Trainer arguments have Lightning's names. Loggers mirror the JSON record.
+Trainer arguments have Lightning's names. Those that would break a promise of the design are refused
+by its name (:data:`REFUSED`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import Condition, Effect, setting, unless, when
+from mens_exp.errors import ConfigError
 
 DEFAULT_STEPS = 60  # measured: four minutes of SmolLM2 on two cores
 
@@ -26,6 +29,94 @@ class Strategy(Enum):
     one = "one"
     ddp = "ddp"
     fsdp = "fsdp"
+
+
+class Promise(StrEnum):
+    """A promise that holds for every run, whatever its settings."""
+
+    ASKED = "What ran is what you asked for"
+    COMPARISON = "A comparison is a comparison"
+    ARTIFACT = "The artifact is the model"
+    NOTHING_LOST = "Nothing is lost"
+    PLANNED = "It plans before it spends"
+
+
+class Refusal(NamedTuple):
+    """An argument of Lightning's Trainer that is not offered, or a class that is not accepted."""
+
+    promise: Promise
+    why: str
+    remedy: str
+
+    def error(self, where: str, found: object = None) -> ConfigError:
+        """Return the error that names the promise."""
+        return ConfigError(
+            f"would break the promise “{self.promise}”: {self.why}",
+            where=where,
+            found=found,
+            remedy=self.remedy,
+        )
+
+
+_NO_LOOP = "a run trains and validates; nothing would read it"
+# What a trainer's option may not set; the other arguments of Lightning's are settings below.
+REFUSED: dict[str, Refusal] = {
+    "barebones": Refusal(
+        Promise.NOTHING_LOST,
+        "it switches loggers and checkpoints off",
+        "measure speed with make bench, or use callbacks=minimal",
+    ),
+    "check_val_every_n_epoch": Refusal(
+        Promise.ASKED,
+        "the run is one epoch of Lightning's, whatever trainer.max_epochs",
+        "use trainer.val_check_interval=<micro-batches>",
+    ),
+    "default_root_dir": Refusal(
+        Promise.NOTHING_LOST, "everything of a run is in its directory", "use hydra.run.dir=<path>"
+    ),
+    "enable_checkpointing": Refusal(
+        Promise.NOTHING_LOST,
+        "checkpoints are the work of a callback",
+        "leave it out with ~callbacks.checkpoint, or set checkpoint.every_n_steps",
+    ),
+    "fast_dev_run": Refusal(
+        Promise.NOTHING_LOST,
+        "it switches loggers and checkpoints off",
+        "use trainer.max_steps=1, a whole run of one step",
+    ),
+    "limit_predict_batches": Refusal(Promise.ASKED, _NO_LOOP, "drop it"),
+    "limit_test_batches": Refusal(Promise.ASKED, _NO_LOOP, "drop it"),
+    "limit_train_batches": Refusal(
+        Promise.PLANNED,
+        "the schedule and the plan are laid over all steps",
+        "use trainer.max_steps=<optimizer steps>",
+    ),
+    "min_epochs": Refusal(
+        Promise.ASKED,
+        "the run is one epoch of Lightning's, whatever trainer.max_epochs",
+        "use trainer.min_steps=<optimizer steps>",
+    ),
+    "model_registry": Refusal(
+        Promise.ARTIFACT,
+        "no model leaves without its certificate",
+        "use task=push, or task=export",
+    ),
+    "overfit_batches": Refusal(
+        Promise.COMPARISON,
+        "it validates on the rows that are trained on",
+        "train on few rows with data.path=<a small file> trainer.max_epochs=<many>",
+    ),
+    "reload_dataloaders_every_n_epochs": Refusal(
+        Promise.NOTHING_LOST,
+        "a resumed run continues in the stream where it stopped",
+        "drop it: one stream has all passes over the rows",
+    ),
+    "use_distributed_sampler": Refusal(
+        Promise.COMPARISON,
+        "arms share the order of their rows, on any number of processes",
+        "drop it: the processes share each step's micro-batches already",
+    ),
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,11 +135,13 @@ class TrainerConfig:
             remedy="add inspect.verify=true, or drop trainer.accelerator",
         ),
     )
-    strategy: Strategy = setting(
-        Strategy.one,
+    strategy: Any = setting(
+        "one",
         "one process, or several that share the micro-batches of a step: ddp, each with the whole "
-        "model, or fsdp, each with its part of the frozen decoder layers.",
+        "model, or fsdp, each with its part of the frozen decoder layers. A mapping with _target_ "
+        "names a DDPStrategy and its arguments.",
         changes=Effect.NOTHING,
+        example="ddp",
     )
     devices: int = setting(
         1,
@@ -123,16 +216,110 @@ class TrainerConfig:
         changes=Effect.NOTHING,
         aliases={"eval_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
-    deterministic: bool | None = setting(
+    log_every_n_steps: int = setting(
+        1,
+        "Optimizer steps between what callbacks and modules log, and between the rows of loggers "
+        "other than W&B. The record, and W&B as its mirror, have the metrics of every step.",
+        ge=1,
+        changes=Effect.NOTHING,
+        aliases={"logging_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
+    )
+    deterministic: Any = setting(
         None,
-        "Deterministic algorithms; null turns them on on CPU and leaves them off on GPU.",
+        "Deterministic algorithms, true or false, or warn to use them where there are any; null "
+        "turns them on on CPU and leaves them off on GPU.",
+        changes=Effect.NOTHING,
+        example="warn",
+    )
+    gradient_clip_algorithm: str | None = setting(
+        None,
+        "norm scales all gradients together, value clips each number; null is norm.",
+        example="value",
+    )
+    precision: str | None = setting(
+        None,
+        "Lightning's name of quant.compute_dtype, which decides: 32-true or bf16-mixed. The "
+        "adapter is in f32 with either.",
+        example="bf16-mixed",
+    )
+    min_steps: int | None = setting(
+        None, "Optimizer steps before a callback may end the run; null: none.", ge=1
+    )
+    max_time: str | None = setting(
+        None,
+        "Training time after which the run ends, DD:HH:MM:SS; null: no limit. How many steps that "
+        "is depends on the machine.",
+        example="00:12:00:00",
+    )
+    limit_val_batches: Any = setting(
+        None,
+        "Micro-batches of a validation, as a whole number or a share of all; null: all.",
+        example="0.5",
         changes=Effect.NOTHING,
     )
+    num_sanity_val_steps: int = setting(
+        0,
+        "Micro-batches to validate before the first step, to find errors; no figure comes of them.",
+        ge=-1,
+        changes=Effect.NOTHING,
+    )
+    benchmark: bool | None = setting(
+        None, "Let cuDNN choose its fastest algorithms; null leaves torch's setting."
+    )
+    inference_mode: bool = setting(
+        True, "Validate under inference_mode, or under no_grad.", changes=Effect.NOTHING
+    )
+    detect_anomaly: bool = setting(
+        False,
+        "Find the operation whose gradient is not a number; several times slower.",
+        changes=Effect.NOTHING,
+    )
+    sync_batchnorm: bool | None = setting(
+        None, "Share the statistics of batch normalisation between processes, if the model has any."
+    )
+    profiler: Any = setting(
+        None,
+        "simple, advanced or pytorch, whose reports are in the run directory; or a mapping with "
+        "_target_, a profiler of Lightning's form.",
+        changes=Effect.NOTHING,
+        example="simple",
+    )
+    plugins: list[Any] | None = setting(
+        None,
+        "Mappings with _target_: precision plugins and LayerSync of Lightning's form.",
+        example="[{_target_: lightning.pytorch.plugins.TorchSyncBatchNorm}]",
+    )
+    enable_progress_bar: bool = setting(
+        False, "Show Lightning's progress bar beside callbacks.progress.", changes=Effect.NOTHING
+    )
+    enable_model_summary: bool = setting(
+        False, "Print Lightning's summary of the model.", changes=Effect.NOTHING
+    )
+    enable_autolog_hparams: bool = setting(
+        True, "Give the settings to the loggers.", changes=Effect.NOTHING
+    )
+
+    @property
+    def sharing(self) -> Strategy:
+        """The way in which processes share the work; a class of the user's is a form of ddp."""
+        if isinstance(self.strategy, str) and self.strategy in Strategy.__members__:
+            return Strategy(self.strategy)
+        return Strategy.one if self.world_size == 1 else Strategy.ddp
 
     @property
     def world_size(self) -> int:
         """Number of processes of the run, on all machines."""
         return self.devices * self.num_nodes
+
+
+TUNING = "mens_exp.training.module.TrainingModule"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleConfig:
+    """The LightningModule that turns micro-batches into optimizer steps."""
+
+    _target_: str = setting(TUNING, "Class of the module; set by the option.")
 
 
 _SAVES = Condition(
@@ -276,76 +463,3 @@ class ScorecardConfig(CallbackConfig):
         ),
         idle=8,
     )
-
-
-class WandbMode(Enum):
-    """Whether the W&B client connects to a server."""
-
-    offline = "offline"
-    online = "online"
-
-
-@dataclass(kw_only=True, slots=True)
-class LoggerConfig:
-    """Settings common to all loggers."""
-
-    sink: str = setting(MISSING, "Name of the sink; set by the option.")
-
-
-@dataclass(kw_only=True, slots=True)
-class NoLogger(LoggerConfig):
-    """No logger other than the JSON record."""
-
-    sink: str = "none"
-
-
-@dataclass(kw_only=True, slots=True)
-class WandbLogger(LoggerConfig):
-    """Weights & Biases, offline by default."""
-
-    sink: str = "wandb"
-    mode: WandbMode = setting(
-        WandbMode.offline,
-        "Both write into the run directory; with online, a process of its own uploads as it runs.",
-    )
-    project: str = setting(
-        "mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"}, example="qlora-study"
-    )
-    entity: str | None = setting(
-        None, "W&B entity; null is the account's default.", example="my-team"
-    )
-    group: str | None = setting(
-        None, "W&B group; null is the sweep, or the experiment.", example="first-study"
-    )
-    name: str | None = setting(
-        None,
-        "W&B run name; null is made from what varies. Jobs of a sweep add their number to it.",
-        aliases={"run_name": "Transformers and TRL"},
-        example="nf4-r16",
-    )
-    tags: list[str] = setting(
-        [], "Tags beside those made from the overrides.", example="[nf4,pilot]"
-    )
-    wait_s: float = setting(
-        60.0,
-        "Seconds to wait for the upload once the run's record is closed (unverified guess); what "
-        "is not sent by then goes on in the background, or later by task=sync.",
-        ge=0,
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class CsvLogger(LoggerConfig):
-    """lightning.pytorch.loggers.CSVLogger."""
-
-    sink: str = "csv"
-    flush_every_n_steps: int = setting(
-        10, "Optimizer steps whose metrics a kill may lose; Lightning's own default is 100.", ge=1
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class TensorboardLogger(LoggerConfig):
-    """lightning.pytorch.loggers.TensorBoardLogger."""
-
-    sink: str = "tensorboard"

@@ -63,7 +63,9 @@ def _targets_under(root: Path) -> frozenset[str]:
 
 _TRUSTED = ("mens_exp.", "lightning.", "torch.")
 _GROUPS = "|".join(sorted(CLASS_GROUPS.keys() - {"callbacks"}))
-_PLACE = re.compile(rf"(({_GROUPS})|callbacks\.\w+)\._target_")
+_PLACE = re.compile(
+    rf"(({_GROUPS})|(callbacks|logger)\.\w+|trainer\.(strategy|profiler|plugins\.\d+))\._target_"
+)
 
 
 def refuse_untrusted(values: Any, file: Path) -> None:

@@ -25,10 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.backend import BackendConfig
 from mens_exp.config.fields import setting
+from mens_exp.config.logger import OwnLogger
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimizerConfig
+from mens_exp.config.optim import OptimizerConfig, OwnSchedule
 from mens_exp.config.root import MOVED
-from mens_exp.config.trainer import CallbackConfig
+from mens_exp.config.trainer import REFUSED, CallbackConfig, ModuleConfig
 from mens_exp.errors import ConfigError, DataError, Problems, nearest
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
 CLASS_GROUPS: dict[str, type] = {
     "backend": BackendConfig,
     "callbacks": CallbackConfig,
+    "logger": OwnLogger,
     "objective": ObjectiveConfig,
+    "module": ModuleConfig,
     "optim": OptimizerConfig,
+    "schedule": OwnSchedule,
 }
 
 
@@ -50,7 +54,7 @@ def user_schema(group: str, values: Mapping[str, Any], where: str) -> type:
     """Build the schema of a user's option.
 
     Args:
-        group: `backend`, `callbacks`, `objective` or `optim`.
+        group: one of :data:`CLASS_GROUPS`.
         values: the values set by the option's YAML or by a stored configuration.
         where: the file, for messages and for the documentation of its settings.
 
@@ -88,7 +92,7 @@ def _type_of(value: Any) -> Any:
         is_open = isinstance(value, str) and (value == "???" or "${" in value)
         return Any if is_open else type(value)
     if isinstance(value, dict):
-        return dict[str, Any]
+        return dict[str, Any] if all(isinstance(key, str) for key in value) else dict[Any, Any]
     if isinstance(value, list):
         kinds = {type(entry) for entry in value}
         one = kinds.pop() if len(kinds) == 1 else None
@@ -320,6 +324,10 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             for key in values
             if key in MOVED
         )
+    elif group == "trainer":
+        yield from (
+            REFUSED[key].error(f"{where}: {key}", values[key]) for key in values if key in REFUSED
+        )
     elif group in CLASS_GROUPS and "_target_" in values:
         yield from key_problems(values, where)
 
@@ -373,7 +381,7 @@ class UserSource(FileConfigSource):
         if group == "callbacks":
             result.header["package"] = result.header.get("package") or f"callbacks.{file.name}"
         else:
-            implied = {"name": file.name, "labels": "assistant"}
+            implied = {"name": file.name, "labels": "assistant", "sink": file.name}
             for key in implied.keys() & CLASS_GROUPS[group].__dataclass_fields__.keys():  # type: ignore[attr-defined]
                 config.setdefault(key, implied[key])
         return result

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
 from mens_exp.config.loader import declarations, declarations_of
+from mens_exp.config.root import RunConfig
 from mens_exp.config.rules import corpus, data, graph, suite, task, training
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.config.fields import Condition, Declaration
-    from mens_exp.config.root import RunConfig
 
 # Groups whose options set keys of other groups.
 _BUNDLES = frozenset({"preset", "experiment"})
@@ -66,6 +66,19 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems += task.promote_problems(config)
     problems += task.study_problems(config)
     return problems
+
+
+def settings_read(values: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Return the settings, sections and groups of a whole configuration that a task reads.
+
+    Args:
+        values: a configuration as plain data; other keys than its own are kept.
+        task: the task's name.
+    """
+    paths = TASK_READS[task] | _read_beside(task, values.get("path"))
+    reads = {path.partition(".")[0] for path in paths} | {"seed", "task"}
+    unread = RunConfig.__dataclass_fields__.keys() - reads
+    return {name: value for name, value in values.items() if name not in unread}
 
 
 def unread_overrides(

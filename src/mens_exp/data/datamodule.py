@@ -124,6 +124,12 @@ class RowsDataModule(LightningDataModule):
             return None
         return round(self._train_places / len(self.blocks), 4)
 
+    def epochs_after(self, step: int) -> float | None:
+        """Return the passes over the training rows after an optimizer step; None as above."""
+        if self.rows.streamed or not len(self.blocks):
+            return None
+        return min(step * self._blocks_per_step, self._train_places) / len(self.blocks)
+
     @property
     def packing_efficiency_frac(self) -> float:
         """Fraction of the blocks' capacity filled by training tokens."""
@@ -147,6 +153,8 @@ class RowsDataModule(LightningDataModule):
     @cached_property
     def validated_bytes(self) -> tuple[int | None, str | None]:
         """UTF-8 bytes of the text of :attr:`validated_ids`, or None and the reason."""
+        if self.config.trainer.limit_val_batches is not None:
+            return None, "trainer.limit_val_batches leaves some of the text out"
         return text_bytes(self.tokenizer, self.validated_ids)
 
     @property

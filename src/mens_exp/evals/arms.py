@@ -28,6 +28,7 @@ _GRADED = 2  # the version of grading before scorecards recorded it
 _SIZES = ("batch_size", "max_new_tokens")
 _SAYS_FORMAT = frozenset({"hf", "vllm"})  # engines that compute in quant.compute_dtype
 _LOSS_TOKENS = "data.val_max_tokens"
+_LOSS_LIMIT = "trainer.limit_val_batches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class Trial:
             "contract": self.contract,
             "inputs": dict(self.hashes),
             "provenance": self.manifest.provenance,
+            "numerics": self.manifest.facts.get("numerics"),
         }
 
 
@@ -178,6 +180,10 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
     """List differences in how runs were measured, other than the suite's items."""
     tokens = _told(trial.settings.get(_LOSS_TOKENS) for trial in trials)
     found = [f"losses are over other text: {_LOSS_TOKENS} is {tokens}"] if tokens else []
+    limits = {str(trial.settings.get(_LOSS_LIMIT)) for trial in trials}
+    if len(limits) > 1:
+        told = " and ".join(sorted(limits))
+        found.append(f"losses are over other text: {_LOSS_LIMIT} is {told}")
     found += _asked_otherwise(trials)
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     graded = _told(one.get("grading", _GRADED) for one in made)

@@ -64,8 +64,8 @@ def guard(
     """Compare two runs, one of each arm.
 
     Args:
-        arm: ``contract`` (its record), ``inputs`` (content hashes by dotted name) and
-            ``provenance`` of one run.
+        arm: ``contract`` (its record), ``inputs`` (content hashes by dotted name),
+            ``provenance`` and ``numerics`` (the forms that its step was computed in) of one run.
         reference: likewise.
         factors: declared: dotted settings, or groups.
         implied: of the two backends, where `backend` is a factor.
@@ -85,7 +85,10 @@ def guard(
     found += [f"another content of {name}" for name in changed if name not in moved]
     return Guard(
         confounded_by=tuple(found),
-        environment=tuple(_environment(arm["provenance"], reference["provenance"])),
+        environment=(
+            *_environment(arm["provenance"], reference["provenance"]),
+            *_numerics(arm.get("numerics") or {}, reference.get("numerics") or {}),
+        ),
         moved_inputs=moved,
     )
 
@@ -227,3 +230,10 @@ def _environment(arm: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterab
             values = [(value or {}).get(key) for value in values]
         if values[0] != values[1]:
             yield name
+
+
+def _numerics(arm: Mapping[str, str], reference: Mapping[str, str]) -> Iterable[str]:
+    """Name the parts of a step that are computed in different forms, and round otherwise."""
+    for part in sorted(arm.keys() | reference.keys()):
+        if arm.get(part) != reference.get(part):
+            yield f"numerics of {part}"

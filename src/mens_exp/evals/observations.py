@@ -151,8 +151,11 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
 
 
 def kpi_named(name: str) -> Kpi:
-    """Return a KPI of the table, or one that only a suite knows: neither way is better."""
-    known = KPIS.get(name)
+    """Return a KPI of the table, a declared metric, or one that only a suite knows.
+
+    Of the last, neither way is better.
+    """
+    known = KPIS.get(name) or _declared.get(name)
     if known is not None:
         return known
     return Kpi(
@@ -162,6 +165,32 @@ def kpi_named(name: str) -> Kpi:
         field=name,
         missing=Missing.ABSENT,
     )
+
+
+_declared: dict[str, Kpi] = {}  # metrics of the user's in the runs that were read
+
+
+def _own_metrics(manifest: Manifest) -> dict[str, float | None]:
+    """Return the user's metrics of a run for which a direction is declared.
+
+    If runs declare it differently, neither way is better.
+    """
+    found: dict[str, float | None] = {}
+    declared = manifest.facts.get("metrics") or {}
+    for name, value in (manifest.results.get("metrics") or {}).items():
+        about = declared[name]
+        if about["direction"] == Direction.NONE:
+            continue
+        found[name] = _number(value)
+        before = _declared.get(name)
+        is_other = before is not None and before.direction != about["direction"]
+        _declared[name] = Kpi(
+            name=name,
+            group=KpiGroup.OTHER,
+            direction=Direction.NONE if is_other else Direction(about["direction"]),
+            unit=about["unit"],
+        )
+    return found
 
 
 def _score(kpi: Kpi, valued: dict[str, float], every: Sequence[str], items: int | None) -> Score:
@@ -201,7 +230,7 @@ def _of_run(manifest: Manifest, condition: str) -> dict[str, float | None]:
             if value is not None:
                 break
     if not is_base:
-        found |= _of_data(manifest)
+        found |= _of_data(manifest) | _own_metrics(manifest)
     return found
 
 
@@ -337,8 +366,9 @@ def cells_of(directory: SweepDir, record: SweepRecord) -> list[Cell]:
 def columns_of(cells: Iterable[Cell]) -> tuple[list[Column], list[Column]]:
     """Return the KPIs that some cell has a value for, and the costs, the usual ones first."""
     known = {name for cell in cells for name, value in cell.values.items() if value is not None}
-    order = [name for name in dict.fromkeys([*_FIRST, *KPIS]) if name in known]
-    costs = [name for name in order if name == _WALL or KPIS[name].group is KpiGroup.COST]
+    every = dict.fromkeys([*_FIRST, *KPIS, *sorted(_declared)])
+    order = [name for name in every if name in known]
+    costs = [name for name in order if name == _WALL or kpi_named(name).group is KpiGroup.COST]
     kpis = [name for name in order if name not in costs]
     return [_column(name) for name in kpis], [_column(name) for name in costs]
 
@@ -359,7 +389,7 @@ def predictions_of(
 
 
 def _column(name: str) -> Column:
-    return Column(name=name, unit="s" if name == _WALL else KPIS[name].unit)
+    return Column(name=name, unit="s" if name == _WALL else kpi_named(name).unit)
 
 
 def _cell(directory: SweepDir, job: SweepJob) -> Cell:

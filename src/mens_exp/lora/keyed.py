@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from mens_exp.layout.targets import LinearModule
 
+SFC64 = "SFC64, 15 bits"  # the generator of masks on a CPU, as records name it
 _LEVELS = 32768  # dropout compares 15 random bits per element
+_Result = TypeVar("_Result", torch.Tensor, "Dropped")
 _STREAMS = "base_model.model."  # prefix of every stream's name; changing it would change the masks
 
 
@@ -43,64 +46,104 @@ def initialise(A_RI: torch.Tensor, B_OR: torch.Tensor, *, seed: int, layer: str)
         B_OR.zero_()
 
 
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The elements that dropout drops, as a function of a key.
+
+    On CPU the draws come from SFC64, which is an order of magnitude faster there than torch's
+    generator, and are kept as one bit for each element. Elsewhere the mask is drawn again from its
+    key wherever it is needed, which is fast there and takes no memory.
+    """
+
+    key: int
+    threshold: int
+
+    @property
+    def gain(self) -> float:
+        """The factor that preserves the expectation of what is kept."""
+        return _LEVELS / (_LEVELS - self.threshold)
+
+    def draw(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a set bit for each kept element, packed into bytes; None except on CPU."""
+        if like.device.type != "cpu":
+            return None
+        words = np.random.SFC64(self.key).random_raw((like.numel() + 3) // 4)
+        draws = words.view(np.int16)[: like.numel()]
+        np.bitwise_and(draws, _LEVELS - 1, out=draws)
+        return torch.from_numpy(np.packbits(draws >= self.threshold))
+
+    def clear(self, values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+        """Set dropped elements to zero, in place; infinite and missing values too.
+
+        A bitwise AND is far faster than a boolean fill on CPU.
+
+        Args:
+            values: in any floating-point format of 2 or 4 bytes.
+            bits: what :meth:`draw` returned for values of this shape.
+        """
+        keep = self._keep(values, bits)
+        values.view(keep.dtype).bitwise_and_(keep)
+        return values
+
+    def cleared(self, values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy with dropped elements set to zero; see :meth:`clear`."""
+        keep = self._keep(values, bits)
+        return (values.view(keep.dtype) & keep).view(values.dtype)
+
+    def _keep(self, like: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+        """Return integers as wide as the elements: all bits set if kept, none if dropped."""
+        integer = {2: torch.int16, 4: torch.int32}[like.element_size()]
+        if bits is not None:
+            ones = np.unpackbits(bits.numpy(), count=like.numel())
+            return torch.from_numpy(ones).view(like.shape).to(integer).neg_()
+        generator = torch.Generator(like.device).manual_seed(self.key)
+        draws = torch.randint(
+            _LEVELS, like.shape, generator=generator, device=like.device, dtype=torch.int16
+        )
+        return (draws >= self.threshold).to(integer).neg_()
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A tensor with dropped elements set to zero, not yet scaled by ``mask.gain``.
+
+    ``mask`` is None if dropout is off; the values are then the tensor itself.
+    """
+
+    values: torch.Tensor
+    mask: Mask | None = None
+    bits: torch.Tensor | None = None
+
+    @property
+    def gain(self) -> float:
+        """The factor that is still to be applied."""
+        return 1.0 if self.mask is None else self.mask.gain
+
+
 class _Drop(torch.autograd.Function):
-    """``x · scale`` with dropped elements set to zero; saves only the mask for backward."""
+    """``x · gain`` with dropped elements set to zero; saves only the mask for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-        """Scale, then zero dropped elements in place."""
-        ctx.save_for_backward(keep)
-        ctx.scale = scale
-        return _scaled_and_cleared(x, keep, scale)
+    def forward(ctx: Any, x: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """Scale, then zero dropped elements."""
+        bits = mask.draw(x)
+        ctx.save_for_backward(bits)
+        ctx.mask = mask
+        return mask.clear((x * mask.gain).contiguous(), bits)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         """Propagate the gradient through the kept elements."""
-        (keep,) = ctx.saved_tensors
-        return _scaled_and_cleared(upstream[0], keep, ctx.scale), None, None
-
-
-def _scaled_and_cleared(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-    """Zero elements by a bitwise AND, which is far faster than a boolean fill on CPU."""
-    kept = (x * scale).contiguous()
-    integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
-    kept.view(integer).bitwise_and_(keep.to(integer))
-    return kept
-
-
-def _keep(key: int, threshold: int, like: torch.Tensor) -> torch.Tensor:
-    """Draw the mask, int16 in the shape of ``like``: all bits set if kept, none if dropped."""
-    if like.device.type == "cpu":
-        return torch.from_numpy(_keep_mask(key, threshold, like.numel())).view(like.shape)
-    generator = torch.Generator(like.device).manual_seed(key)
-    draws = torch.randint(
-        _LEVELS, like.shape, generator=generator, device=like.device, dtype=torch.int16
-    )
-    return torch.where(draws < threshold, 0, -1).to(torch.int16)
-
-
-def _keep_mask(key: int, threshold: int, size: int) -> np.ndarray:
-    """Return the int16 mask: all bits set if an element is kept, none if it is dropped.
-
-    A 15-bit draw minus the threshold is negative exactly for dropped elements. The mask is the
-    sign bit, shifted over all bits and inverted. Integer operations on whole arrays take a tenth of
-    the time of torch's CPU generator.
-    """
-    words = np.random.SFC64(key).random_raw((size + 3) // 4)
-    bits = words.view(np.int16)[:size]
-    np.bitwise_and(bits, _LEVELS - 1, out=bits)
-    np.subtract(bits, threshold, out=bits)
-    np.right_shift(bits, 15, out=bits)
-    return np.invert(bits, out=bits)
+        (bits,) = ctx.saved_tensors
+        return ctx.mask.clear((upstream[0] * ctx.mask.gain).contiguous(), bits), None
 
 
 class KeyedDropout(torch.nn.Module):
     """Dropout whose mask is a function of (seed, layer, micro-batch), shared by equal inputs.
 
     Projections that read the same tensor (q, k, v; gate, up) share one instance and get the same
-    mask, which is drawn once. On CPU the bits come from SFC64, which is an order of magnitude
-    faster there than torch's generator. The probability is rounded to a multiple of 1/32768, and
-    the scale uses the rounded value, so that the expectation is exact.
+    mask, which is drawn once. The probability is rounded to a multiple of 1/32768, and the scale
+    uses the rounded value, so that the expectation is exact.
     """
 
     def __init__(self, p: float, *, seed: int, layer: str) -> None:
@@ -117,7 +160,7 @@ class KeyedDropout(torch.nn.Module):
         self.layer = layer
         self.micro_batch = 0
         self.sharers = 1  # projections that call it in turn with the same tensor
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor | Dropped] | None = None
         self._calls_left = 0
 
     def begin(self, micro_batch: int) -> None:
@@ -131,20 +174,59 @@ class KeyedDropout(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop elements of ``x`` in training, and return it unchanged otherwise."""
-        if not self.training or self.threshold == 0:
+        if not self.is_on:
             return x
-        if self._last is not None and self._last[0] is x:
-            kept = self._last[1]
+
+        def drawn() -> torch.Tensor:
+            found: torch.Tensor = _Drop.apply(x, self.mask())  # type: ignore[no-untyped-call]
+            return found
+
+        return self._shared(x, torch.Tensor, drawn, self.sharers)
+
+    def dropped(self, x: torch.Tensor, dtype: torch.dtype, *, sharers: int) -> Dropped:
+        """Return ``x`` in a dtype, in training with elements dropped; without a gradient.
+
+        The function that multiplies with it is responsible for the gradient and the scale.
+
+        Args:
+            x: the input.
+            dtype: dtype of the result.
+            sharers: calls, in turn, with the same tensor.
+        """
+        values = x.detach().to(dtype)
+        if not self.is_on:
+            return Dropped(values)
+
+        def drawn() -> Dropped:
+            mask = self.mask()
+            bits = mask.draw(values)
+            return Dropped(mask.cleared(values, bits), mask, bits)
+
+        return self._shared(x, Dropped, drawn, sharers)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any element is dropped."""
+        return self.training and self.threshold > 0
+
+    def mask(self) -> Mask:
+        """Return the mask of the next tensor."""
+        return Mask(self.key(), self.threshold)
+
+    def _shared(
+        self, x: torch.Tensor, kind: type[_Result], computed: Callable[[], _Result], sharers: int
+    ) -> _Result:
+        """Return the result for ``x``, computed once for all who share it."""
+        if self._last is not None and self._last[0] is x and isinstance(self._last[1], kind):
+            found = self._last[1]
             self._calls_left -= 1
             if not self._calls_left:
                 self._last = None  # keeping it would retain memory that checkpointing should free
-            return kept
-        scale = _LEVELS / (_LEVELS - self.threshold)
-        keep = _keep(self.key(), self.threshold, x)
-        kept = cast("torch.Tensor", _Drop.apply(x, keep, scale))  # type: ignore[no-untyped-call]
-        self._calls_left = self.sharers - 1
-        self._last = (x, kept) if self._calls_left else None
-        return kept
+            return found
+        made = computed()
+        self._calls_left = sharers - 1
+        self._last = (x, made) if self._calls_left else None
+        return made
 
 
 class HeadDropout(KeyedDropout):
@@ -165,13 +247,14 @@ class HeadDropout(KeyedDropout):
         """Hash the stream, the micro-batch and the index of the next row."""
         return key_of(self.seed, "dropout", self.layer, self.micro_batch, self.rows)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Drop elements of the rows ``x``, which follow those of the previous call."""
-        dropped = super().forward(x)
-        if self.training:
-            self._last = None  # the next chunk always has different rows
-            self.rows += x.shape[0]
-        return dropped
+    def _shared(
+        self, x: torch.Tensor, kind: type[_Result], computed: Callable[[], _Result], sharers: int
+    ) -> _Result:
+        """Compute the result of the rows ``x``, which follow those of the previous call."""
+        del kind, sharers
+        made = computed()
+        self.rows += x.shape[0]
+        return made
 
 
 def share_dropout(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
     from mens_exp.layout.targets import LinearModule
+    from mens_exp.lora.linear import Weights
 
 # measured: SmolLM2-135M, r 16, for weights and for quantization errors: the remaining error is
 # within 1.3e-4 of the exact decomposition's, in a fifth of the time at width 576, less at more
@@ -372,6 +373,23 @@ class AdapterMethod:
             layers: the adapted layers, each with the module that it adapts.
         """
         del config, layers
+        return []
+
+    def take_over(
+        self, layers: Sequence[tuple[LinearModule, Any]], weights: Weights, *, together: bool
+    ) -> list[Any]:
+        """Replace the forward pass of layers while they learn, where another is faster.
+
+        Args:
+            layers: the adapted layers, each with the module that it adapts.
+            weights: the weights of the layers inside.
+            together: whether modules with the same ``reads`` are known to be called with one
+                tensor.
+
+        Returns:
+            What keeps tensors; its ``forget()`` is called at the start of every micro-batch.
+        """
+        del layers, weights, together
         return []
 
     def accumulate_in_f32(self, layers: Collection[Any], *, learns: bool) -> None:

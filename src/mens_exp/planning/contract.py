@@ -21,11 +21,11 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, ProxyConfig
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
-from mens_exp.config.fields import Effect
+from mens_exp.config.fields import UNSET, Effect
 from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel
-from mens_exp.config.trainer import Selection
+from mens_exp.config.trainer import TUNING, Selection
 from mens_exp.corpus import synthetic
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
@@ -228,7 +228,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
             batch_size=config.data.micro_batch_size,
             grad_accum=trainer.accumulate_grad_batches,
             learning_rate=config.optim.lr,
-            warmup_steps=config.schedule.warmup_steps,
+            warmup_steps=getattr(config.schedule, "warmup_steps", None),
             seed=config.seed,
             epochs=trainer.max_epochs if trainer.max_epochs > 0 else None,
             max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
@@ -367,6 +367,19 @@ RECORDING_CALLBACKS = frozenset(
 )
 # Validation affects what is learned if it selects the adapter or ends the run.
 _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
+_LIMIT = "trainer.limit_val_batches"  # likewise
+# Settings that earlier releases lack, and the values that stand for what they did. These are left
+# out, so that a stored configuration means what it meant.
+_LATER: dict[str, Any] = {
+    "module._target_": TUNING,
+    **dict.fromkeys(
+        f"trainer.{name}"
+        for name in (
+            *("benchmark", "gradient_clip_algorithm", "max_time", "min_steps", "plugins"),
+            *("precision", "sync_batchnorm"),
+        )
+    ),
+}
 
 
 def learned_settings(config: RunConfig) -> dict[str, Any]:
@@ -376,7 +389,7 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if field.name != "callbacks"
         for path, value in _leaves(getattr(config, field.name), field.name)
-        if effect_of(path) is Effect.TRAINING
+        if effect_of(path) is Effect.TRAINING and value != _LATER.get(path, UNSET)
     }
     active = {
         path: value
@@ -387,6 +400,8 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
     if active or config.adapter.select is Selection.best:
         interval, most = config.trainer.val_check_interval, config.data.val_max_tokens
         found |= dict(zip(_WITH_SELECTION, (interval, most), strict=True))
+        if config.trainer.limit_val_batches is not None:
+            found[_LIMIT] = config.trainer.limit_val_batches
     return found | active | dict(_of_kpi(config))
 
 
@@ -419,6 +434,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+        for name, entry in value.items():  # several loggers
+            yield from _leaves(entry, f"{path}.{name}")
     else:
         yield path, _plain(value)
 

@@ -21,6 +21,7 @@ from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning import machine, messages, throughput_model
+from mens_exp.planning.activations import proxy_stack
 from mens_exp.planning.checks.machine import findings, rate_warnings
 from mens_exp.planning.checks.model import date_in_prompts, expert_warnings
 from mens_exp.planning.contract import contract_of
@@ -32,7 +33,7 @@ from mens_exp.planning.forecast import (
     shared,
     tokens_per_step,
 )
-from mens_exp.planning.memory import compares, described_modules, proxy_stack, trained_parameters
+from mens_exp.planning.memory import compares, described_modules, trained_parameters
 from mens_exp.planning.planner import environment_of, execution_plan, readers_of_names
 from mens_exp.rows.cache import peek
 from mens_exp.tokenizer.load import load_tokenizer

@@ -18,8 +18,8 @@ from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.planning import machine, throughput_model
+from mens_exp.planning.activations import Documents
 from mens_exp.planning.memory import (
-    Documents,
     Memory,
     bits_per_weight,
     frozen_linears,
@@ -160,13 +160,13 @@ def shared(
         device: the device of each process.
     """
     trainer = config.trainer
-    if trainer.strategy is Strategy.one:
+    if trainer.sharing is Strategy.one:
         return None
 
     def formula(strategy: Strategy) -> Memory:
         return memory(_under(config, strategy), shape, documents, kind=device.kind)
 
-    chosen, bounds = formula(trainer.strategy), {}
+    chosen, bounds = formula(trainer.sharing), {}
     for strategy in Strategy:
         if strategy is Strategy.fsdp and not can_be_sharded(config):
             continue
@@ -182,7 +182,7 @@ def shared(
             low, high = (for_all_on_a_machine(config, one, device.kind) for one in (low, high))
         bounds[strategy] = (low, high)
     return {
-        "strategy": trainer.strategy.value,
+        "strategy": trainer.sharing.value,
         "processes": trainer.world_size,
         "on_each_machine": trainer.devices,
         "device_bytes": device.free_bytes,

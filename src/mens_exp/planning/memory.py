@@ -12,20 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.backend import ProxyConfig, trains_base
-from mens_exp.config.model import HfModel, checkpointing_wanted
+from mens_exp.config.backend import trains_base
+from mens_exp.config.model import checkpointing_wanted
+from mens_exp.config.objective import LOGIT_BYTES
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
-from mens_exp.layout import hub
-from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
 from mens_exp.layout.targets import (
     adapter_parameters,
     chosen,
     described,
-    linear_modules,
-    pattern_values,
-    target_problems,
 )
+from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,11 +30,11 @@ if TYPE_CHECKING:
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.planning.activations import Documents
 
 BUCKETS = "gradient buckets"  # what only several processes have
 
-_F32, _MASK = 4, 2  # bytes of an f32 element, and of an element of the dropout mask (int16)
+_F32 = 4  # bytes of an element
 # Bytes of moments per parameter, by the optimizer's class name.
 _MOMENTS = {
     "AdamW": 8.0,
@@ -50,9 +47,6 @@ _MOMENTS = {
     "SGD": 4.0,
 }
 _MOMENTS_UNKNOWN = 8.0  # Adam's; for a user-defined optimizer
-# measured: chunks of 512 instead of 64 positions took 177 MB more, 8 bytes a logit; plus the bf16
-# logits, which the smaller chunk's peak hides.
-_LOGITS = 10
 
 # measured: experiments/memory_model, SmolLM2-135M on CPU
 # With checkpointing, one layer's activations are allocated and freed thirty times and leave larger
@@ -67,7 +61,7 @@ _CPU_F32_EXTRA = 130_000_000  # measured: memory of a built f32 base beyond its 
 _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
 # measured: SmolLM2 with checkpointing, where no larger peak hides them, took 380 MB more with
 # documents of sixteen lengths than of one: oneDNN caches separate kernels for each shape.
-_KERNELS_PER_SHAPE, _BUCKET, _MOST_SHAPES = 24_000_000, 32, 16
+_KERNELS_PER_SHAPE, _MOST_SHAPES = 24_000_000, 16
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
@@ -76,29 +70,6 @@ _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experimen
 _CUDA_FRAMEWORK = 600_000_000
 _CUDA_KEPT = {"activations": 1.10, "attention scores": 1.10}
 _CUDA_SPREAD = (0.25, 0.25)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Documents:
-    """Lengths of the documents to train on, in tokens.
-
-    Attributes:
-        longest: the longest.
-        typical: token-weighted mean document length.
-        varied: whether the documents have many different lengths.
-    """
-
-    longest: int
-    typical: float
-    varied: bool = True
-
-    def squares(self, sequences: int, seq_len: int) -> float:
-        """Return the sum of squared lengths in the largest micro-batch, the cost of attention.
-
-        Assumes one document of the greatest length; the rest are of typical length.
-        """
-        longest = min(self.longest, seq_len)
-        return longest**2 + (sequences * seq_len - longest) * min(self.typical, seq_len)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,11 +141,6 @@ def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
     return round(_MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters), name.startswith("Paged")
 
 
-def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
-    """Return the modules that get an adapter; empty if a target is invalid (reported elsewhere)."""
-    return () if target_problems(config.lora, shape) else chosen(config.lora, shape)
-
-
 def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     """Return whether activations are recomputed in the backward pass."""
     return checkpointing_wanted(
@@ -198,7 +164,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
     on_cpu = kind == "cpu"
     again = recomputes(config, shape, kind)
-    kept = _kept(config, shape, documents, width=width, on_cpu=on_cpu, again=again)
+    kept = saved_bytes(config, shape, documents, width=width, on_cpu=on_cpu, again=again)
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
@@ -212,7 +178,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
         **_plain_beside_residual(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
-        "adapter": parameters * (_F32 + (width if width < _F32 else 0)),
+        "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
         # Gradients are reduced in separate buckets, which together have the same size.
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
@@ -221,7 +187,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
-        "head chunk": _head_positions(config) * shape.vocab_size * _LOGITS,
+        "head chunk": _head_positions(config, shape, kind) * shape.vocab_size * LOGIT_BYTES,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
         else _CUDA_FRAMEWORK,
@@ -249,6 +215,14 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
     )
+
+
+def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
+    """Return the parameters that products use copies of, in the compute format."""
+    has_f32 = config.quant.compute_dtype is ComputeDtype.f32
+    if has_f32 and (config.backend.name == "full" or proxy_stack(config, shape) is not None):
+        return 0
+    return parameters
 
 
 def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
@@ -291,65 +265,8 @@ def _holes(kept: Mapping[str, float], factor: Mapping[str, float]) -> float:
 
 def _kernels(documents: Documents) -> float:
     """Return the memory of the kernels of all shapes; holes of larger tensors can hold them."""
-    shapes = -(-documents.longest // _BUCKET) if documents.varied else 1
+    shapes = -(-documents.longest // BUCKET) if documents.varied else 1
     return float(_KERNELS_PER_SHAPE * min(shapes, _MOST_SHAPES))
-
-
-def _kept(
-    config: RunConfig,
-    shape: Shape,
-    documents: Documents,
-    *,
-    width: int,
-    on_cpu: bool,
-    again: bool,
-) -> dict[str, float]:
-    """Return the bytes saved for the backward pass, by kind."""
-    sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
-    if not config.data.packing:
-        seq_len = min(seq_len, documents.longest)
-    tokens, layers = sequences * seq_len, shape.num_hidden_layers
-    stack = proxy_stack(config, shape)
-    if stack is not None:  # no attention: per projection its input, the norm's, and A's output
-        one = width * (2 * shape.hidden_size + config.lora.r) + _F32 * shape.hidden_size
-        return {"activations": float(tokens * len(stack.middle) * one), "attention scores": 0.0}
-    per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
-    scores = 0.0
-    if on_cpu and config.data.packing:  # otherwise a fused kernel saves none
-        squares = documents.squares(sequences, config.data.seq_len)
-        scores = shape.num_attention_heads * squares * width
-    if again:  # the input of every layer, and everything in one layer at a time
-        inputs = tokens * layers * shape.hidden_size * width
-        return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
-    return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
-
-
-def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
-    """Return the average bytes that a decoder layer saves per token, without attention scores.
-
-    Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
-    query, key and value (and their fused kernel's output); gate, up and their activation; for
-    each input of an adapter, the result of dropout and its mask; A's output for each target.
-    """
-    wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
-    pairs = shape.num_key_value_heads * shape.head_dim
-    is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
-    total = 2.0 * _F32 * shape.hidden_size
-    total += width * (heads + 2 * pairs + (0 if on_cpu else heads))
-    total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
-    every_module = modules_of(config, shape)
-    modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
-    method = config.lora.spec
-    inputs = {one.reads: one.width for one in modules} if method.keeps_inputs else {}
-    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
-    mask = _MASK if config.lora.dropout > 0 else 0
-    kept = sum(method.kept_per_token(r=ranks[one.path], out=one.out) for one in modules)
-    adapters = sum(inputs.values()) * (width + mask) + kept * width
-    if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
-        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
-        every = {one.reads: one.width for one in linear_modules(shape) if one.layer is not None}
-        adapters += width * sum(w for reads, w in every.items() if reads not in shared)
-    return total + adapters / shape.num_hidden_layers
 
 
 def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
@@ -380,10 +297,12 @@ def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict
     return {"plain weights, for the base": round(weights * bits / 8)}
 
 
-def _head_positions(config: RunConfig) -> int:
+def _head_positions(config: RunConfig, shape: Shape, kind: str) -> int:
     """Return the positions whose logits exist at the same time."""
-    positions = config.data.seq_len * config.data.micro_batch_size
-    return config.objective.spec.head_positions(config.objective, positions)
+    every = config.data.seq_len * config.data.micro_batch_size
+    objective, on_gpu = config.objective, kind == "cuda"
+    found = objective.spec.head_positions(objective, every, shape.vocab_size, on_gpu=on_gpu)
+    return min(every, found)
 
 
 EXPERTS_DENSE = "experts, not quantized"
@@ -397,7 +316,7 @@ _RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "fra
 
 def is_in_parts(config: RunConfig) -> bool:
     """Return whether the base is sharded across processes."""
-    return config.trainer.strategy is Strategy.fsdp and config.trainer.world_size > 1
+    return config.trainer.sharing is Strategy.fsdp and config.trainer.world_size > 1
 
 
 def in_parts(
@@ -429,21 +348,6 @@ def in_parts(
     else:  # loaded in host memory, and scored by the first process only
         peak = alone if config.suite.spec.scores else 0
     return parts | {WHOLE: max(0, peak - sum(parts.values()))}
-
-
-def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
-    """Return the proxy's stack; None for other backends.
-
-    A checkpoint created here is complete. One whose headers are not available is assumed to be.
-
-    Raises:
-        MensError: the stack cannot be built, or a directory's headers cannot be read.
-    """
-    backend = config.backend
-    if not isinstance(backend, ProxyConfig):
-        return None
-    keys = hub.describe(config.model).tensors if isinstance(config.model, HfModel) else None
-    return stack_of(shape, backend, keys or None)
 
 
 def trained_parameters(config: RunConfig, shape: Shape) -> int:

@@ -72,6 +72,15 @@ class Binding:
         """Return what a layer's weight stands for, f32 ``[O, I]``."""
         raise NotImplementedError
 
+    def multiplies(self, layer: Any) -> bool:
+        """Tell whether a layer computes in training what :meth:`weight` of it does, plus a bias."""
+        del layer
+        return False
+
+    def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight that a layer multiplies inputs of a dtype with, ``[O, I]``."""
+        raise NotImplementedError
+
     def quantizes_inputs(self, layer: Any) -> bool:
         """Tell whether a layer quantizes what it is given."""
         del layer

@@ -108,8 +108,7 @@ class _FourBit(Binding):
 
     def facts(self, layer: Any) -> dict[str, Any]:
         """Read back type, blocks and storage."""
-        # A weight in parts is a plain tensor; see `keep_quantization_state`.
-        state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+        state = _state(layer)
         return {
             "quant": str(state.quant_type),
             "block_size": int(state.blocksize),
@@ -120,6 +119,24 @@ class _FourBit(Binding):
     def dequantized(self, layer: Any) -> torch.Tensor:
         """Return what the codes stand for, f32 ``[O, I]``."""
         return dequantized(layer.weight)
+
+    def multiplies(self, layer: Any) -> bool:
+        """Tell whether codes are as they were loaded, which an evaluation kernel may change."""
+        state = _state(layer)
+        return not getattr(state, "packing_format_for_cpu", False)
+
+    def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the codes dequantized to the dtype of the inputs, as the library does."""
+        from bitsandbytes.functional import dequantize_blockwise
+
+        state = _state(layer)
+        scales = state.absmax
+        if state.nested:
+            scales = dequantize_blockwise(scales, state.state2).add_(state.offset)
+        found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+            layer.weight.data, scales, state.blocksize, state.quant_type, state.shape, dtype
+        )
+        return found
 
     def quantizing_on(self, device: torch.device) -> AbstractContextManager[None]:
         """Have transformers' loader quantize on a device."""
@@ -160,6 +177,16 @@ class _EightBit(Binding):
         """Return what the codes stand for, f32 ``[O, I]``."""
         return dequantized(layer.weight)
 
+    def multiplies(self, layer: Any) -> bool:
+        """Tell whether inputs are left as they are, and codes are where training has them."""
+        return not self.quantizes_inputs(layer) and layer.state.CB is not None
+
+    def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the codes times their scales, as the library computes them in training."""
+        scales_O: torch.Tensor = layer.state.SCB
+        found: torch.Tensor = layer.state.CB.data.to(dtype, copy=True)
+        return found.mul_(scales_O.unsqueeze(1).mul(1 / 127))
+
     def quantizes_inputs(self, layer: Any) -> bool:
         """Tell whether a layer quantizes what it is given, as it does on a GPU."""
         return bool(layer.weight.device.type != "cpu")
@@ -173,6 +200,14 @@ class _EightBit(Binding):
         from mens_exp.quant.int8 import as_the_library_has_it
 
         return as_the_library_has_it(layers)
+
+
+def _state(layer: Any) -> Any:
+    """Return the quantization state of a 4-bit layer.
+
+    A weight in parts is a plain tensor; see `keep_quantization_state`.
+    """
+    return getattr(layer.weight, "quant_state", None) or layer.quant_state
 
 
 FOUR_BIT, EIGHT_BIT = _FourBit(), _EightBit()

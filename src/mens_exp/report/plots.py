@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mens_exp.artifacts.metrics import METRICS
+from mens_exp.artifacts.telemetry import own_series
 from mens_exp.report import wording
 from mens_exp.report.document import Plot
 
@@ -55,7 +56,7 @@ _Series = tuple[list[int], list[float]]
 
 
 def draw(records: Records) -> list[Plot]:
-    """Draw the loss (wide), then learning rate, gradient norm and throughput.
+    """Draw the loss (wide), then learning rate, gradient norm, throughput and load.
 
     Args:
         records: the run; ``step`` and ``validation`` events of its telemetry are drawn.
@@ -65,6 +66,7 @@ def draw(records: Records) -> list[Plot]:
         _single(records, "lr", "Learning rate", "optim/lr", "learning rate", _scientific),
         _single(records, "grad_norm", "Gradient norm", "train/grad_norm", "norm, before clipping"),
         _throughput(records),
+        *_machine(records),
     ]
 
 
@@ -228,6 +230,68 @@ def _throughput(records: Records) -> Plot:
         axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
 
     caption = "Padding is not counted."
+    return drawn(name, title, caption, (3.5, 2.2), paint)
+
+
+_ENGAGED = {"system/cpu_percent": ("CPU", _INK), "system/gpu_percent": ("GPU", _TUNED)}
+
+
+def _machine(records: Records) -> list[Plot]:
+    """Draw the load of processor and GPU; nothing where it was not sampled."""
+    name, title = "machine", "Machine"
+    series = {key: _series(records, key) for key in _ENGAGED}
+    series = {key: one for key, one in series.items() if one[0]}
+    if not series:
+        return []
+
+    def paint(axes: Axes) -> None:
+        for key, one in series.items():
+            label, color = _ENGAGED[key]
+            axes.plot(*thin(*one), color=color, linewidth=1.4, label=label)
+        axes.set_ylabel("load (%)")
+        axes.set_ylim(bottom=0, top=102)
+        axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
+
+    means = [
+        f"{words} {sum(values) / len(values):.0f} {unit}"
+        for key, words, unit in (
+            ("system/cpu_percent", "CPU", "%"),
+            ("system/memory_percent", "memory", "%"),
+            ("system/gpu_percent", "GPU", "%"),
+            ("system/gpu_power_w", "GPU power", "W"),
+        )
+        if (values := _series(records, key)[1])
+    ]
+    caption = f"Means: {', '.join(means)}. Of the whole machine, sampled at each step."
+    return [drawn(name, title, caption, (3.5, 2.2), paint)]
+
+
+_MOST_OWN = 12  # drawings of the user's metrics; a table has them all
+
+
+def draw_own(records: Records) -> list[Plot]:
+    """Draw the user's metrics that have values in several steps; the first ones, if many.
+
+    Args:
+        records: the run; ``step`` and ``logged`` events of its telemetry are drawn.
+    """
+    curves = {}
+    for name, one in own_series(records.events).items():
+        points = {step: value for step, value in one.points if value is not None}
+        if len(points) > 1:
+            curves[name] = (one.declaration["unit"], list(points), list(points.values()))
+    return [
+        _own(f"own{number}", wording.visible(name), *curve)
+        for number, (name, curve) in enumerate(list(curves.items())[:_MOST_OWN])
+    ]
+
+
+def _own(name: str, title: str, unit: str, steps: list[int], values: list[float]) -> Plot:
+    def paint(axes: Axes) -> None:
+        axes.plot(*thin(steps, values), color=_INK, linewidth=1.4)
+        axes.set_ylabel("" if unit == "1" else wording.visible(unit))
+
+    caption = f"From {values[0]:.3g} to {values[-1]:.3g}."
     return drawn(name, title, caption, (3.5, 2.2), paint)
 
 

@@ -30,7 +30,6 @@ from mens_exp.report.document import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mens_exp.report.document import Plot
     from mens_exp.report.summary import Records
 
 _CONDITIONS = ("base", "tuned")
@@ -255,8 +254,9 @@ def _training(records: Records) -> Iterator[Section]:
         return
     from mens_exp.report import plots
 
-    drawn: list[Plot] = [*plots.draw(records), *plots.draw_kpis(records)]
-    yield Section("Training", drawn)
+    drawn = [*plots.draw(records), *plots.draw_kpis(records), *plots.draw_own(records)]
+    said = [sections.own_metrics(records), *sections.media(records)]
+    yield Section("Training", [*drawn, *said])
 
 
 def answers(records: Records) -> Section:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.telemetry import own_series
 from mens_exp.report import summary, wording
 from mens_exp.report.document import Cell, Code, Facts, Note, Part, Section, Table, Tone, bullets
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _NEAR = 0.1  # a prediction this close to the measurement is called near
 _DIFFERENCES = "differs_from_default"
+_METRICS = "metrics"
 _CODE_KEYS = ("commit", "digest", "sha256", "path")
 # JSON is written with sorted keys; a reader wants what belongs together side by side.
 _ORDER = (
@@ -32,7 +34,36 @@ _ORDER = (
     *("compile_at_1", "compile_at_n", "canonical", "strictness"),
 )
 _OTHER_TABLES = ("packages", "environment")
-_FOR_MACHINES = ("lora_init_layers_sha256", _DIFFERENCES)  # hundreds of lines, or shown apart
+# Hundreds of lines, or shown apart.
+_FOR_MACHINES = ("lora_init_layers_sha256", _DIFFERENCES, _METRICS)
+_BETTER = {"min": "lower", "max": "higher", "none": ""}
+
+
+def own_metrics(records: Records) -> Table:
+    """Return the user's metrics: the run's value and how it is made of the series, and its unit."""
+    rows = []
+    for name, one in sorted(own_series(records.events).items()):
+        if not one.points:
+            continue
+        about = one.declaration
+        value = "not finite" if one.value is None else f"{one.value:.6g}"
+        plural = "value" if len(one.points) == 1 else "values"
+        made = f"{value} ({about['reduction']} of {wording.count(len(one.points))} {plural})"
+        unit = "" if about["unit"] == "1" else str(about["unit"])
+        rows.append((Cell(name, code=True), made, unit, _BETTER[about["direction"]]))
+    heads = ("Metric", "value", "unit", "better")
+    return Table(heads, rows, title="Metrics of callbacks and modules")
+
+
+def media(records: Records) -> Iterator[Note]:
+    """Yield a note of what is in the W&B mirror alone: images, tables and so on."""
+    found = {
+        f"{name} ({kind})": None
+        for payload in records.payloads("logged")
+        for name, kind in (payload.get("media") or {}).items()
+    }
+    if found:
+        yield Note(f"In the W&B mirror alone: {', '.join(found)}.", Tone.QUIET)
 
 
 def planned(records: Records) -> Section:

@@ -16,6 +16,7 @@ from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import attribution_view, terminal
 from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
+from mens_exp.training.wandb_mirror import mirror
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
 
 _PLAIN_EVERY = 30  # modules, where the output is no terminal
-_CHUNK_TOKENS = 64  # if a custom objective has no such setting
+_CHUNK_TOKENS = 64  # unless set
 
 
 def attribute(config: RunConfig, run: Run) -> None:
@@ -40,6 +41,7 @@ def attribute(config: RunConfig, run: Run) -> None:
     from mens_exp.quant.bnb import compute_dtype
     from mens_exp.training.build import device_of
 
+    mirror(config, run)
     host.reset_peak()
     device = device_of(config.trainer.accelerator)
     base, subject = _subject(config, run, device)
@@ -123,7 +125,7 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
         model,
         shape.family.layers,
         [batch.to(device) for batch in stream],
-        chunk_tokens=getattr(config.objective, "chunk_tokens", _CHUNK_TOKENS),
+        chunk_tokens=getattr(config.objective, "chunk_tokens", None) or _CHUNK_TOKENS,
     )
     return base, Subject(
         replay=replay,

@@ -10,7 +10,6 @@ from mens_exp.artifacts.atomic import write_text
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import cycles_of, read_ledger
 from mens_exp.artifacts.run_dir import RunDir, runs
-from mens_exp.config.trainer import WandbLogger
 from mens_exp.errors import MensError, RequestError
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.sequential import looks_of
@@ -19,6 +18,7 @@ from mens_exp.report import comparison_view, html, terminal, wording
 from mens_exp.report.document import markdown_page
 from mens_exp.tasks.promotion_evidence import cycle_of, freeze, runs_of
 from mens_exp.tasks.study_runs import read_study
+from mens_exp.training.wandb_mirror import mirror
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 def compare(config: RunConfig, run: Run) -> None:
     """Read the runs, compare their arms, and write record, page and table."""
     assert config.path is not None, "validation has asked for it"
-    if isinstance(config.logger, WandbLogger):
-        from mens_exp.training.callbacks.wandb_mirror import WandbMirror
-
-        WandbMirror(logger=config.logger, run=run).start()
+    mirror(config, run)
     paths = config.path.split(",")
     read = read_study(paths)
     record = conducted(paths, read.runs, config.compare.factors, config.compare)

@@ -17,7 +17,6 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.lora import ADAPTERS, LoraVariant
-from mens_exp.config.trainer import WandbLogger
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.evals.engines import Served, VllmEngine, open_vllm
@@ -46,6 +45,7 @@ from mens_exp.tasks.scoring import (
     score_served,
     suite_of,
 )
+from mens_exp.training.wandb_mirror import mirror
 from mens_exp.training.wandb_names import id_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def evaluate(config: RunConfig, run: Run) -> None:
     if subject.merged is not None and subject.run is not None:
         run.manifest.inputs[MERGED] = str(subject.run.path.absolute())
     run.manifest.inputs.update(_evaluated_run(subject))
-    _mirror(config, run, subject)
+    mirror(config, run, _uses(subject))
     if config.eval.engine is EngineKind.openai:
         condition = Condition.BASE if subject.is_base else Condition.TUNED
         score_served(config, run, condition)
@@ -101,17 +101,11 @@ def _maker(subject: Subject) -> RunDir | None:
     return next((run for run in above if run.manifest.is_file()), None)
 
 
-def _mirror(config: RunConfig, run: Run, subject: Subject | None = None) -> None:
-    """Start the W&B mirror if it is configured; it ends with the run."""
-    if not isinstance(config.logger, WandbLogger):
-        return
-    from mens_exp.training.callbacks.wandb_mirror import WandbMirror
-
-    maker = None if subject is None else _maker(subject)
-    kind = "merged" if subject is not None and subject.merged is not None else "adapter"
-    uses = [] if maker is None else [(kind, str(maker.path.absolute()))]
-    run.save()  # an upload reads group, name and link from the manifest
-    WandbMirror(logger=config.logger, run=run, uses=uses).start()
+def _uses(subject: Subject) -> list[tuple[str, str]]:
+    """Return the run that made the subject, as an input of the evaluation."""
+    maker = _maker(subject)
+    kind = "merged" if subject.merged is not None else "adapter"
+    return [] if maker is None else [(kind, str(maker.path.absolute()))]
 
 
 def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
@@ -419,7 +413,7 @@ def _score_brought(config: RunConfig, run: Run) -> None:
     settings: Any = config.suite
     path = Path(settings.path).expanduser()
     run.manifest.inputs["specification"] = str(settings.path)
-    _mirror(config, run)
+    mirror(config, run)
     suite = frozen_suite(settings)
     run.manifest.inputs.update(specification=str(path), specification_sha256=sha256_file(path))
     score_by(config, run, suite, suite.engines(settings, config.eval))

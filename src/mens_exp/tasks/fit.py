@@ -24,7 +24,7 @@ from mens_exp.corpus import contract_rules
 from mens_exp.corpus.data_contract import heldout_part, overlap_part, rows_part, token_part
 from mens_exp.corpus.source import cache_key, labelling_of, load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.errors import DataError, Problems, Refusals
+from mens_exp.errors import DataError, Problems, Refusals, TrainingError
 from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.gguf import is_chatml
 from mens_exp.layout.shape import family_for
@@ -178,7 +178,14 @@ def fit(
             certify_steps(config, run, inputs.base, module, data, compared)
         _validate_before(run, trainer, module, data, rank)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        assert module.selected is not None, "training validates after its last step"
+        if module.selected is None:  # otherwise training validates after its last step
+            raise TrainingError(
+                "training stopped before its first step",
+                where="callbacks",
+                found="a callback that asked for it, or trainer.max_time",
+                expected="at least one optimizer step",
+                remedy="give it more time, or drop the callback",
+            )
         step, loss = module.selected
         run.manifest.results.update(adapter_step=step, tuned_val_loss=loss)
         if rank.is_first:

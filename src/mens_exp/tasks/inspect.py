@@ -26,7 +26,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import stored_digest
-from mens_exp.config.trainer import CallbackConfig, NoLogger, Selection
+from mens_exp.config.logger import NoLogger
+from mens_exp.config.trainer import CallbackConfig, Selection
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import MensError, RequestError
 from mens_exp.export.subject import config_of

@@ -32,6 +32,7 @@ from mens_exp.report.document import Note, Step
 from mens_exp.report.evidence_views import card_section, certificate_document, verdict
 from mens_exp.tasks.inputs import describe, own_template, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
+from mens_exp.training.wandb_mirror import mirror
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,6 +57,8 @@ def merge(config: RunConfig, run: Run) -> None:
     merging = decided_merge(config)
     choices = merging.choices
     merging.note(run)
+    of_run = merging.inputs.run
+    mirror(config, run, [] if of_run is None else [("adapter", str(of_run.path.absolute()))])
     terminal.show(Note(f"Base: {choices.why}."))
     usual = run.dir.merged_tensors if choices.only_merged else run.dir.merged
     out = usual if config.out is None else Path(config.out).expanduser()

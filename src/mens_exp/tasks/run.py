@@ -16,6 +16,7 @@ import time
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -474,10 +475,23 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
             print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
             return refused.exit_code
         traceback.print_exc()  # a bug, shown whole
-        print(f"A bug in mens_exp; the record: {directory}", file=sys.stderr)  # noqa: T201
+        print(f"{_whose(error)}; the record: {directory}", file=sys.stderr)  # noqa: T201
         return 1
     _show(directory)
     return 0
+
+
+def _whose(error: BaseException) -> str:
+    """Say whether a file of the working directory raised an error, or ours."""
+    here, ours = Path.cwd().resolve(), Path(__file__).resolve().parents[1]
+    frames = walk_tb(error.__traceback__)
+    files = [Path(frame.f_code.co_filename).resolve() for frame, _ in frames]
+    for file in reversed(files):
+        if file.is_relative_to(ours):
+            break
+        if file.is_relative_to(here) and "site-packages" not in file.parts:
+            return f"A bug in {file.relative_to(here)}"
+    return "A bug in mens_exp"
 
 
 def _show(directory: Path) -> None:

@@ -20,13 +20,9 @@ from mens_exp.report import html, sweep_view
 from mens_exp.tasks.study_runs import read_sweep
 from mens_exp.tasks.sync import sweep_digest
 from mens_exp.training.wandb_names import tags_of
-from mens_exp.training.wandb_rendering import (
-    ALWAYS_SHOWN,
-    artifact_of,
-    quiet_settings,
-    study_tables,
-)
+from mens_exp.training.wandb_rendering import artifact_of, quiet_settings
 from mens_exp.training.wandb_sending import Order, carry_out, opened
+from mens_exp.training.wandb_tables import ALWAYS_SHOWN, study_plots, study_tables
 
 if TYPE_CHECKING:
     import wandb
@@ -87,7 +83,8 @@ def _shown(review: SweepReview) -> dict[str, Any]:
     drawn = {
         name: wandb.Html(text, inject=False) for name, text in sweep_view.fragments(review).items()
     }
-    tables = {} if review.comparison is None else study_tables(review.comparison)
+    compared = review.comparison
+    tables = {} if compared is None else study_tables(compared) | study_plots(compared)
     return {
         "cells": _cells(review),
         "predictions": _predictions(review),

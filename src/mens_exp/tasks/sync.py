@@ -19,11 +19,12 @@ from mens_exp.artifacts.record import read_bytes
 from mens_exp.artifacts.run_dir import RunDir, runs
 from mens_exp.artifacts.sweep import SweepDir, SweepRecord
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import MensError, RequestError, SetupError
 from mens_exp.report import terminal
 from mens_exp.tasks.study_runs import job_order
 from mens_exp.training.wandb_names import agent_of
+from mens_exp.training.wandb_rendering import mirror_settings
 from mens_exp.training.wandb_sending import (
     Order,
     Sender,
@@ -254,8 +255,7 @@ def _logger_of(run: RunDir) -> dict[str, Any]:
     if not run.config.is_file():
         return {}
     stored = parse_yaml(read_bytes(run.config), str(run.config)) or {}
-    logger = stored.get("logger") if isinstance(stored, dict) else None
-    return logger if isinstance(logger, dict) and logger.get("sink") == "wandb" else {}
+    return dict(mirror_settings(stored)) if isinstance(stored, dict) else {}
 
 
 def _uses(

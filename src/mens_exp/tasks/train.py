@@ -16,7 +16,7 @@ from mens_exp.artifacts.digest import checkpoint_digests, last_intact_checkpoint
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
-from mens_exp.config.optim import ScheduleKind, warmup_steps
+from mens_exp.config.optim import ScheduleConfig, ScheduleKind, warmup_steps
 from mens_exp.config.overrides import Cell
 from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
@@ -212,8 +212,8 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
     counts = {key: _count(key, overrides[key]) for key in _PROCESSES if key in overrides}
     for key, count in counts.items():
         OmegaConf.update(values, key, count)
-        if count > 1 and before.trainer.strategy is Strategy.one:
-            OmegaConf.update(values, "trainer.strategy", Strategy.ddp)
+        if count > 1 and before.trainer.sharing is Strategy.one:
+            OmegaConf.update(values, "trainer.strategy", Strategy.ddp.value)
     config = typed(values)
     if config.tokenizer.chat_template is not None and directory.chat_template.is_file():
         config.tokenizer.chat_template = str(directory.chat_template)  # the run's own copy
@@ -312,8 +312,11 @@ def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
     old, new = before.trainer.max_steps, after.trainer.max_steps
     if old == new:
         return []
-    kind = after.schedule.kind
-    warmups = {total: warmup_steps(after.schedule, total) for total in (old, new)}
+    schedule = after.schedule
+    if not isinstance(schedule, ScheduleConfig):
+        return [f"{_MAX_STEPS} went from {old} to {new}; the schedule goes on as its class has it"]
+    kind = schedule.kind
+    warmups = {total: warmup_steps(schedule, total) or 0 for total in (old, new)}
     if kind is ScheduleKind.constant and max(step, *warmups.values()) in {step, warmups[old]}:
         return [f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"]
     was, now = (

@@ -1,7 +1,7 @@
 """Build the Lightning objects of a run from its typed configuration, in dependency order.
 
-The module also contains the parts that have no configuration node: atomic checkpoints, Lightning's
-loggers and the callback that feeds them, and a fit of only the first steps.
+The module also contains the parts that have no configuration node: atomic checkpoints and a fit of
+only the first steps.
 """
 
 # Lightning types the module of a hook as LightningModule; build.py always passes our module.
@@ -9,8 +9,6 @@ loggers and the callback that feeds them, and a fit of only the first steps.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import io
 import logging
 import warnings
@@ -21,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import get_class, instantiate
-from lightning import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning import Callback
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
+from lightning.pytorch.plugins import Precision, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import (
@@ -32,16 +32,10 @@ from mens_exp.artifacts.digest import (
     sha256_bytes,
 )
 from mens_exp.artifacts.metrics import declare
-from mens_exp.config.trainer import (
-    CsvLogger,
-    LoggerConfig,
-    NoLogger,
-    ScorecardConfig,
-    Selection,
-    TensorboardLogger,
-    WandbLogger,
-)
-from mens_exp.errors import SetupError
+from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.trainer import ScorecardConfig, Selection
+from mens_exp.errors import RequestError, SetupError
+from mens_exp.layout.shape import shape_of
 from mens_exp.planning.machine import ALONE
 from mens_exp.training.distributed import (
     StartedProcesses,
@@ -50,12 +44,21 @@ from mens_exp.training.distributed import (
     sharded,
     strategy_of,
 )
+from mens_exp.training.hosted_module import hosting
+from mens_exp.training.loggers import (
+    LoggerFeed,
+    RunTrainer,
+    build_loggers,
+    first_record,
+    offered_to,
+)
 from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Sequence
 
-    from lightning.pytorch.loggers import Logger
+    from lightning import Trainer
+    from lightning.pytorch.profilers import Profiler
 
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
@@ -106,74 +109,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read
 
 
-def lightning_logger(config: LoggerConfig, run: RunRecord) -> Logger | None:
-    """Build the configured Lightning logger, or return None if it is not one of Lightning's.
-
-    Each attempt of a run writes to its own subdirectory, because Lightning's CSV logger would
-    overwrite the files of the previous attempt.
-    """
-    attempt = f"attempt_{max(1, len(run.manifest.attempts))}"
-    if isinstance(config, CsvLogger):
-        from lightning.pytorch.loggers import CSVLogger
-
-        return CSVLogger(
-            run.dir.path,
-            name=run.dir.csv.name,
-            version=attempt,
-            flush_logs_every_n_steps=config.flush_every_n_steps,
-        )
-    if isinstance(config, TensorboardLogger):
-        from lightning.pytorch.loggers import TensorBoardLogger
-
-        return TensorBoardLogger(
-            run.dir.path, name=run.dir.tensorboard.name, version=attempt, default_hp_metric=False
-        )
-    return None
-
-
-class LoggerFeed(Callback):
-    """Passes the settings, and the metrics of every step, to the trainer's loggers."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Log ``settings``, the whole configuration, as hyperparameters."""
-        self.settings = dict(_flat_settings(settings))
-
-    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Log the hyperparameters by dotted path."""
-        del pl_module
-        for logger in trainer.loggers:
-            logger.log_hyperparams(self.settings)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log the metrics of a finished step."""
-        del outputs, batch, batch_idx
-        if pl_module.at_step_boundary:
-            step, scores = pl_module.scored
-            values = pl_module.step_metrics | (scores if step == trainer.global_step else {})
-            for logger in trainer.loggers:
-                logger.log_metrics(dict(values), step=trainer.global_step)
-
-
-def _flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten to dotted paths; loggers accept plain values, so other values become strings."""
-    entries: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            entries += _flat_settings(value, f"{prefix}{name}.")
-        else:
-            plain = value is None or isinstance(value, bool | int | float | str)
-            entries.append(
-                (f"{prefix}{name}", value if plain else str(getattr(value, "value", value)))
-            )
-    return entries
-
-
+_OURS = "mens_exp.training.callbacks."
+_WRITER = f"{_OURS}telemetry.TelemetryWriter"
 # Only the first process uses these: they display progress or write what all processes share.
 _OF_THE_FIRST = frozenset(
-    f"mens_exp.training.callbacks.{name}"
-    for name in ("adapter_writer.AdapterWriter", "progress.Progress")
+    f"{_OURS}{name}" for name in ("adapter_writer.AdapterWriter", "progress.Progress")
 )
 
 
@@ -233,7 +173,7 @@ def build_backend(
 def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
     """Combine backend and objective into the module, in training mode."""
     declare(config.objective.spec.metrics)
-    module = TrainingModule(config, backend, _objective(config), total_steps=data.max_steps)
+    module = _module(config, backend, _objective(config), total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
     if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes
@@ -241,17 +181,31 @@ def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> T
     return module
 
 
+def _module(
+    config: RunConfig, backend: Backend, objective: Objective | TokenLoss, *, total_steps: int
+) -> TrainingModule:
+    """Build the module: ours, one that inherits from it, or another that ours takes in."""
+    node = config.module
+    cls: Any = get_class(node._target_)  # Hydra's own spelling
+    settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name != "_target_"}
+    if not issubclass(cls, TrainingModule):
+        return hosting(cls, settings)(config, backend, objective, total_steps=total_steps)
+    made: TrainingModule = cls(config, backend, objective, total_steps=total_steps, **settings)
+    return made
+
+
 def _objective(config: RunConfig) -> Objective | TokenLoss:
     """Build the objective from its own settings; the other settings select its tokens."""
     node = config.objective
-    made: Objective | TokenLoss = _made(node._target_, node.spec.arguments(node), name=node.name)
+    on_gpu = device_of(config.trainer.accelerator).type == "cuda"
+    settings = node.spec.arguments(node, shape_of(config.model).vocab_size, on_gpu=on_gpu)
+    made: Objective | TokenLoss = _made(node._target_, settings, name=node.name)
     return made
 
 
 def _made(target: str, settings: dict[str, Any], **offered: Any) -> Any:
     """Instantiate a class with its settings, plus those offered arguments that it accepts."""
-    taken = inspect.signature(get_class(target)).parameters
-    extra = {name: value for name, value in offered.items() if name in taken}
+    extra = offered_to(get_class(target), offered)
     return instantiate({"_target_": target, **settings}, _convert_="all", **extra)
 
 
@@ -277,7 +231,12 @@ def build_trainer(
     on_cpu = device.type == "cpu"
     deterministic = on_cpu if trainer.deterministic is None else trainer.deterministic
     callbacks = _callbacks(config, run, score, rank)
-    made = Trainer(
+    if trainer.max_time is not None:
+        callbacks.append(Timer(duration=trainer.max_time, verbose=False))
+    callbacks.append(StopsAfterWholeSteps(run))
+    loggers = build_loggers(config, run, rank)
+    callbacks.insert(0, LoggerFeed(first_record(loggers), config))
+    made = RunTrainer(
         accelerator="cpu" if on_cpu else "gpu",
         # Each process uses one GPU, but Lightning must know all GPUs of the machine.
         devices=rank.local_world_size,
@@ -291,18 +250,117 @@ def build_trainer(
         check_val_every_n_epoch=None,
         deterministic=deterministic,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO(), StartedProcesses(rank)],
-        logger=(lightning_logger(config.logger, run) if rank.is_first else None) or False,
-        log_every_n_steps=1,
-        enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        benchmark=trainer.benchmark,
+        inference_mode=trainer.inference_mode,
+        limit_val_batches=trainer.limit_val_batches,
+        min_steps=trainer.min_steps,
+        detect_anomaly=trainer.detect_anomaly,
+        sync_batchnorm=bool(trainer.sync_batchnorm),
+        profiler=_profiler(config, run),
+        plugins=_plugins(config, rank),
+        logger=loggers,
+        log_every_n_steps=trainer.log_every_n_steps,
+        enable_checkpointing=_has(callbacks, Checkpoint),
+        enable_progress_bar=trainer.enable_progress_bar or _has(callbacks, ProgressBar),
+        enable_model_summary=trainer.enable_model_summary,
+        enable_autolog_hparams=trainer.enable_autolog_hparams,
+        num_sanity_val_steps=trainer.num_sanity_val_steps,
         use_distributed_sampler=False,
         default_root_dir=run.dir.path,
     )
     keep_signals(made)
     return made
+
+
+def _has(callbacks: Sequence[Callback], kind: type) -> bool:
+    return any(isinstance(one, kind) for one in callbacks)
+
+
+class ComputeFormat(Precision):
+    """Precision plugin that only names the format; the backend computes in it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Name the format of ``quant.compute_dtype`` as Lightning does."""
+        is_bf16 = config.quant.compute_dtype is ComputeDtype.bf16
+        self.precision = "bf16-mixed" if is_bf16 else "32-true"
+
+
+def _plugins(config: RunConfig, rank: Rank) -> list[Any]:
+    """Build our plugins and the user's; a precision plugin of theirs takes the place of ours."""
+    own = [instantiate(one, _convert_="all") for one in config.trainer.plugins or []]
+    if not any(isinstance(one, Precision) for one in own):
+        own.append(ComputeFormat(config))
+    return [AtomicCheckpointIO(), StartedProcesses(rank), *own]
+
+
+_PROFILERS = {
+    "simple": "lightning.pytorch.profilers.SimpleProfiler",
+    "advanced": "lightning.pytorch.profilers.AdvancedProfiler",
+    "pytorch": "lightning.pytorch.profilers.PyTorchProfiler",
+}
+
+
+def _profiler(config: RunConfig, run: RunRecord) -> Profiler | None:
+    """Build the profiler, whose reports go to the run directory unless it sets another."""
+    chosen = config.trainer.profiler
+    if chosen is None:
+        return None
+    settings = chosen if isinstance(chosen, dict) else {"_target_": _PROFILERS[chosen]}
+    place = {"dirpath": str(run.dir.profiles), "filename": "profile"}
+    offered = offered_to(get_class(settings["_target_"]), place)
+    made: Profiler = instantiate({**offered, **settings}, _convert_="all")
+    return made
+
+
+class StopsAfterWholeSteps(Callback):
+    """Ends a run that a callback wants to end after a whole optimizer step, which is validated.
+
+    Lightning would end it after any micro-batch. Callbacks that only stop after a validation, as
+    early stopping does, are not delayed.
+    """
+
+    def __init__(self, run: RunRecord) -> None:
+        """Attach to ``run``."""
+        self.run = run
+        self._is_asked = False
+        self._stopped_at: int | None = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Pass on a request to stop if the micro-batch ended a step; keep it otherwise."""
+        del outputs, batch, batch_idx
+        if self._look(trainer, pl_module):
+            payload = {"step": trainer.global_step, "max_steps": trainer.max_steps}
+            self.run.telemetry.emit("stop_requested", payload)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Handle a request that was made after a validation."""
+        self._look(trainer, pl_module)
+
+    def _look(self, trainer: Trainer, pl_module: TrainingModule) -> bool:
+        """Stop training if that was asked for and is due; return whether this is the moment."""
+        self._is_asked = self._is_asked or trainer.should_stop
+        if not self._is_asked or trainer.state.fn is not TrainerFn.FITTING:
+            return False
+        is_early = trainer.global_step < (trainer.min_steps or 0)
+        trainer.should_stop = pl_module.at_step_boundary and not is_early
+        is_now = trainer.should_stop and self._stopped_at is None
+        if is_now:
+            self._stopped_at = trainer.global_step
+        return is_now
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Say in the record that the run is shorter than planned, unless it stopped early."""
+        del pl_module
+        step, results = trainer.global_step, self.run.manifest.results
+        if self._stopped_at is None or step >= trainer.max_steps or results.get("stopped_early"):
+            return
+        self.run.manifest.notes.append(
+            f"training stopped after step {step} of {trainer.max_steps}, as a callback or "
+            "trainer.max_time asked; another machine may stop at another step"
+        )
 
 
 def _validation_interval(config: RunConfig, max_steps: int) -> int:
@@ -316,7 +374,7 @@ def _callbacks(
 ) -> list[Callback]:
     callbacks = [
         _callback(node, run, score)
-        for node in config.callbacks.values()
+        for node in _users_before_telemetry(list(config.callbacks.values()))
         if (score is not None or not isinstance(node, ScorecardConfig))
         and (rank.is_first or node._target_ not in _OF_THE_FIRST)  # Hydra's own spelling
     ]
@@ -326,15 +384,15 @@ def _callbacks(
         metric = config.adapter.metric
         best = BestAdapter(run, metric if metric == "val/loss" else f"eval/{metric}")
         callbacks.insert(0, best)  # it must run before the adapter is written
-    if not rank.is_first:
-        return callbacks
-    if isinstance(config.logger, WandbLogger):
-        from mens_exp.training.callbacks.wandb_mirror import WandbMirror
-
-        callbacks.append(WandbMirror(logger=config.logger, run=run))
-    elif not isinstance(config.logger, NoLogger):
-        callbacks.append(LoggerFeed(settings=dataclasses.asdict(config)))
     return callbacks
+
+
+def _users_before_telemetry(nodes: list[CallbackConfig]) -> list[CallbackConfig]:
+    """Move the user's callbacks before the one that writes a step down, with what they record."""
+    ours = [node for node in nodes if node._target_.startswith(_OURS)]  # Hydra's own spelling
+    targets = [node._target_ for node in ours]
+    place = targets.index(_WRITER) if _WRITER in targets else len(ours)
+    return [*ours[:place], *(node for node in nodes if node not in ours), *ours[place:]]
 
 
 def _callback(
@@ -348,11 +406,18 @@ def _callback(
 
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
-    """Suppress Lightning's notices on the terminal; our own record covers each of them."""
+    """Suppress Lightning's notices on the terminal; our own record covers each of them.
+
+    What its callbacks print stays, because none is there unless the user asks for it.
+
+    Raises:
+        RequestError: Lightning, or a callback of its own, refuses what was asked for.
+    """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    levels = {**dict.fromkeys(names, logging.ERROR), "lightning.pytorch.callbacks": logging.INFO}
+    before = {name: logging.getLogger(name).level for name in levels}
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     try:
         with warnings.catch_warnings():
             # Modules in evaluation mode belong to the frozen base; torch's notice is caused by
@@ -361,10 +426,32 @@ def lightning_quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
             # Shown if Slurm is installed; but we or torchrun start the processes of a run.
             warnings.filterwarnings("ignore", message="The `srun` command is available")
+            # The names of formats say what is computed in; it then counts 32 bits, as it should.
+            warnings.filterwarnings("ignore", message="Precision .* is not supported by the model")
+            # A checkpoint of an earlier release has the state of the mirror, then a callback.
+            warnings.filterwarnings("ignore", message="Be aware that when using.*WandbMirror")
             yield
+    except (MisconfigurationException, RuntimeError) as error:
+        if not isinstance(error, MisconfigurationException) and not _is_of_callbacks(error):
+            raise
+        raise RequestError(
+            "Lightning refuses it",
+            where="trainer or callbacks",
+            found=" ".join(str(error).split()),
+            remedy="change the callback's settings, or leave it out",
+        ) from error
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _is_of_callbacks(error: BaseException) -> bool:
+    """Return whether a module of Lightning's callbacks raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return name.startswith("lightning.pytorch.callbacks")
 
 
 class _FirstSteps(Callback):

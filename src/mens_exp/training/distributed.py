@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch._C._distributed_c10d import Store, TCPStore
@@ -67,7 +68,12 @@ def strategy_of(config: RunConfig, rank: Rank) -> Strategy | str:
 
     if is_sharded(config, rank):
         return ShardedBase(rank)
-    return DDPStrategy(forward_sync_buffers=False)
+    usual: dict[str, Any] = {"forward_sync_buffers": False}
+    chosen = config.trainer.strategy
+    if not isinstance(chosen, dict):
+        return DDPStrategy(**usual)
+    made: Strategy = instantiate({**usual, **chosen}, _convert_="all")
+    return made
 
 
 def open_store(world_size: int) -> TCPStore:
@@ -146,7 +152,7 @@ _LOADING = 1.5  # times a base's size, while it is read and quantized; a guess
 
 def is_sharded(config: RunConfig, rank: Rank) -> bool:
     """Whether this process holds only a shard of the base."""
-    return config.trainer.strategy is Chosen.fsdp and not rank.is_alone
+    return config.trainer.sharing is Chosen.fsdp and not rank.is_alone
 
 
 def sharded(

@@ -15,13 +15,12 @@ from lightning import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mens_exp.artifacts.metrics import metric
-from mens_exp.config.optim import warmup_steps
+from mens_exp.artifacts.metrics import step_metric
 from mens_exp.errors import DataError, TrainingError
 from mens_exp.objective.causal import Objective, OverTokens, Passed
 from mens_exp.tokenizer.load import bits_per_byte
 from mens_exp.training.distributed import ShardedBase, averaged
-from mens_exp.training.optimizer import build_optimizer, multiplier
+from mens_exp.training.optimizer import build_optimizer, build_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,40 +78,45 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
             counts[name] = value * saved // world_size
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Sums over all processes, read from the device; see `_Sums`."""
+
+    loss: float
+    count: float
+    supervised: float
+    tokens: float
+    metrics: dict[str, float]
+
+
 @dataclass(slots=True)
 class _Sums:
     """The sums of an optimizer step, or of a validation.
 
     ``count`` is of what the loss is a sum over, ``supervised`` of tokens with a label, ``tokens``
-    of all tokens without padding.
+    of all tokens without padding. What a device has computed stays there, because reading it waits
+    for the device: :meth:`values` reads it.
     """
 
-    loss: float = 0.0
+    loss: float | torch.Tensor = 0.0
     count: float = 0
     supervised: float = 0
     tokens: float = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
 
     def add(self, batch: Batch, loss: LossSum) -> None:
         """Add a micro-batch."""
-        self.loss += float(loss.total.detach())
+        self.loss += loss.total.detach().double()
         self.count += loss.count
         self.supervised += batch.targets_M.numel()
         self.tokens += batch.tokens
         for name, value in loss.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value.detach())
+            self.metrics[name] = self.metrics.get(name, 0.0) + value.detach().double()
 
     def values(self, names: Sequence[str]) -> list[float]:
         """Return the sums in a fixed order."""
-        metrics = [self.metrics.get(name, 0.0) for name in names]
-        return [self.loss, self.count, self.supervised, self.tokens, *metrics]
-
-    @classmethod
-    def of(cls, values: Sequence[float], names: Sequence[str]) -> _Sums:
-        """Return the sums of :meth:`values`."""
-        loss, count, supervised, tokens, *metrics = values
-        named = dict(zip(names, metrics, strict=True))
-        return cls(loss, count, supervised, tokens, named)
+        metrics = [float(self.metrics.get(name, 0.0)) for name in names]
+        return [float(self.loss), self.count, self.supervised, self.tokens, *metrics]
 
 
 class TrainingModule(LightningModule):
@@ -147,6 +151,17 @@ class TrainingModule(LightningModule):
     ) -> None:
         """Combine the parts; ``total_steps`` is the length of the schedule."""
         super().__init__()
+        self.begin(config, backend, objective, total_steps=total_steps)
+
+    def begin(
+        self,
+        config: RunConfig,
+        backend: Backend,
+        objective: Objective | TokenLoss,
+        *,
+        total_steps: int,
+    ) -> None:
+        """Set the parts and the counters, apart from Lightning's own."""
         self.config = config
         self.backend = backend
         self.objective = objective if isinstance(objective, Objective) else OverTokens(objective)
@@ -178,24 +193,29 @@ class TrainingModule(LightningModule):
         """Do nothing: the model is complete, or sharded, before the trainer receives it."""
 
     def record(self, name: str, value: float) -> None:
-        """Set a declared metric of the current step."""
-        self.step_metrics[metric(name).name] = float(value)
+        """Set a metric of the current step: one of ours, or one of the user's own.
+
+        Raises:
+            RequestError: an own metric has no area in its name, or is a misspelling of ours.
+        """
+        self.step_metrics[step_metric(name).name] = float(value)
 
     def on_train_start(self) -> None:
         """Set the learning rate of the next step; it changes after a resume with more steps."""
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
-        assert isinstance(scheduler, LambdaLR)
+        if not isinstance(scheduler, LambdaLR):
+            return  # of a class of the user's, whose own state was restored
         rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](self.trainer.global_step)
         for group in optimizer.param_groups:
             group["lr"] = rate
 
-    def training_step(self, batch: Batch, _batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the micro-batch's loss sum, scaled to cancel the divisions that follow.
 
         Lightning divides by the number of micro-batches of a step, and gradients are averaged over
         processes.
         """
-        _, loss = self.passed(batch)
+        loss = self.training_loss(batch, batch_idx)
         if not batch.is_filler:
             self._step.add(batch, loss)
         stream = self.trainer.train_dataloader
@@ -203,6 +223,11 @@ class TrainingModule(LightningModule):
         stream.position = batch.index + 1  # a checkpoint resumes from here
         weight = 0 if batch.is_filler else self.trainer.world_size
         return loss.total * (self.trainer.accumulate_grad_batches * weight)
+
+    def training_loss(self, batch: Batch, batch_idx: int) -> LossSum:
+        """Return the loss of a micro-batch that is trained on."""
+        del batch_idx
+        return self.passed(batch)[1]
 
     def passed(self, batch: Batch) -> tuple[Passed, LossSum]:
         """Pass a micro-batch through the model, and return its loss."""
@@ -246,7 +271,7 @@ class TrainingModule(LightningModule):
                 expected="at least one learned token",
                 remedy="look at data.seq_len and at what objective learns",
             )
-        gradients = [p.grad for p in self.backend.trainable().values() if p.grad is not None]
+        gradients = [p.grad for p in self.trained() if p.grad is not None]
         if isinstance(self.trainer.strategy, ShardedBase):
             averaged(gradients)  # DDP has done this already
         for gradient in gradients:
@@ -260,6 +285,10 @@ class TrainingModule(LightningModule):
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
         self._step = _Sums()
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that a step changes."""
+        return [*self.backend.trainable().values()]
 
     def refuse_unfinite(self, *losses: float | None) -> None:
         """Refuse a model that gives losses that are not finite before it is trained.
@@ -293,13 +322,12 @@ class TrainingModule(LightningModule):
                     remedy="download or convert the base model again: its file is damaged or wrong",
                 )
 
-    def _of_all_processes(self, sums: _Sums) -> _Sums:
+    def _of_all_processes(self, sums: _Sums) -> _Read:
         """Add up the sums of all processes."""
         names = [one.name for one in self.config.objective.spec.metrics]
-        if self.trainer.world_size == 1:
-            return sums
         mine = torch.tensor(sums.values(names), dtype=torch.float64)
-        return _Sums.of(self._summed(mine).tolist(), names)
+        loss, count, supervised, tokens, *metrics = self._summed(mine).tolist()
+        return _Read(loss, count, supervised, tokens, dict(zip(names, metrics, strict=True)))
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes."""
@@ -316,8 +344,8 @@ class TrainingModule(LightningModule):
         self.trainer.val_check_batch = self.trainer.fit_loop.total_batch_idx + 1
 
     @property
-    def pending_loss(self) -> float:
-        """Loss sum of the current optimizer step."""
+    def pending_loss(self) -> float | torch.Tensor:
+        """Loss sum of the current optimizer step, on its device."""
         return self._step.loss
 
     @property
@@ -363,8 +391,9 @@ class TrainingModule(LightningModule):
             loss = self.validation["val/loss"]
             per_byte = bits_per_byte(loss, int(found.supervised), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
-        self.log("val/loss", self.validation["val/loss"], sync_dist=True)  # already equal on all
-        if self.trainer.state.fn is TrainerFn.FITTING:
+        # For callbacks that monitor it; equal on all processes. Loggers have it from telemetry.
+        self.log("val/loss", self.validation["val/loss"], sync_dist=True, logger=False)
+        if self.trainer.state.fn is TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
             self.selected_validated = self.validated
 
@@ -390,15 +419,9 @@ class TrainingModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the adapter, and its schedule per optimizer step."""
-        optimizer = build_optimizer(self.config.optim, [*self.backend.trainable().values()])
+        optimizer = build_optimizer(self.config.optim, self.trained())
         schedule = self.config.schedule
-        warmup = warmup_steps(schedule, self.total_steps)
-        scheduler = LambdaLR(
-            optimizer,
-            lambda step: multiplier(
-                schedule.kind, step, warmup_steps=warmup, total_steps=self.total_steps
-            ),
-        )
+        scheduler = build_scheduler(schedule, optimizer, total_steps=self.total_steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

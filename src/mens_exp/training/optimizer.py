@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 
-from mens_exp.config.optim import PagedAdamw8bitConfig, ScheduleKind
+from mens_exp.config.optim import (
+    PagedAdamw8bitConfig,
+    ScheduleConfig,
+    ScheduleKind,
+    warmup_steps,
+)
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch.optim.lr_scheduler import LRScheduler
 
-    from mens_exp.config.optim import OptimizerConfig
+    from mens_exp.config.optim import AnySchedule, OptimizerConfig
 
 
 def multiplier(kind: ScheduleKind, step: int, *, warmup_steps: int, total_steps: int) -> float:
@@ -32,6 +39,29 @@ def multiplier(kind: ScheduleKind, step: int, *, warmup_steps: int, total_steps:
         return 1.0
     share = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
     return 1 - share if kind is ScheduleKind.linear else (1 + math.cos(math.pi * share)) / 2
+
+
+def build_scheduler(
+    config: AnySchedule, optimizer: torch.optim.Optimizer, *, total_steps: int
+) -> LRScheduler:
+    """Build the schedule of the learning rate, which is asked once for each optimizer step.
+
+    A class of the user's gets the length of the run if it takes ``total_steps``.
+    """
+    from torch.optim.lr_scheduler import LambdaLR
+
+    if not isinstance(config, ScheduleConfig):
+        target = config._target_  # type: ignore[attr-defined]  # OwnSchedule has it
+        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        taken = inspect.signature(get_class(target)).parameters
+        offered = {"total_steps": total_steps} if "total_steps" in taken else {}
+        made: LRScheduler = instantiate({**offered, **settings}, optimizer, _convert_="all")
+        return made
+    warmup = warmup_steps(config, total_steps) or 0
+    return LambdaLR(
+        optimizer,
+        lambda step: multiplier(config.kind, step, warmup_steps=warmup, total_steps=total_steps),
+    )
 
 
 _OURS = {"_target_", "name"}  # identify the optimizer; the rest are its arguments

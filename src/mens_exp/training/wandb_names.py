@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from mens_exp.artifacts.sweep import SweepJob
-    from mens_exp.config.trainer import WandbLogger
+    from mens_exp.config.logger import WandbLogger
 
 _INPUT = "wandb_agent"
 _VERSION = "wandb_version"  # key in the agent's own file

@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import write_json
-from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.metrics import METRICS
-from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
+from mens_exp.artifacts.scorecard import Condition
+from mens_exp.artifacts.telemetry import read_events
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.evals.kpis import ITEM_VALUES, KPIS, item_values, name_of_key, name_under
-from mens_exp.evals.study import BOTH
+from mens_exp.config.validate import settings_read
+from mens_exp.evals.kpis import KPIS, name_under
 from mens_exp.training.wandb_names import agent_of, display_name, group_of, id_of, tags_of
+from mens_exp.training.wandb_tables import conditions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Event
-    from mens_exp.config.trainer import WandbLogger
+    from mens_exp.config.logger import WandbLogger
 
+_METRICS = "metrics"  # of the user, by name
 _SIDES = tuple(map(str, Condition))  # come first, and exist even without answers
-ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
-"""Columns of an answer; each further column exists if some answer has it."""
 
 
 def settings_of(
@@ -41,6 +41,7 @@ def settings_of(
     manifest: Manifest,
     config: Mapping[str, Any],
     run_id: str,
+    process: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of ``wandb.Settings`` for a run on disk.
 
@@ -50,6 +51,7 @@ def settings_of(
         manifest: the record at the start of the run.
         config: the resolved configuration, for the display name.
         run_id: the id of the W&B run.
+        process: id of the process that works on the run; None if it has ended.
     """
     shown = {
         "mode": "offline",
@@ -58,6 +60,7 @@ def settings_of(
         "run_group": group_of(logger, run_dir, manifest),
         "run_name": display_name(logger, run_dir, manifest, config),
         "run_tags": tags_of(manifest.overrides, logger.tags),
+        "run_notes": logger.notes,
         "run_job_type": manifest.task,
         "run_id": run_id,
     }
@@ -65,7 +68,21 @@ def settings_of(
     if agent is not None and agent.is_of(logger.entity, logger.project):
         shown["sweep_id"] = agent.sweep_id
     place = {"root_dir": str(run_dir.path.absolute())}
-    return {**quiet_settings(), **shown, **place}
+    return {**quiet_settings(), **_collected(logger, process), **shown, **place}
+
+
+def _collected(logger: WandbLogger, process: int | None) -> dict[str, Any]:
+    """Return the settings for what W&B may collect itself; by default nothing."""
+    found: dict[str, Any] = {}
+    if logger.system_metrics and process is not None:
+        found |= {"x_disable_stats": False, "x_disable_machine_info": False, "x_stats_pid": process}
+    if logger.git:
+        found |= {"disable_git": False, "x_disable_meta": False, "x_disable_machine_info": False}
+    if logger.requirements:
+        found["x_save_requirements"] = True
+    if logger.console:
+        found["console"] = "wrap"
+    return found
 
 
 def quiet_settings() -> dict[str, Any]:
@@ -100,45 +117,69 @@ def beside_config(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     return {**links, **({} if agent is None else agent.parameters)}
 
 
-def config_of(run_dir: RunDir, events: Sequence[Event]) -> dict[str, Any]:
-    """Return the resolved configuration, with `plan` and `facts` if known."""
+def config_of(run_dir: RunDir, manifest: Manifest, events: Sequence[Event]) -> dict[str, Any]:
+    """Return the resolved configuration that the task reads, with `plan` and `facts` if known."""
     payloads = {record["event"]: record["payload"] for record in events}
     config = payloads.get("run_started", {}).get("config") or _composed(run_dir)
-    return {**config, **{name: payloads[name] for name in ("plan", "facts") if name in payloads}}
+    names: tuple[str, ...] = ("plan", "facts")
+    known = {name: payloads[name] for name in names if name in payloads}
+    return {**settings_read(config, manifest.task), **known}
+
+
+def mirror_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a run's W&B mirror; empty if it has none."""
+    chosen = config.get("logger")
+    if not isinstance(chosen, dict):
+        return {}
+    nodes = [chosen] if "sink" in chosen else chosen.values()
+    mirrors = (one for one in nodes if isinstance(one, dict) and one.get("sink") == "wandb")
+    return next(mirrors, {})
 
 
 def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """Return the status, the results, and the KPIs as ``<condition>/<kpi>``.
 
     KPIs are named as in the table of KPIs, even if scorecard or manifest name them differently.
+    ``best/<kpi>`` is the best point of a KPI's curve, in the direction that its metric declares;
+    the adapter of that step may not be the one that was kept.
     """
     return {
         "status": str(manifest.status),
+        **_best(run_dir),
         **{
             name_under(condition, key): value
-            for condition, kpis in _conditions(run_dir).items()
+            for condition, kpis in conditions_of(run_dir).items()
             for key, value in kpis.items()
         },
-        **{_name_of_result(key): value for key, value in manifest.results.items()},
+        **{
+            _name_of_result(key): value
+            for key, value in manifest.results.items()
+            if key != _METRICS
+        },
+        **(manifest.results.get(_METRICS) or {}),
     }
 
 
-def tables(run_dir: RunDir) -> dict[str, wandb.Table]:
-    """Return tables: `scorecard` (condition × KPI), `predictions` (row per item), a study's.
+_BEST = {"min": min, "max": max}
 
-    Each is present only if it is recorded.
 
-    Raises:
-        DataError: one of these files cannot be read.
-    """
-    found = {}
-    if conditions := _conditions(run_dir):
-        found["scorecard"] = _scorecard_table(conditions)
-    if run_dir.events.is_file():
-        found["predictions"] = _predictions_table(run_dir.events)
-    if run_dir.comparison.is_file():
-        found |= study_tables(Comparison.read(run_dir.comparison))
-    return found
+def _best(run_dir: RunDir) -> dict[str, float]:
+    """Return the best of what was measured while training ran, of the tuned model."""
+    events = read_events(run_dir.telemetry) if run_dir.telemetry.is_file() else []
+    points: dict[str, list[float]] = {}
+    for event in events:
+        payload = event["payload"]
+        is_tuned = payload.get("condition", "tuned") == "tuned"
+        if event["event"] not in {"validation", "scorecard_step"} or not is_tuned:
+            continue
+        for name, value in payload.items():
+            if name in METRICS and value is not None:
+                points.setdefault(name, []).append(value)
+    return {
+        shown_as(name).replace(f"{Condition.TUNED}/", "best/"): _BEST[METRICS[name].direction](of)
+        for name, of in points.items()
+        if METRICS[name].direction in _BEST
+    }
 
 
 def _name_of_result(key: str) -> str:
@@ -150,100 +191,6 @@ def _composed(run_dir: RunDir) -> dict[str, Any]:
     if not run_dir.config.is_file():
         return {}
     return dict(parse_yaml(run_dir.config.read_bytes(), str(run_dir.config)) or {})
-
-
-def _conditions(run_dir: RunDir) -> dict[str, dict[str, float | int | None]]:
-    return Scorecard.read(run_dir.scorecard).conditions if run_dir.scorecard.is_file() else {}
-
-
-def _scorecard_table(conditions: Mapping[str, Mapping[str, float | None]]) -> wandb.Table:
-    import wandb
-
-    keys = {name_of_key(key): key for values in conditions.values() for key in sorted(values)}
-    rows = [
-        [condition, *(values.get(keys[name]) for name in sorted(keys))]
-        for condition, values in conditions.items()
-    ]
-    return wandb.Table(columns=["condition", *sorted(keys)], data=rows)
-
-
-def _predictions_table(path: Path) -> wandb.Table:
-    """Build a table with a row per item: prompt, answers side by side, and their metadata."""
-    import wandb
-
-    items: dict[str, dict[str, Any]] = {}
-    sides: dict[str, None] = dict.fromkeys(_SIDES)
-    found = set(ALWAYS_SHOWN)
-    for event in read_item_events(path):
-        if event["sample"] > 0:
-            continue  # one row per item
-        side = event["condition"]
-        sides[side] = None
-        row = items.setdefault(event["item_id"], {"item_id": event["item_id"]})
-        row |= {"prompt": event["prompt"], "reference": event["reference"]}
-        row[side] = event["completion"]
-        values = item_values(event)
-        found |= {name for name, value in values.items() if value is not None}
-        row |= {f"{side}/{name}": value for name, value in values.items()}
-    measured = [name for name in ITEM_VALUES if name in found]
-    shown: list[str | int] = ["item_id", "prompt", "reference", *sides]
-    shown += [f"{side}/{name}" for name in measured for side in sides]
-    data = [[row.get(str(name)) for name in shown] for row in items.values()]
-    return wandb.Table(columns=list(shown), data=data)
-
-
-_OF_VERDICT = (
-    *("estimate", "level", "low", "high", "p", "p_sign_flip", "p_holm"),
-    *("mde", "mde_low", "mde_high", "seeds_needed", "seeds_needed_low", "seeds_needed_high"),
-    *("in_seed_noise", "width_ratio", "verdict", "why"),
-)
-_OF_KPI = (
-    *("group", "direction", "unit", "arm_mean", "reference_mean", "estimate", "level"),
-    *("low", "high", "mde", "mde_low", "mde_high", "in_seed_noise", "verdict"),
-)
-
-
-def study_tables(record: Comparison) -> dict[str, wandb.Table]:
-    """Return the tables of a comparison, by name."""
-    verdicts = [
-        [
-            *(one["arm"], one["reference"]),
-            *_picked(one["kpis"][record.primary], _OF_VERDICT),
-            len(record.looks[one["arm"]]["others"]) + 1 if one["arm"] in record.looks else 1,
-            "; ".join(one["confounded_by"]),
-        ]
-        for one in record.contrasts
-    ]
-    kpis = [
-        [one["arm"], name, *_picked(kpi, _OF_KPI)]
-        for one in record.contrasts
-        for name, kpi in one["kpis"].items()
-    ]
-    names = list(record.arms[0]["kpis"])
-    arms = [
-        [arm["name"], len(arm["seeds"]), arm["runs"], *map(arm["kpis"].get, names)]
-        for arm in record.arms
-    ]
-    # If base and tuned are the arms, the arm gives the condition.
-    is_one = record.condition != BOTH
-    shown = [name_under(record.condition, name) if is_one else name for name in names]
-    noise = [[name, one["seed"], one["rerun"]] for name, one in record.noise.items()]
-    return {
-        "verdicts": _table(["arm", "reference", *_OF_VERDICT, "looks", "confounded_by"], verdicts),
-        "kpis": _table(["arm", "kpi", *_OF_KPI], kpis),
-        "arms": _table(["arm", "seeds", "runs", *shown], arms),
-        "noise": _table(["kpi", "seed", "rerun"], noise),
-    }
-
-
-def _picked(record: Any, names: Sequence[str]) -> list[Any]:
-    return [record[name] for name in names]
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> wandb.Table:
-    import wandb
-
-    return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
 
 
 _TOKENS = "data/supervised_tokens"
@@ -271,9 +218,13 @@ class EventFeed:
         for metric in METRICS.values():
             if metric.name == _TOKENS:  # selectable as axis in any chart
                 sink.define_metric(metric.name)
-                continue
-            reduced = metric.reduction if metric.reduction in {"max", "mean"} else None
-            sink.define_metric(shown_as(metric.name), step_metric="step", summary=reduced)
+            else:
+                self._define(shown_as(metric.name), metric.reduction)
+
+    def _define(self, name: str, reduction: str) -> None:
+        """Define the axis of a metric, and what its summary keeps."""
+        kept = reduction if reduction in {"max", "mean", "min"} else None
+        self._sink.define_metric(name, step_metric="step", summary=kept)
 
     def take(self, record: Event) -> None:
         """Log one event; skip events without a W&B equivalent."""
@@ -289,8 +240,16 @@ class EventFeed:
                 self._log(numbers, payload["step"], at_s)
             case "validation":
                 self._validation(payload, at_s)
+            case "metric_declared":
+                self._define(payload["name"], payload["reduction"])
+            case "logged" if is_point(payload):
+                values = _known(payload["values"])
+                self._log({**values, "step": payload["step"]}, payload["step"], at_s)
+            case "hyperparameters":
+                set_config(self._sink, payload)
             case "run_started" if "config" in payload:
-                set_config(self._sink, {**payload["config"], **self._drawn})
+                config = settings_read(payload["config"], payload["task"])
+                set_config(self._sink, {**config, **self._drawn})
             case "plan" | "facts" as name:
                 set_config(self._sink, {name: payload})
 
@@ -310,13 +269,9 @@ class EventFeed:
         self._sink.log({**values, **at}, step=step, commit=True)
 
     def _validation(self, payload: Mapping[str, Any], at_s: float) -> None:
-        is_base = payload["condition"] == "base"
-        if is_base:
+        if payload["condition"] == "base":
             self._sink.summary[f"{Condition.BASE}/val_loss"] = payload["val/loss"]
-        if payload["condition"] == "peft_view":
-            return  # not a point of the curve; in the results
-        # The base model is only the starting point of the tuned curve.
-        if not is_base or payload["step"] == 0:
+        if is_point(payload):
             row = {shown_as(name): value for name, value in _known(payload).items()}
             del row["condition"]
             row[_TOKENS] = self._tokens
@@ -326,6 +281,15 @@ class EventFeed:
         self.last_step, self._last_s, self._is_open = step, at_s, False
         self._sink.log({**values, "_timestamp": at_s}, step=step)
         self._is_open = True
+
+
+def is_point(payload: Mapping[str, Any]) -> bool:
+    """Return whether what was validated is a point of the tuned model's curve.
+
+    The base model is only its starting point; the PEFT view is in the results.
+    """
+    condition = str(payload.get("condition", "tuned"))
+    return condition == "tuned" or (condition == "base" and payload["step"] == 0)
 
 
 def shown_as(metric: str) -> str:
@@ -411,6 +375,7 @@ def _made(run_dir: RunDir) -> list[tuple[str, Path, list[Path]]]:
         ("merged", run_dir.path, _there([run_dir.parity])),
         ("scorecard", run_dir.path, _there(scorecard)),
         ("comparison", run_dir.path, _there([run_dir.comparison])),
+        ("attribution", run_dir.path, _there([run_dir.attribution])),
     ]
 
 

@@ -27,7 +27,7 @@ from mens_exp.artifacts.host import is_alive, run_lock
 from mens_exp.artifacts.manifest import Destination, Manifest, Status, delivery_at, note_delivery
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import events_after, read_events
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.wandb_names import display_name, id_of
 from mens_exp.training.wandb_rendering import (
@@ -37,11 +37,12 @@ from mens_exp.training.wandb_rendering import (
     beside_config,
     config_of,
     made_by,
+    mirror_settings,
     set_config,
     settings_of,
     summary_of,
-    tables,
 )
+from mens_exp.training.wandb_tables import panels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -276,7 +277,7 @@ _NICE = 10
 _LOOK_S = 1.0  # polling interval for the record of an open run
 _AGAIN_S = 30.0  # delay before retrying a service that did not answer
 _INIT_S = 90.0  # W&B's own default
-_OWN = ("group", "name", "tags")
+_OWN = ("group", "name", "tags", "notes", "system_metrics", "git", "requirements", "console")
 
 
 def main(arguments: list[str]) -> int:
@@ -383,13 +384,15 @@ def _send(order: Order, staging: Path) -> str:
 def _sent(order: Order, run: RunDir, staging: Path) -> str:
     manifest = Manifest.read(run.manifest)
     events = read_events(run.telemetry) if run.telemetry.is_file() else []
-    config, drawn = config_of(run, events), beside_config(run, manifest)
+    config, drawn = config_of(run, manifest, events), beside_config(run, manifest)
     logger = _logger(config, order)
     run_id = order.run_id or id_of(run, manifest)
-    settings = settings_of(logger, run, manifest, config, run_id)
+    process = None if order.follows is None else order.follows[0]
+    settings = settings_of(logger, run, manifest, config, run_id, process=process)
+    sys.argv[1:] = manifest.overrides  # wandb shows the command line with logger.git
     with opened(order, settings, {**config, **drawn}, staging) as sink:
         feed = EventFeed(sink, drawn)
-        _feed(order, run, feed)
+        _feed(order, run, feed, _Console(run) if logger.console else None)
         manifest = Manifest.read(run.manifest)
         if manifest.status is Status.STARTED:
             raise MensError(
@@ -398,7 +401,7 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
         digest = digest_of(run.path)
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
-        feed.log_last(tables(run))
+        feed.log_last(panels(run))
         sink.summary.update(summary_of(run, manifest))
         name = display_name(logger, run, manifest, config)
         if name != sink.name:  # a study names itself at its end
@@ -408,7 +411,27 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
     return digest
 
 
-def _feed(order: Order, run: RunDir, feed: EventFeed) -> None:
+class _Console:
+    """The run's output as its mirror keeps it; printed again, W&B takes it for this process's.
+
+    An attempt has a file; the mirror of an attempt that did not keep it has none.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._offsets: dict[Path, int] = {}
+
+    def pass_on(self) -> None:
+        """Print what is new."""
+        for path in sorted(self._run.wandb.glob("offline-run-*/files/output.log")):
+            offset = self._offsets.get(path, 0)
+            text = path.read_bytes()[offset:]
+            self._offsets[path] = offset + len(text)
+            sys.stdout.write(text.decode("utf-8", "replace"))
+            sys.stdout.flush()
+
+
+def _feed(order: Order, run: RunDir, feed: EventFeed, console: _Console | None) -> None:
     """Feed every event, including those that arrive while the run is open."""
     offset = 0
     while True:
@@ -416,6 +439,8 @@ def _feed(order: Order, run: RunDir, feed: EventFeed) -> None:
         events, offset = events_after(run.telemetry, offset)
         for event in events:
             feed.take(event)
+        if console is not None:
+            console.pass_on()
         if not is_open:  # checked before reading, so no event is missed
             return
         time.sleep(_LOOK_S)
@@ -436,8 +461,8 @@ def _tie(order: Order, run: RunDir, manifest: Manifest, sink: wandb.Run, staging
 
 def _logger(config: Mapping[str, Any], order: Order) -> WandbLogger:
     """Return the run's mirror settings for name, group and tags; else the defaults."""
-    told = config.get("logger") or {}
-    own = {name: told[name] for name in _OWN if told.get("sink") == "wandb" and name in told}
+    told = mirror_settings(config)
+    own = {name: told[name] for name in _OWN if name in told}
     return WandbLogger(project=order.to.project, entity=order.to.entity, **own)
 
 

@@ -16,7 +16,7 @@ import torch
 from lightning import Callback
 
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.trainer import WandbLogger
+from mens_exp.config.logger import WandbLogger
 from mens_exp.evals.attempts import Measured
 from mens_exp.training import callbacks as package
 

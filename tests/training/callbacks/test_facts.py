@@ -35,3 +35,17 @@ def test_facts_of_the_first_batch_survive_a_resume(fit):
     facts = fit.record.manifest.facts
     assert facts["tokens_in_first_batch"] == 7
     assert facts["device"] == "cpu"
+
+
+def test_a_resume_in_other_forms_is_noted(fit, tmp_path):
+    """With the step up to which others were in use, and none if they are the same."""
+    started = fit.trainer(ManifestFacts(fit.record), max_steps=1)
+    fit.run(started)
+    started.save_checkpoint(tmp_path / "one.ckpt")
+    fit.run(fit.trainer(ManifestFacts(fit.record)), ckpt_path=tmp_path / "one.ckpt")
+    assert fit.record.manifest.notes == []
+    del fit.record.manifest.facts["numerics"]
+    fit.run(fit.trainer(ManifestFacts(fit.record)), ckpt_path=tmp_path / "one.ckpt")
+    (note,) = fit.record.manifest.notes
+    assert note.startswith("up to step 1, ")
+    assert note.endswith(": as earlier releases do")

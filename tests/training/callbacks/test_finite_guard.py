@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from device_reads import Reads
 from lightning import Callback
 
 from mens_exp.errors import TrainingError
@@ -20,7 +21,7 @@ class Spoil(Callback):
         if trainer.global_step != 1:
             return
         if self.what == "loss":
-            pl_module._step_loss = math.nan
+            pl_module._step.loss = math.nan
         else:
             next(iter(pl_module.backend.trainable().values())).grad[0, 0] = math.inf
 
@@ -43,6 +44,35 @@ def test_a_number_that_is_not_finite_stops_the_step(fit, what, named):
         fit.run(guarded)
     after = fit.module.backend.trainable()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_norm_beyond_f32_stops_nothing_while_each_number_is_finite(fit):
+    """The square of 1e30 is no f32; the gradient is one all the same."""
+
+    class Enlarge(Callback):
+        def on_after_backward(self, trainer, pl_module):
+            next(iter(pl_module.backend.trainable().values())).grad[0, 0] = 1e30
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            for parameter in pl_module.backend.trainable().values():
+                parameter.grad.zero_()  # after the guard
+
+    fit.run(fit.trainer(FiniteGuard(fit.record), Enlarge()))
+    assert fit.module.global_step == 2
+
+
+def test_one_number_is_read_however_many_gradients_there_are(fit):
+    """Reading each of 28 would wait for a GPU 28 times."""
+    counts = []
+
+    class Counted(FiniteGuard):
+        def on_before_optimizer_step(self, *arguments):
+            with Reads() as reads:
+                super().on_before_optimizer_step(*arguments)
+            counts.append(reads.count)
+
+    fit.run(fit.trainer(Counted(fit.record)))
+    assert counts == [1, 1]
 
 
 def test_steps_between_checks_are_not_looked_at(fit):

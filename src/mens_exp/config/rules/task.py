@@ -15,6 +15,7 @@ from mens_exp.config.promotion import (
     CompareTest,
     Sequential,
 )
+from mens_exp.config.root import LOGS
 from mens_exp.config.task import MergeMode
 from mens_exp.errors import ConfigError
 
@@ -84,15 +85,29 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if name == "attribute":
         yield from _attribution(config)
-    if name in {"compare", "evaluate"} and config.logger.sink not in {"wandb", "none"}:
+    yield from _logger_problems(config)
+    if name == "chat" and config.prompt is not None and not config.prompt.strip():
+        yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
+
+
+def _logger_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield loggers that a task gives nothing to, and `none` beside others."""
+    name, chosen = config.task.name, config.logger
+    others = [sink for sink in config.loggers if config.loggers[sink] is not config.wandb]
+    if name in LOGS and others:
         yield ConfigError(
             f"logs training steps, and task={name} has none",
             where="logger",
-            found=config.logger.sink,
+            found=",".join(others),
             expected="wandb or none",
         )
-    if name == "chat" and config.prompt is not None and not config.prompt.strip():
-        yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
+    if isinstance(chosen, dict) and len(config.loggers) < len(chosen):
+        yield ConfigError(
+            "none stands for no logger, and there are others",
+            where="logger",
+            found=",".join(chosen),
+            expected="none alone, or the others alone",
+        )
 
 
 def _is_quantized(told: QuantType | None) -> bool:

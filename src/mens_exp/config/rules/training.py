@@ -5,14 +5,15 @@ trainer=fsdp shards the frozen decoder layers of a causal model, and nothing els
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
 from mens_exp.config.objective import OBJECTIVES
-from mens_exp.config.optim import OptimConfig, warmup_steps
+from mens_exp.config.optim import OptimConfig, ScheduleConfig
 from mens_exp.config.rules.suite import scorecard_of
-from mens_exp.config.trainer import Selection, Strategy
-from mens_exp.errors import ConfigError, expected_name
+from mens_exp.config.trainer import Promise, Refusal, Selection, Strategy
+from mens_exp.errors import ConfigError, NoEffectError, expected_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,13 +45,128 @@ def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=trainer.accelerator,
             expected=expected_name(trainer.accelerator, ACCELERATORS),
         )
+    yield from _arguments(config)
     yield from _shared(config)
+
+
+_CLIPPING = ("norm", "value")
+_PROFILERS = ("simple", "advanced", "pytorch")
+_DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
+# Lightning's names of the formats that quant.compute_dtype stands for.
+_PRECISIONS = {"32": "f32", "32-true": "f32", "bf16": "bf16", "bf16-mixed": "bf16"}
+
+
+def _arguments(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the problems of arguments that Lightning would refuse later, or in other words."""
+    trainer = config.trainer
+    for name, value, known in (
+        ("strategy", trainer.strategy, tuple(Strategy.__members__)),
+        ("profiler", trainer.profiler, _PROFILERS),
+        ("gradient_clip_algorithm", trainer.gradient_clip_algorithm, _CLIPPING),
+    ):
+        if value is None or value in known or (name in _BY_CLASS and _names_a_class(value)):
+            continue
+        or_class = ", or a mapping with _target_" if name in _BY_CLASS else ""
+        yield ConfigError(
+            f"unknown {name.rpartition('_')[2]}",
+            where=f"trainer.{name}",
+            found=value,
+            expected=expected_name(str(value), known) + or_class,
+        )
+    for number, plugin in enumerate(trainer.plugins or []):
+        if not _names_a_class(plugin):
+            yield ConfigError(
+                "names no class",
+                where=f"trainer.plugins.{number}",
+                found=plugin,
+                expected="a mapping with _target_",
+            )
+    if trainer.deterministic not in {None, True, False, "warn"}:
+        yield ConfigError(
+            "is no choice",
+            where="trainer.deterministic",
+            found=trainer.deterministic,
+            expected="true, false, warn, or null",
+        )
+    limit = trainer.limit_val_batches
+    is_share = isinstance(limit, float) and 0 < limit <= 1
+    is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+    if limit == 0:
+        yield Refusal(
+            Promise.COMPARISON,
+            "base and tuned model are always validated on the same text",
+            "use trainer.limit_val_batches=1, or drop it",
+        ).error("trainer.limit_val_batches", limit)
+    elif limit is not None and not is_share and not is_count:
+        yield ConfigError(
+            "is no number of micro-batches",
+            where="trainer.limit_val_batches",
+            found=limit,
+            expected="a whole number of at least 1, or a share above 0 and up to 1.0",
+        )
+    yield from _limits(config)
+    yield from _precision(config)
+
+
+_BY_CLASS = frozenset({"strategy", "profiler"})
+
+
+def _names_a_class(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("_target_"), str)
+
+
+def _limits(config: RunConfig) -> Iterator[ConfigError]:
+    trainer, text = config.trainer, config.trainer.max_time
+    if text is not None and (not _DURATION.fullmatch(text) or not text.strip("0:")):
+        yield ConfigError(
+            "is no duration", where="trainer.max_time", found=text, expected="DD:HH:MM:SS"
+        )
+    if trainer.min_steps is not None and 0 < trainer.max_steps < trainer.min_steps:
+        yield ConfigError(
+            "is more than the run has",
+            where="trainer.min_steps",
+            found=trainer.min_steps,
+            expected=f"at most trainer.max_steps ({trainer.max_steps})",
+        )
+
+
+def _precision(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield a precision that the graph would not compute in."""
+    told, computes = config.trainer.precision, config.quant.compute_dtype.value
+    if told is None or _PRECISIONS.get(told) == computes:
+        return
+    if told in _PRECISIONS:
+        yield Refusal(
+            Promise.ASKED,
+            f"the graph computes in {computes}, as quant.compute_dtype says",
+            f"set quant.compute_dtype={_PRECISIONS[told]}, or drop trainer.precision",
+        ).error("trainer.precision", told)
+    elif told.endswith("-true") or told in {"64", "16"}:
+        yield Refusal(
+            Promise.ARTIFACT,
+            "it converts the adapter, which is trained and written in f32",
+            "use quant.compute_dtype=bf16, which computes with bf16 copies",
+        ).error("trainer.precision", told)
+    else:
+        yield ConfigError(
+            "no graph computes in it",
+            where="trainer.precision",
+            found=told,
+            expected="32-true or bf16-mixed, the names of quant.compute_dtype=f32 and bf16",
+        )
 
 
 def _shared(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of dividing the work among several processes."""
     trainer, several = config.trainer, config.trainer.world_size
-    if trainer.strategy is Strategy.one:
+    if several == 1 and isinstance(trainer.strategy, dict):
+        yield NoEffectError(
+            "on one process",
+            where="trainer.strategy",
+            expected="several processes",
+            remedy="add trainer.devices=<2 or more>, or drop trainer.strategy",
+        )
+    elif trainer.sharing is Strategy.one:
         for name in ("devices", "num_nodes"):
             if getattr(trainer, name) != 1:
                 yield ConfigError(
@@ -60,6 +176,7 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
                     expected="1, or a trainer of several processes",
                     remedy="choose trainer=ddp or trainer=fsdp",
                 )
+    if trainer.sharing is Strategy.one:
         return
     for name, what in (
         ("accumulate_grad_batches", "micro-batches of a step"),
@@ -85,7 +202,7 @@ def can_be_sharded(config: RunConfig) -> bool:
 
 def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the parts of a run that cannot be sharded."""
-    if config.trainer.strategy is not Strategy.fsdp:
+    if config.trainer.sharing is not Strategy.fsdp:
         return
     yield from _of_the_run(config)
     quant = config.quant
@@ -156,6 +273,8 @@ def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
 def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `schedule`."""
     schedule, trainer = config.schedule, config.trainer
+    if not isinstance(schedule, ScheduleConfig):
+        return  # a class of the user's checks its own values
     if schedule.warmup_steps is not None and schedule.warmup_frac is not None:
         yield ConfigError(
             "warm-up is set twice",
@@ -177,9 +296,11 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
         bound: the setting that determines this length, for the message.
     """
     schedule = config.schedule
+    if not isinstance(schedule, ScheduleConfig):
+        return
     steps = schedule.warmup_steps
     # A fraction scales with the run, except in a run of one step, which is then all warm-up.
-    if steps is not None and warmup_steps(schedule, total_steps) >= total_steps:
+    if steps is not None and steps >= total_steps:
         yield ConfigError(
             "warm-up lasts as long as the run",
             where="schedule.warmup_steps",

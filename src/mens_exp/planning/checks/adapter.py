@@ -75,7 +75,7 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
             expected="lora.init=default",
             remedy=f"set lora.init=default; to leave the experts alone, {without}",
         )
-    if config.trainer.strategy is Strategy.fsdp:
+    if config.trainer.sharing is Strategy.fsdp:
         yield ConfigError(
             "PEFT adds to whole experts, and here each process holds a part of them",
             where="trainer.strategy",

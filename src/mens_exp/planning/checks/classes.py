@@ -1,7 +1,8 @@
 """Checks of user-defined classes: they import, are of the right kind, and accept their settings.
 
 A user-defined class is imported here, before any weight is read. Its kind is determined from the
-names of its base classes, so that the check itself imports nothing heavy.
+names of its base classes, so that the check itself imports nothing heavy. Classes of Lightning that
+would break a promise of the design are refused by its name, and so is what inherits from them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.trainer import Promise, Refusal
 from mens_exp.config.untrusted_config import our_targets
 from mens_exp.config.user_config import CLASS_GROUPS
 from mens_exp.errors import ConfigError, MensError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from collections.abc import Set as AbstractSet
 
     from mens_exp.config.root import RunConfig
 
@@ -46,6 +49,22 @@ _KINDS = {
         "lightning.pytorch.callbacks.callback.Callback",
         optional=("run",),
     ),
+    "logger": _Kind(
+        "a subclass of lightning.pytorch.loggers.Logger",
+        "lightning.pytorch.loggers.logger.Logger",
+        optional=("run", "save_dir", "version"),
+    ),
+    "module": _Kind(
+        "a subclass of lightning.LightningModule",
+        "lightning.pytorch.core.module.LightningModule",
+        optional=("backend", "config", "objective", "total_steps"),
+    ),
+    "schedule": _Kind(
+        "a subclass of torch.optim.lr_scheduler.LRScheduler",
+        "torch.optim.lr_scheduler.LRScheduler",
+        given=("optimizer",),
+        optional=("total_steps",),
+    ),
     "optim": _Kind(
         "a subclass of torch.optim.Optimizer",
         "torch.optim.optimizer.Optimizer",
@@ -67,19 +86,150 @@ _KINDS = {
 }
 
 
+_CALLBACKS = "lightning.pytorch.callbacks."
+_PLUGINS = "lightning.pytorch.plugins."
+_AVERAGES = Refusal(
+    Promise.ARTIFACT,
+    "it averages the frozen base too, whose copy then drifts from the weights that were read, and "
+    "its state is in no checkpoint",
+    "average the adapter alone (docs/how-to/extending.md, Weight averaging)",
+)
+_REFUSED = {
+    f"{_CALLBACKS}batch_size_finder.BatchSizeFinder": Refusal(
+        Promise.PLANNED,
+        "it changes the micro-batch after plan, contract and data order were made of it",
+        "task=plan says what fits; set data.micro_batch_size",
+    ),
+    f"{_CALLBACKS}lr_finder.LearningRateFinder": Refusal(
+        Promise.ASKED,
+        "it replaces optim.lr after the contract was made of it",
+        "try rates in a sweep: -m optim.lr=1e-3,2e-3,4e-3",
+    ),
+    f"{_CALLBACKS}gradient_accumulation_scheduler.GradientAccumulationScheduler": Refusal(
+        Promise.COMPARISON,
+        "a step would have another number of micro-batches than the contract says",
+        "set trainer.accumulate_grad_batches",
+    ),
+    f"{_CALLBACKS}stochastic_weight_avg.StochasticWeightAveraging": Refusal(
+        Promise.ARTIFACT,
+        "it averages at the end of Lightning's epochs, of which a run has one, and would put the "
+        "start in the place of what was trained",
+        "average the adapter after steps (docs/how-to/extending.md, Weight averaging)",
+    ),
+    f"{_CALLBACKS}weight_averaging.WeightAveraging": _AVERAGES,
+    f"{_CALLBACKS}pruning.ModelPruning": Refusal(
+        Promise.ARTIFACT,
+        "it prunes the frozen base too, which no adapter holds",
+        "prune the exported model",
+    ),
+    f"{_CALLBACKS}finetuning.BaseFinetuning": Refusal(
+        Promise.ARTIFACT,
+        "what it unfreezes is not in the adapter that is written",
+        "choose what is trained with lora.targets, or backend=full",
+    ),
+    "torch.optim.lr_scheduler.ReduceLROnPlateau": Refusal(
+        Promise.PLANNED,
+        "the rates of all steps are known before the first, and it follows a measurement",
+        "use schedule=cosine or another that follows steps, with callbacks.early_stopping",
+    ),
+    f"{_CALLBACKS}prediction_writer.BasePredictionWriter": Refusal(
+        Promise.ASKED, "a run predicts nothing", "read the answers in events.jsonl"
+    ),
+    "lightning.fabric.plugins.io.checkpoint_io.CheckpointIO": Refusal(
+        Promise.NOTHING_LOST, "checkpoints are written whole, with a digest", "drop it"
+    ),
+    "lightning.fabric.plugins.environments.cluster_environment.ClusterEnvironment": Refusal(
+        Promise.NOTHING_LOST,
+        "the run starts its processes itself, or torchrun does",
+        "use trainer.devices and trainer.num_nodes (docs/how-to/several_processes.md)",
+    ),
+}
+# Their own formats: the graph computes in quant.compute_dtype, whatever stands around it.
+_FORMATS = Refusal(
+    Promise.ASKED,
+    "the graph computes in quant.compute_dtype, whatever format Lightning puts around it",
+    "set quant.compute_dtype, or write a plugin of your own",
+)
+_OF_TRAINER = {
+    "strategy": _Kind(
+        "a subclass of lightning.pytorch.strategies.DDPStrategy",
+        "lightning.pytorch.strategies.ddp.DDPStrategy",
+    ),
+    "profiler": _Kind(
+        "a subclass of lightning.pytorch.profilers.Profiler",
+        "lightning.pytorch.profilers.profiler.Profiler",
+    ),
+}
+_PLUGIN = _Kind(
+    "a subclass of Precision or LayerSync, of lightning.pytorch.plugins",
+    f"{_PLUGINS}precision.precision.Precision",
+)
+_LAYER_SYNC = f"{_PLUGINS}layer_sync.LayerSync"
+
+
 def check(config: RunConfig) -> Iterator[MensError]:
-    """Yield the problems of user-defined classes."""
+    """Yield the problems of user-defined classes, and of Lightning's that are not accepted."""
     for group, place, node in _own_nodes(config):
         try:
             cls = _load(place, node._target_)  # Hydra's own spelling
         except MensError as error:
             yield error
             continue
-        problem = _kind_problem(_KINDS[group], place, node._target_, cls)
+        problem = _refused(place, node._target_, cls)
+        problem = problem or _kind_problem(_KINDS[group], place, node._target_, cls)
         if problem is not None:
             yield problem
         elif group != "backend":  # a backend reads its settings from the configuration
-            yield from _argument_problems(_KINDS[group], group, place, node, cls)
+            ours = {field.name for field in fields(CLASS_GROUPS[group])}
+            settings = {field.name for field in fields(node)}
+            settings -= _NOT_ARGUMENTS if group == "optim" else ours
+            if group == "objective":
+                settings -= node.spec.selects
+            yield from _argument_problems(_KINDS[group], place, node._target_, settings, cls)
+    for place, values in _trainer_nodes(config):
+        yield from _trainer_problems(place, values)
+
+
+def _trainer_nodes(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the parts of the Trainer that name a class."""
+    trainer = config.trainer
+    named = {name: getattr(trainer, name) for name in _OF_TRAINER}
+    named |= {f"plugins.{number}": one for number, one in enumerate(trainer.plugins or [])}
+    for name, values in named.items():
+        if isinstance(values, dict) and isinstance(values.get("_target_"), str):
+            yield f"trainer.{name}", values
+
+
+def _trainer_problems(place: str, values: dict[str, Any]) -> Iterator[MensError]:
+    target = values["_target_"]
+    try:
+        cls = _load(place, target)
+    except MensError as error:
+        yield error
+        return
+    kind = _OF_TRAINER.get(place.rpartition(".")[2], _PLUGIN)
+    problem = _refused(place, target, cls)
+    if kind is _PLUGIN and problem is None:
+        is_theirs = getattr(cls, "__module__", "").startswith(f"{_PLUGINS}precision")
+        problem = _FORMATS.error(f"{place}._target_", target) if is_theirs else None
+    if problem is None and not (kind is _PLUGIN and _LAYER_SYNC in _ancestors(cls)):
+        problem = _kind_problem(kind, place, target, cls)
+    if problem is not None:
+        yield problem
+    else:
+        yield from _argument_problems(kind, place, target, values.keys() - {"_target_"}, cls)
+
+
+def _refused(place: str, target: str, cls: Any) -> ConfigError | None:
+    """Return the error for a class, or a descendant of one, that would break a promise."""
+    found = next((_REFUSED[name] for name in _ancestors(cls) if name in _REFUSED), None)
+    return None if found is None else found.error(f"{place}._target_", target)
+
+
+def _ancestors(cls: Any) -> list[str]:
+    if not isinstance(cls, type):
+        return []
+    return [f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__]
 
 
 def record(config: RunConfig) -> dict[str, Any] | None:
@@ -89,7 +239,8 @@ def record(config: RunConfig) -> dict[str, Any] | None:
         ``targets``, and ``files``: path relative to the working directory -> SHA-256, for every
         module loaded from there. None if every class is built in.
     """
-    targets = sorted({node._target_ for _, _, node in _own_nodes(config)})
+    named = {node._target_ for _, _, node in _own_nodes(config)}
+    targets = sorted(named | {values["_target_"] for _, values in _trainer_nodes(config)})
     if not targets:
         return None
     here = Path.cwd().resolve()
@@ -109,7 +260,8 @@ def _own_nodes(config: RunConfig) -> Iterator[tuple[str, str, Any]]:
         node: Any = getattr(config, group)
         named = node.items() if isinstance(node, dict) else [(None, node)]
         for name, one in named:
-            if one._target_ not in our_targets():
+            target = getattr(one, "_target_", None)  # our own loggers name no class
+            if target is not None and target not in our_targets():
                 yield group, f"{group}.{name}" if name else group, one
 
 
@@ -170,11 +322,7 @@ def _failed(where: str, target: str, error: Exception) -> ConfigError:
 
 
 def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError | None:
-    ancestors = (
-        {f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__}
-        if isinstance(cls, type)
-        else set()
-    )
+    ancestors = _ancestors(cls)
     if kind.instead is not None and kind.instead in ancestors:
         return None
     missing = [name for name in kind.methods if not callable(_own_attribute(cls, name))]
@@ -202,26 +350,20 @@ def _what(cls: Any) -> str:
 
 
 def _argument_problems(
-    kind: _Kind, group: str, place: str, node: Any, cls: Any
+    kind: _Kind, place: str, target: str, settings: AbstractSet[str], cls: Any
 ) -> Iterator[ConfigError]:
     """Yield settings that the class does not accept, and required arguments that nothing sets."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C has no signature
         return
-    ours = {field.name for field in fields(CLASS_GROUPS[group])}
-    not_arguments = _NOT_ARGUMENTS if group == "optim" else ours
-    settings = {field.name for field in fields(node)} - not_arguments
-    if group == "objective":
-        settings -= node.spec.selects
-    settings.discard("_target_")
     names = [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name in sorted(settings):
         if name not in parameters and not takes_any:
             close = nearest(name, names)
             yield ConfigError(
-                f"{node._target_} takes no such argument",
+                f"{target} takes no such argument",
                 where=f"{place}.{name}",
                 expected=f"one of {', '.join(names) or 'none'}"
                 + (f"; the nearest is {close}" if close else ""),
@@ -234,7 +376,7 @@ def _argument_problems(
         }
         if is_needed and name not in given:
             yield ConfigError(
-                f"{node._target_} needs an argument that nothing sets",
+                f"{target} needs an argument that nothing sets",
                 where=f"{place}.{name}",
                 remedy=f"write {name} into its file in ./conf",
             )

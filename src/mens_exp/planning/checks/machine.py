@@ -11,9 +11,9 @@ from packaging.version import Version
 
 from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
+from mens_exp.config.logger import TensorboardLogger
 from mens_exp.config.optim import LionConfig, PagedAdamw8bitConfig
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.config.trainer import TensorboardLogger
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning import machine, messages
@@ -208,7 +208,7 @@ def check_processes(config: RunConfig) -> Iterator[MensError]:
     trains = config.task.name == "train"
     if launched is not None and not (trains and trainer.world_size > 1):
         if trains:
-            yield started_for_one("trainer.strategy", trainer.strategy.value)
+            yield started_for_one("trainer.strategy", trainer.sharing.value)
         else:
             yield started_for_one("task", config.task.name)
         return
@@ -280,13 +280,27 @@ def check_sandbox(config: RunConfig) -> Iterator[MensError]:
         )
 
 
+# The package that a logger of Lightning's needs: its module, and what pip calls it.
+_OF_LOGGERS = {
+    "TensorBoardLogger": ("tensorboard", "'mens-exp[tensorboard]'"),
+    "MLFlowLogger": ("mlflow", "mlflow-skinny"),
+    "CometLogger": ("comet_ml", "comet-ml"),
+    "NeptuneLogger": ("neptune", "neptune"),
+    "LitLogger": ("litlogger", "litlogger"),
+}
+
+
 def check_logger(config: RunConfig) -> Iterator[MensError]:
-    """Yield an error if a package that the logger needs is not installed."""
-    if isinstance(config.logger, TensorboardLogger) and find_spec("tensorboard") is None:
-        yield MissingExtra(
-            "tensorboard is not installed",
-            where="logger",
-            found="tensorboard",
-            expected="the extra `tensorboard`, or another logger, such as logger=csv",
-            remedy="pip install 'mens-exp[tensorboard]'",
-        )
+    """Yield an error for each package that a logger needs and that is not installed."""
+    for sink, node in config.loggers.items():
+        target = str(getattr(node, "_target_", ""))
+        kind = "TensorBoardLogger" if isinstance(node, TensorboardLogger) else target
+        module, package = _OF_LOGGERS.get(kind.rpartition(".")[2], (None, ""))
+        if module is not None and find_spec(module) is None:
+            yield MissingExtra(
+                f"{module} is not installed",
+                where="logger",
+                found=sink,
+                expected=f"the package {module}, or another logger, such as logger=csv",
+                remedy=f"pip install {package}",
+            )

@@ -18,8 +18,9 @@ from mens_exp.layout.model_cache import locate_bundled, ready_directory
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.planning import messages
+from mens_exp.planning.activations import modules_of, proxy_stack
 from mens_exp.planning.machine import space
-from mens_exp.planning.memory import dense_experts, modules_of, proxy_stack
+from mens_exp.planning.memory import dense_experts
 from mens_exp.planning.messages import blocks_straddle
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.implementations import chat_template_of

@@ -42,7 +42,7 @@ class BestAdapter(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Keep the adapter if it is the best so far; on a tie, the earliest is kept."""
-        if trainer.state.fn is not TrainerFn.FITTING:
+        if trainer.state.fn is not TrainerFn.FITTING or trainer.sanity_checking:
             return
         value = self._value(trainer.global_step, pl_module)
         if value is None or not self._is_better(value):

@@ -40,7 +40,8 @@ class Checkpoint(RunsLast):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Save a checkpoint that was postponed until after the step's validation."""
-        if trainer.state.fn is TrainerFn.FITTING and self._is_due(trainer, pl_module):
+        trains = trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
+        if trains and self._is_due(trainer, pl_module):
             self._save(trainer, keep=pl_module.config.checkpoint.keep)
 
     def _is_due(self, trainer: Trainer, pl_module: TrainingModule) -> bool:
@@ -99,7 +100,9 @@ class Checkpoint(RunsLast):
 
 
 def _validation_follows(trainer: Trainer) -> bool:
-    """Return whether Lightning validates after this micro-batch (its rule for integers)."""
+    """Return whether Lightning validates after this micro-batch (its rules for integers)."""
+    if trainer.should_stop:  # after whole steps alone, see StopsAfterWholeSteps
+        return True
     interval = trainer.val_check_batch
     assert interval is not None, "set when training began"
     return (trainer.fit_loop.total_batch_idx + 1) % interval == 0

@@ -45,7 +45,8 @@ class EarlyStopping(LightningEarlyStopping):
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Count a validation during training; other validations do not count."""
         super().on_validation_end(trainer, pl_module)
-        if trainer.state.fn is TrainerFn.FITTING and self._is_over:
+        trains = trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
+        if trains and self._is_over:
             self.run.telemetry.emit(
                 "early_stop",
                 {"step": trainer.global_step, "validations_without_improvement": self.wait_count},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning import Callback
 
 from mens_exp.config.optim import warmup_steps
+from mens_exp.training.hosted_module import promises
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.data.batch import Batch
     from mens_exp.training.module import RunRecord, TrainingModule
+
+
+_CHANGED = "up to step {}, steps were computed in other forms, which round otherwise: {}"
 
 
 class ManifestFacts(Callback):
@@ -41,12 +45,22 @@ class ManifestFacts(Callback):
             "artifact": _artifact(pl_module.backend),
             "accumulate_grad_batches": trainer.accumulate_grad_batches * trainer.world_size,
             "processes": trainer.world_size,
-            "strategy": pl_module.config.trainer.strategy.value,
+            "strategy": pl_module.config.trainer.sharing.value,
             "warmup_steps": warmup_steps(pl_module.config.schedule, pl_module.total_steps),
             "device": str(pl_module.device),
             "deterministic": _deterministic(),
         }
+        if (of_module := promises(pl_module)) is not None:
+            facts["module"] = of_module
+            words = "; ".join(f"“{one}” ({why})" for one, why in of_module["unproven"].items())
+            facts["notes"] = [*facts.get("notes", []), f"unproven by the module: {words}"]
+        if facts["warmup_steps"] is None:
+            why = "the schedule is a class that tells nothing of it"
+            self.run.manifest.unknown["facts.warmup_steps"] = why
         notes = facts.pop("notes", [])
+        was = self.run.manifest.facts.get("numerics")
+        if trainer.global_step and was != facts.get("numerics"):
+            notes.append(_CHANGED.format(trainer.global_step, was or "as earlier releases do"))
         known = self.run.manifest.notes
         known += [note for note in notes if note not in known]
         self.run.manifest.facts.update(facts)

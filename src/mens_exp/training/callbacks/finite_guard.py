@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+import torch
 from lightning import Callback
 
 from mens_exp.errors import TrainingError
@@ -32,6 +32,9 @@ class FiniteGuard(Callback):
     ) -> None:
         """Check the step's loss sum and every gradient.
 
+        A norm that is finite proves that its gradient is, so that one number is read from the
+        device, whatever the number of gradients.
+
         Raises:
             TrainingError: one of them is not finite.
         """
@@ -39,13 +42,17 @@ class FiniteGuard(Callback):
         step = trainer.global_step
         if step % self.check_every_n_steps:
             return
-        if not math.isfinite(pl_module.pending_loss):
-            pl_module.refuse_unfinite_base()
-            raise _not_finite("the loss", step)
-        for name, parameter in pl_module.backend.trainable().items():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
+        loss = torch.as_tensor(pl_module.pending_loss)
+        named = pl_module.backend.trainable().items()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        every = list(gradients.values())
+        norms = torch._foreach_norm(every) if every else ()  # noqa: SLF001  # as clipping does
+        if torch.stack([loss, *(norm.to(loss) for norm in norms)]).isfinite().all():
+            return
+        for what, value in {"the loss": loss, **gradients}.items():
+            if not value.isfinite().all():
                 pl_module.refuse_unfinite_base()
-                raise _not_finite(f"the gradient of {name}", step)
+                raise _not_finite(what if value is loss else f"the gradient of {what}", step)
 
 
 def _not_finite(what: str, step: int) -> TrainingError:

@@ -1,4 +1,4 @@
-"""Memory use of training."""
+"""Memory and load of the machine during training."""
 
 # Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
 # mypy: disable-error-code="override"
@@ -20,9 +20,10 @@ _PEAKS = {"mem/peak_rss_bytes": "peak_rss_bytes", "mem/peak_cuda_bytes": "peak_c
 
 
 class MemoryWatch(Callback):
-    """Records current and peak memory at each step, and returns freed pages periodically.
+    """Records memory and load at each step, and returns freed pages periodically.
 
-    The run's peak is the maximum over all processes that worked on it, up to their last checkpoint.
+    The load is that of the whole machine: processors, memory, and the GPU of the process. The run's
+    peak is the maximum over all processes that worked on it, up to their last checkpoint.
     """
 
     def __init__(self, run: RunRecord, trim_every_n_steps: int = 2) -> None:
@@ -30,6 +31,11 @@ class MemoryWatch(Callback):
         self.run = run
         self.trim_every_n_steps = trim_every_n_steps
         self._peaks: dict[str, int | None] = dict.fromkeys(_PEAKS)
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Begin the interval over which the load of the first step is taken."""
+        del trainer, pl_module
+        host.load()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -41,6 +47,8 @@ class MemoryWatch(Callback):
         if trainer.global_step % self.trim_every_n_steps == 0:
             host.release_free()
         pl_module.record("mem/rss_bytes", host.rss_bytes())
+        for name, value in host.load().items():
+            pl_module.record(name, value)
         for name, probe in _PEAKS.items():
             value = getattr(host, probe)()
             if value is not None:

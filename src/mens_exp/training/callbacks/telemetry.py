@@ -44,6 +44,8 @@ class TelemetryWriter(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Write the validation loss."""
+        if trainer.sanity_checking:
+            return
         self.run.telemetry.emit(
             "validation",
             {"step": trainer.global_step, "condition": pl_module.condition, **pl_module.validation},

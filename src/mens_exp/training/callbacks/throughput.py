@@ -19,7 +19,7 @@ _TOKENS = ("tokens", "supervised_tokens")
 
 
 class Throughput(Callback):
-    """Records step time, non-padding and supervised tokens per second, and time left.
+    """Records step time, non-padding and supervised tokens per second, passes, and time left.
 
     Time spent on validation or saving does not count. The run's totals exclude the first step of
     each process that worked on it, because it includes warm-up.
@@ -68,6 +68,9 @@ class Throughput(Callback):
             total["tokens"] += tokens
             total["supervised_tokens"] += supervised
         self._is_warm = True
+        data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning adds it
+        if data is not None and (epochs := data.epochs_after(trainer.global_step)) is not None:
+            pl_module.record("data/epochs", epochs)
         mean = total["s"] / total["steps"] if total["steps"] else seconds
         pl_module.record("perf/eta_s", mean * (trainer.max_steps - trainer.global_step))
 

@@ -14,11 +14,10 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from lightning import Callback
 
 from mens_exp.artifacts.manifest import Destination, Status
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.trainer import WandbMode
+from mens_exp.config.logger import WandbMode
 from mens_exp.errors import MensError, SetupError
 from mens_exp.training.wandb_names import display_name, id_of
 from mens_exp.training.wandb_rendering import (
@@ -29,7 +28,6 @@ from mens_exp.training.wandb_rendering import (
     set_config,
     settings_of,
     summary_of,
-    tables,
 )
 from mens_exp.training.wandb_sending import (
     Order,
@@ -39,23 +37,24 @@ from mens_exp.training.wandb_sending import (
     server_address,
     stop_service,
 )
+from mens_exp.training.wandb_tables import panels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import wandb
-    from lightning import LightningModule, Trainer
 
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.telemetry import Event
-    from mens_exp.config.trainer import WandbLogger
+    from mens_exp.config.logger import WandbLogger
+    from mens_exp.config.root import RunConfig
     from mens_exp.training.module import RunRecord
 
 _SENDER = "mens_exp.training.wandb_sending"
 _PATIENCE_S = 600.0  # for a sender, after the end of the run; unverified guess
 
 
-class WandbMirror(Callback):
+class WandbMirror:
     """Mirrors the run's JSON record in W&B, and nothing else."""
 
     def __init__(
@@ -76,7 +75,6 @@ class WandbMirror(Callback):
         self._logger = logger
         self._uses = list(uses)
         self._run = run
-        self._told_id: str | None = None  # from a checkpoint
         self._sink: wandb.Run | None = None
         self._feed: EventFeed | None = None
         self._sender: Sender | None = None
@@ -84,14 +82,20 @@ class WandbMirror(Callback):
         self._config: dict[str, Any] = {}  # resolved, once the mirror is open
 
     @property
-    def _id(self) -> str:
-        """The id of the W&B run, so that a resumed attempt continues the same one."""
-        return self._told_id or id_of(self._run.dir, self._run.manifest)
+    def id(self) -> str:
+        """Id of the W&B run, which a resumed attempt continues."""
+        return id_of(self._run.dir, self._run.manifest)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Start the mirror, on the first process only."""
-        if trainer.is_global_zero:
-            self.start()
+    @property
+    def sink(self) -> wandb.Run:
+        """The open W&B run.
+
+        Raises:
+            MensError: the mirror has not started, or has ended.
+        """
+        if self._sink is None:
+            raise MensError("the W&B mirror is not open", where="logger", found=self.id)
+        return self._sink
 
     def start(self) -> None:
         """Start wandb, replay past events and follow new ones; later calls do nothing.
@@ -117,15 +121,6 @@ class WandbMirror(Callback):
                 remedy="run with logger=none to do without the mirror",
             ) from error
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the id of the W&B run."""
-        return {"wandb_run_id": self._id}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Adopt the id of the W&B run, unless one is already open."""
-        if not self._started:
-            self._told_id = str(state_dict["wandb_run_id"])
-
     def _open(self) -> None:
         import wandb
 
@@ -134,9 +129,14 @@ class WandbMirror(Callback):
             server = server_address()
             require_account(server)
         events = read_events(run.dir.telemetry)
-        config, drawn = config_of(run.dir, events), beside_config(run.dir, run.manifest)
+        config, drawn = (
+            config_of(run.dir, run.manifest, events),
+            beside_config(run.dir, run.manifest),
+        )
         self._config = config
-        settings = settings_of(self._logger, run.dir, run.manifest, config, self._id)
+        settings = settings_of(
+            self._logger, run.dir, run.manifest, config, self.id, process=os.getpid()
+        )
         shown = {**config, **drawn}
         self._sink = wandb.init(settings=wandb.Settings(**settings), config=shown)
         run.after_close(self._close)
@@ -156,7 +156,7 @@ class WandbMirror(Callback):
             record=str(run_dir.sync.absolute()),
             lock=str(run_dir.sync_lock.absolute()),
             to=Destination(server, entity, self._logger.project),
-            run_id=self._id,
+            run_id=self.id,
             timeout_s=_PATIENCE_S,
             follows=(me.pid, me.create_time()),
             uses=self._uses,
@@ -183,7 +183,7 @@ class WandbMirror(Callback):
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
         assert self._feed is not None, "it is there with the sink"
-        self._feed.log_last(tables(self._run.dir))
+        self._feed.log_last(panels(self._run.dir))
         sink.summary.update(summary_of(self._run.dir, manifest))
         name = display_name(self._logger, self._run.dir, manifest, self._config)
         if name != sink.name:  # a study names itself at its end
@@ -197,3 +197,19 @@ class WandbMirror(Callback):
             stack.callback(stop_service)
             if sink is not None:
                 sink.finish(exit_code=exit_code)
+
+
+def mirror(config: RunConfig, run: RunRecord, uses: Sequence[tuple[str, str]] = ()) -> None:
+    """Start the mirror of a task that does not train, if it is configured; it ends with the run.
+
+    Args:
+        config: the whole configuration.
+        run: the open run; an upload reads group, name and links from its manifest.
+        uses: as for :class:`WandbMirror`.
+
+    Raises:
+        SetupError: wandb did not start.
+    """
+    if config.wandb is not None:
+        run.save()
+        WandbMirror(logger=config.wandb, run=run, uses=uses).start()

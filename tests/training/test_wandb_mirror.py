@@ -12,19 +12,20 @@ import pytest
 
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.metrics import declares, own_metric
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
-from mens_exp.config.trainer import WandbLogger, WandbMode
+from mens_exp.config.logger import WandbLogger, WandbMode
 from mens_exp.errors import MensError, SetupError
-from mens_exp.training.callbacks.wandb_mirror import WandbMirror
+from mens_exp.training.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_names import agent_inputs
+from mens_exp.training.wandb_rendering import settings_of
 
 RUN_ID = "20261120T055801_abcd1234"
 SHA = "ab" * 32
 CONFIG = {"seed": 42, "model": {"name": "tiny_llama"}, "lora": {"r": 8}}
 PLAN = {"steps": 2, "tokens_total": 200}
-FIRST, OTHERS = SimpleNamespace(is_global_zero=True), SimpleNamespace(is_global_zero=False)
 
 
 class FakeRun:
@@ -111,7 +112,7 @@ def mirror_of(run, **logger):
 
 def started(run, **logger):
     mirror = mirror_of(run, **logger)
-    mirror.setup(FIRST, None, "fit")
+    mirror.start()
     return mirror
 
 
@@ -180,6 +181,90 @@ def test_configuration_falls_back_to_config_yaml(run):
     started(run)
     run.close()
     assert summary(run)["config"] == {"seed": 42, "lora": {"r": 8}}
+
+
+def test_sections_of_other_tasks_are_no_part_of_the_configuration(run):
+    """Forty of them would hide what was trained."""
+    unread = {"chat": {"max_new_tokens": 9}, "serve": {"port": 1}, "push": {"message": "m"}}
+    payload = {"run_id": RUN_ID, "task": "train", "config": {**CONFIG, **unread}, "overrides": []}
+    run.telemetry.emit("run_started", payload)
+    started(run)
+    run.close()
+    assert summary(run)["config"] == CONFIG
+
+
+def test_metrics_of_the_users_are_curves_with_the_summary_that_they_declare(run):
+    """Those of the base after training are none; a bare name is one like any other."""
+    declares("probe/entropy_of_w", unit="nats", direction="min", reduction="min")(object)
+    own_metric("lr-AdamW")
+    started(run)
+    for step, value in ((1, 2.0), (2, 1.0), (3, 4.0)):
+        values = {"probe/entropy_of_w": value, "lr-AdamW": 0.1}
+        run.telemetry.emit("logged", {"step": step, "values": values})
+        run.emit_step(step)
+    other = {"step": 3, "condition": "base", "values": {"lr-AdamW": 7.0}}
+    run.telemetry.emit("logged", other)
+    run.close()
+    rows = history(run.dir.wandb)
+    assert [row["probe/entropy_of_w"] for row in rows] == [2.0, 1.0, 4.0]
+    assert {row["lr-AdamW"] for row in rows} == {0.1}
+    defined = {one["name"]: one for one in records(run.dir.wandb, "metric")}
+    assert defined["probe/entropy_of_w"]["step_metric"] == "step"
+    assert summary(run)["summary"]["probe/entropy_of_w"] == {"min": 1.0}
+
+
+def test_the_best_point_of_each_curve_is_in_the_summary(run):
+    """In the direction that its metric declares, beside the value of the adapter that was kept."""
+    run.emit_start()
+    started(run)
+    for step, loss, rate in ((1, 1.5, 0.25), (2, 1.25, 0.75), (3, 1.75, 0.5)):
+        run.emit_step(step)
+        run.emit_scorecard(step, rate)
+        run.emit_validation(step, "tuned", loss)
+    run.emit_validation(3, "base", 0.5)
+    run.close(tuned_val_loss=1.75)
+    shown = summary(run)["summary"]
+    assert (shown["best/val_loss"], shown["best/parse_rate"]) == (1.25, 0.75)
+    assert shown["tuned/val_loss"] == 1.75
+
+
+def test_shares_of_the_scorecard_are_a_panel_of_bars(run):
+    """W&B's own bar chart, which a reviewer can filter; what is unknown has no bar."""
+    started(run)
+    run.emit_step(1)
+    write_scorecard(run, compile_at_1=0.75, latency_p50_ms=9.0)
+    run.close()
+    shown = {}
+    for record in records(run.dir.wandb, "config"):
+        shown |= record.get("update", {})
+    panel = shown["_wandb.visualize.plots/kpis"]["panel_config"]
+    assert panel["panelDefId"] == "wandb/bar/v0"
+    assert table_of(run, "plots/kpis_table")["data"] == [
+        *(["parse_rate · tuned", 1.0], ["compile_pass_1 · base", 0.75]),
+        ["compile_pass_1 · tuned", 0.75],
+    ]
+
+
+def test_wandb_collects_what_it_is_asked_to_collect(run):
+    """Notes, commit, packages, and the load of the process that trains."""
+    started(run, notes="Does rank matter?", git=True, requirements=True)
+    run.close()
+    assert records(run.dir.wandb, "run")[0]["notes"] == "Does rank matter?"
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (environment, *_) = records(run.dir.wandb, "environment")
+    assert environment["git"]["commit"] == commit.strip()
+    files = offline_runs(run)[0] / "files"
+    assert "lightning==" in (files / "requirements.txt").read_text("utf-8")
+    logger = WandbLogger(system_metrics=True)
+    sampled = settings_of(logger, run.dir, run.manifest, CONFIG, "id", process=7)
+    assert (sampled["x_disable_stats"], sampled["x_stats_pid"]) == (False, 7)
+    assert (
+        settings_of(WandbLogger(console=True), run.dir, run.manifest, CONFIG, "id")["console"]
+        == "wrap"
+    )
+    later = settings_of(logger, run.dir, run.manifest, CONFIG, "id")
+    assert later["x_disable_stats"] is True  # the machine is another by then
 
 
 def test_leet_shows_each_step_with_both_axes(run):
@@ -401,32 +486,15 @@ def test_exit_code_tells_success(run, status, exit_code):
     assert [one["exit_code"] for one in records(run.dir.wandb, "exit")] == [exit_code]
 
 
-def test_failing_fit_and_double_teardown_still_finish_the_mirror(run):
-    """Lightning's own hooks neither end the mirror nor break it."""
+def test_several_starts_make_one_mirror(run):
+    """Lightning asks for the experiment before each fit and validation."""
     mirror = started(run)
-    mirror.on_exception(FIRST, None, RuntimeError("loss is not finite"))
-    for _ in range(2):
-        mirror.teardown(FIRST, None, "fit")
-    run.close(Status.FAILED)
-    assert summary(run)["state"] == "failed"
-
-
-def test_several_setups_make_one_mirror(run):
-    """Fit, validate and predict each call setup."""
-    mirror = started(run)
-    mirror.setup(FIRST, None, "validate")
+    mirror.start()
     run.emit_step(1)
     run.close()
-    mirror.setup(FIRST, None, "predict")
+    mirror.start()
     assert len(offline_runs(run)) == 1
     assert len(history(run.dir.wandb)) == 1
-
-
-def test_only_the_first_process_mirrors(run):
-    """The other ranks of a distributed run write nothing."""
-    mirror_of(run).setup(OTHERS, None, "fit")
-    run.close()
-    assert not run.dir.wandb.exists()
 
 
 def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
@@ -446,21 +514,6 @@ def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
     assert records(first, "run")[0]["run_id"] == RUN_ID
     assert records(second, "run")[0]["resume"] is True
     assert [row["step"] for row in history(second)] == [0, 1, 2]
-
-
-def test_state_round_trip_keeps_the_wandb_id(run):
-    """Before anything is written, a restored state decides."""
-    mirror = mirror_of(run)
-    assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
-    mirror.load_state_dict({"wandb_run_id": "other"})
-    assert mirror.state_dict() == {"wandb_run_id": "other"}
-
-
-def test_state_does_not_rename_a_running_mirror(run):
-    """What is being written keeps its id."""
-    mirror = started(run)
-    mirror.load_state_dict({"wandb_run_id": "other"})
-    assert mirror.state_dict() == {"wandb_run_id": RUN_ID}
 
 
 def test_mirror_is_silent_and_stays_inside_the_run_directory(run, home, tmp_path, capfd):
@@ -603,7 +656,7 @@ def test_wandb_is_not_imported_before_the_mirror_starts():
     """Neither importing nor constructing the callback loads it."""
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
-        "from mens_exp.training.callbacks.wandb_mirror import WandbMirror\n"
+        "from mens_exp.training.wandb_mirror import WandbMirror\n"
         "WandbMirror(logger=None, run=N(manifest=N(run_id='r')))\n"
         "sys.exit('wandb' in sys.modules)"
     )

@@ -1,0 +1,145 @@
+"""Bytes that autograd keeps for the backward pass, from the sizes of a model and of documents.
+
+Tensors are counted one by one, as autograd's hooks show them on the real graph; a test compares the
+two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.model import HfModel
+from mens_exp.layout import hub
+from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
+from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
+
+if TYPE_CHECKING:
+    from mens_exp.config.root import RunConfig
+    from mens_exp.layout.shape import Shape
+    from mens_exp.layout.targets import LinearModule
+
+_F32 = 4  # bytes of an element
+_MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU draws it again
+# Of attention on a CPU, as in model/attention.py: lengths are rounded up to buckets, and at least
+# so many queries attend at a time.
+BUCKET, _ROWS = 32, 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Lengths of the documents to train on, in tokens.
+
+    Attributes:
+        longest: the longest.
+        typical: token-weighted mean document length.
+        varied: whether the documents have many different lengths.
+    """
+
+    longest: int
+    typical: float
+    varied: bool = True
+
+    def pairs(self, sequences: int, seq_len: int) -> float:
+        """Return the pairs of query and key in the largest micro-batch, which have a weight each.
+
+        Assumes one document of the greatest length; the rest are of typical length.
+        """
+        longest, typical = min(self.longest, seq_len), min(self.typical, seq_len)
+        return pairs(longest) + (sequences * seq_len - longest) / typical * pairs(round(typical))
+
+
+def pairs(tokens: int) -> int:
+    """Count the pairs of query and key of a document: blocks of queries, and the keys up to each.
+
+    On a CPU, as in `model/attention.py`: lengths are rounded up to buckets.
+    """
+    padded = _bucketed(tokens)
+    step = _bucketed(-(-padded // max(padded // _ROWS, 1)))
+    ends = [min(first + step, padded) for first in range(0, padded, step)]
+    return sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
+
+
+def _bucketed(tokens: int) -> int:
+    return -(-tokens // BUCKET) * BUCKET
+
+
+def modules_of(config: RunConfig, shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the modules that get an adapter; empty if a target is invalid (reported elsewhere)."""
+    return () if target_problems(config.lora, shape) else chosen(config.lora, shape)
+
+
+def proxy_stack(config: RunConfig, shape: Shape) -> ProxyStack | None:
+    """Return the proxy's stack; None for other backends.
+
+    A checkpoint created here is complete. One whose headers are not available is assumed to be.
+
+    Raises:
+        MensError: the stack cannot be built, or a directory's headers cannot be read.
+    """
+    backend = config.backend
+    if not isinstance(backend, ProxyConfig):
+        return None
+    keys = hub.describe(config.model).tensors if isinstance(config.model, HfModel) else None
+    return stack_of(shape, backend, keys or None)
+
+
+def saved_bytes(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    *,
+    width: int,
+    on_cpu: bool,
+    again: bool,
+) -> dict[str, float]:
+    """Return the bytes saved for the backward pass, by kind."""
+    sequences, seq_len = config.data.micro_batch_size, config.data.seq_len
+    if not config.data.packing:
+        seq_len = min(seq_len, documents.longest)
+    tokens, layers = sequences * seq_len, shape.num_hidden_layers
+    stack = proxy_stack(config, shape)
+    if stack is not None:  # no attention: per projection its input, the norm's, and A's output
+        one = width * (2 * shape.hidden_size + config.lora.r) + _F32 * shape.hidden_size
+        return {"activations": float(tokens * len(stack.middle) * one), "attention scores": 0.0}
+    per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
+    scores = 0.0
+    if on_cpu and config.data.packing:  # otherwise a fused kernel saves none
+        scores = shape.num_attention_heads * documents.pairs(sequences, config.data.seq_len) * width
+    if again:  # the input of every layer, and everything in one layer at a time
+        inputs = tokens * layers * shape.hidden_size * width
+        return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
+    return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
+
+
+def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -> float:
+    """Return the average bytes that a decoder layer saves per token, without attention scores.
+
+    Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
+    query, key and value (and their fused kernel's output); gate, up and their
+    activation; for each input of an adapter, the result of dropout and its mask; what the
+    adapter method keeps of each target.
+    """
+    wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    narrow = shape.num_key_value_heads * shape.head_dim
+    is_gated = any(one.logical in {"gate", "gate_up"} for one in shape.family.projections)
+    total = 2.0 * _F32 * shape.hidden_size
+    total += width * (heads + 2 * narrow + (0 if on_cpu else heads))
+    total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
+    every_module = modules_of(config, shape)
+    modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
+    method = config.lora.spec
+    inputs = {one.reads: one.width for one in modules} if method.keeps_inputs else {}
+    ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
+    mask = _MASK if config.lora.dropout > 0 and on_cpu else 0
+    kept = sum(method.kept_per_token(r=ranks[one.path], out=one.out) for one in modules)
+    adapters = sum(inputs.values()) * (width + mask) + kept * width
+    if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
+        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
+        # On a CPU, layers with one of PEFT's adapters are computed by lora/linear.py.
+        ours = {one.path for one in modules} if on_cpu and method.peft is not None else set()
+        every = [one for one in linear_modules(shape) if one.layer is not None]
+        others = {one.reads: one.width for one in every if one.path not in ours}
+        adapters += width * sum(w for reads, w in others.items() if reads not in shared)
+    return total + adapters / shape.num_hidden_layers

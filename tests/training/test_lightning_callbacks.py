@@ -1,0 +1,205 @@
+"""Callbacks as Lightning and W&B document them, each tried on a run of ours."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.overrides import check
+from mens_exp.planning.checks import classes
+
+LIGHTNING = "lightning.pytorch.callbacks."
+# Names of options, and what Lightning's own docstrings construct.
+DOCUMENTED = {
+    "lr_monitor": "LearningRateMonitor\nlogging_interval: step",
+    "device_stats": "DeviceStatsMonitor",
+    "timer": 'Timer\nduration: "00:12:00:00"',
+    "model_summary": "ModelSummary\nmax_depth: 1",
+    "early_stopping_theirs": "EarlyStopping\nmonitor: val/loss",
+    "model_checkpoint": "ModelCheckpoint\nmonitor: val/loss",
+}
+# "Logging" of Lightning's docs, the docstrings of its WandbLogger, and W&B's own `run.log`.
+CODE = """
+import numpy as np
+from lightning import Callback
+
+from mens_exp.artifacts.metrics import declares
+
+
+@declares("probe/recall", unit="share", direction="max", reduction="max")
+class Logs(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.log("my_metric", trainer.global_step)
+        values = {"loss": outputs["loss"], "acc": 0.5}
+        self.log_dict(values)
+        if pl_module.at_step_boundary:
+            pl_module.record("probe/recall", trainer.global_step / 4)
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.log("val_acc", 0.25)
+
+    def on_train_end(self, trainer, pl_module):
+        run = trainer.logger.experiment
+        run.log({"key": 7, "nested": {"value": 8}})
+
+
+class Media(Callback):
+    def on_train_end(self, trainer, pl_module):
+        logger = trainer.logger
+        images = [np.zeros((4, 4, 3), np.uint8)] * 2
+        logger.log_image(key="samples", images=images)
+        columns = ["input", "label", "prediction"]
+        my_data = [["cheese", "english", "english"], ["fromage", "french", "spanish"]]
+        logger.log_text(key="texts", columns=columns, data=my_data)
+        logger.experiment.config.update({"mine": 3})
+"""
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch, train_in):
+    """Train in a directory with a `conf` of these callbacks."""
+    module = f"lab_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(CODE, "utf-8")
+    folder = tmp_path / "conf" / "callbacks"
+    folder.mkdir(parents=True)
+    for name, text in DOCUMENTED.items():
+        (folder / f"{name}.yaml").write_text(f"_target_: {LIGHTNING}{text}\n", "utf-8")
+    for name in ("Logs", "Media"):
+        (folder / f"{name.lower()}.yaml").write_text(f"_target_: {module}.{name}\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda *overrides, **options: train_in(tmp_path / "run", *overrides, **options)
+    sys.modules.pop(module, None)
+
+
+def logged(run, *, condition=None):
+    """What callbacks logged: (step, name) -> values, in the order they came."""
+    found = {}
+    for event in read_events(run.telemetry):
+        payload = event["payload"]
+        if event["event"] == "logged" and payload.get("condition") == condition:
+            for name, value in payload["values"].items():
+                found.setdefault((payload["step"], name), []).append(value)
+    return found
+
+
+def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mirrored, caplog):
+    """Under the step in which it was logged, whatever Lightning counts it by."""
+    names = ["default", *DOCUMENTED, "logs", "media"]
+    run = lab(f"callbacks=[{','.join(names)}]", "logger=wandb", "trainer.val_check_interval=8")
+    found, steps = logged(run), [1, 2, 3, 4]
+    assert [step for step, name in found if name == "lr-AdamW"] == steps
+    assert set(found[2, "lr-AdamW"]) == {1e-3}
+    stats = "DeviceStatsMonitor.on_train_batch_start/cpu_percent"
+    assert [step for step, name in found if name == stats] == steps
+    assert [found[step, "my_metric"] for step in steps] == [[1.0], [2.0], [3.0], [4.0]]
+    assert {step for step, name in found if name == "val_acc"} == {2, 4}
+    assert logged(run, condition="base")[0, "val_acc"] == [0.25]
+    assert (found[4, "key"], found[4, "nested.value"]) == ([7.0], [8.0])
+    assert "Trainable params" in caplog.text  # of Lightning's ModelSummary
+    assert len([*(run.path / "lightning").rglob("*.ckpt")]) == 1  # of its ModelCheckpoint
+
+    manifest = Manifest.read(run.manifest)
+    assert manifest.results["metrics"]["probe/recall"] == 1.0
+    about = manifest.facts["metrics"]
+    assert about["probe/recall"] == {
+        "unit": "share",
+        "direction": "max",
+        "reduction": "max",
+        "note": "",
+    }
+    assert about["my_metric"]["note"] == "declared by its first use"
+
+    page = run.report.read_text("utf-8")
+    for name in ("lr-AdamW", stats, "my_metric", "acc", "val_acc", "key", "probe/recall"):
+        assert f"<code>{name}</code>" in page
+    assert "samples (Image), texts (Table)" in page
+
+    rows = mirrored(run)
+    history = [row["history"]["item"] for row in rows if row["type"] == "history"]
+    for name in ("lr-AdamW", stats, "acc", "probe/recall", "train/loss"):
+        assert [row["step"] for row in history if name in row] == steps, name
+    assert [row["my_metric"] for row in history if "my_metric" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in history if "val_acc" in row] == [0, 2, 4]
+    assert history[-1]["samples._type"] == "images/separated"
+    told = {"summary": {}, "config": {}}
+    for row in rows:
+        if row["type"] in told:
+            told[row["type"]] |= row[row["type"]].get("update", {})
+    assert told["summary"]["probe/recall"] == 1.0
+    assert told["config"]["mine"] == 3
+
+
+def test_without_a_logger_telemetry_has_what_callbacks_log(lab):
+    """`trainer.logger` is then the record itself."""
+    run = lab("callbacks=[default,lr_monitor,device_stats,logs]", "trainer.log_every_n_steps=2")
+    found = logged(run)
+    assert sorted(step for step, name in found if name == "lr-AdamW") == [2, 4]
+    assert sorted(step for step, name in found if name == "my_metric") == [2, 4]
+    assert found[4, "key"] == [7.0]
+    steps = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
+    assert [payload["probe/recall"] for payload in steps] == [0.25, 0.5, 0.75, 1.0]
+
+
+# The callbacks of Lightning that change what a run promises: the promise, and what to do instead.
+REFUSED = {
+    "BatchSizeFinder": ("It plans before it spends", "data.micro_batch_size"),
+    "LearningRateFinder": ("What ran is what you asked for", "-m optim.lr"),
+    "GradientAccumulationScheduler\nscheduling: {0: 2}": (
+        "A comparison is a comparison",
+        "trainer.accumulate_grad_batches",
+    ),
+    "StochasticWeightAveraging\nswa_lrs: 1e-2": ("The artifact is the model", "the adapter"),
+    "EMAWeightAveraging": ("The artifact is the model", "the adapter alone"),
+    "ModelPruning\npruning_fn: l1_unstructured": ("The artifact is the model", "exported"),
+    "BackboneFinetuning": ("The artifact is the model", "lora.targets"),
+}
+
+
+def test_a_callback_that_would_break_a_promise_is_refused_by_its_name(tmp_path, monkeypatch):
+    """Before a weight is read, with what to do instead."""
+    folder = tmp_path / "conf" / "callbacks"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(REFUSED):
+        (folder / f"no_{number}.yaml").write_text(f"_target_: {LIGHTNING}{text}\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    names = [f"no_{number}" for number in range(len(REFUSED))]
+    (cell,) = check([f"callbacks=[default,{','.join(names)}]", "model=tiny_llama"]).cells
+    problems = list(classes.check(cell.config))
+    for name, problem, (promise, instead) in zip(names, problems, REFUSED.values(), strict=True):
+        assert problem.where == f"callbacks.{name}._target_"
+        assert f"the promise “{promise}”" in str(problem)
+        assert instead in problem.remedy
+
+
+def test_a_misspelled_metric_is_answered_with_the_near_name(lab, tmp_path, capsys):
+    """In `self.log` as in `module.record`; the run ends with it, and says how to insist."""
+    file = next(tmp_path.glob("lab_*.py"))
+    file.write_text(CODE.replace('"my_metric"', '"train/los"'), "utf-8")
+    run = lab("callbacks=[default,logs]", code=2)
+    told = capsys.readouterr().err
+    assert re.search(r"nearest is\s+train/loss", told)
+    assert "@declares" in told
+    assert Manifest.read(run.manifest).status == "failed"
+
+
+def test_lightning_s_refusal_is_no_bug_of_ours(lab, tmp_path, capsys):
+    """An early stopping on a metric that nobody logs, say."""
+    file = tmp_path / "conf" / "callbacks" / "early_stopping_theirs.yaml"
+    file.write_text(f"_target_: {LIGHTNING}EarlyStopping\nmonitor: nothing\n", "utf-8")
+    lab("callbacks=[default,early_stopping_theirs]", code=2)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "Lightning" in told
+    assert "`nothing`" in told
+
+
+def test_a_bug_in_code_of_the_users_is_said_to_be_there(lab, tmp_path, capsys):
+    """By its file; a bug of ours is said to be ours."""
+    file = next(tmp_path.glob("lab_*.py"))
+    file.write_text(CODE.replace('self.log("val_acc", 0.25)', "1 / 0"), "utf-8")
+    lab("callbacks=[default,logs]", code=1)
+    assert f"A bug in {file.name}; the record" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""Arguments of Lightning's Trainer: passed on, or refused by the promise that they would break."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from lightning import Trainer
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
+
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.overrides import check
+from mens_exp.config.trainer import REFUSED, TrainerConfig
+from mens_exp.planning.checks import classes
+from mens_exp.planning.contract import contract_of, learned_settings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text("utf-8")
+PROFILERS = "lightning.pytorch.profilers"
+GROUPS = {"logger", "callbacks"}  # config groups of their own
+PASSED = [
+    ("gradient_clip_algorithm", "value"),
+    ("limit_val_batches", 2),
+    ("limit_val_batches", 0.5),
+    ("min_steps", 3),
+    ("num_sanity_val_steps", 1),
+    ("log_every_n_steps", 5),
+    ("enable_autolog_hparams", False),
+]
+
+
+def only(*overrides):
+    (problem,) = check(["model=tiny_llama", "trainer=cpu", *overrides]).problems
+    return problem
+
+
+def test_every_argument_of_the_trainer_is_a_setting_or_refused():
+    """Of the installed Lightning: a new argument has to be decided on."""
+    arguments = inspect.signature(Trainer.__init__).parameters.keys() - {"self"}
+    ours = TrainerConfig.__dataclass_fields__.keys()
+    assert arguments - ours - REFUSED.keys() - GROUPS == set()
+    assert ours & REFUSED.keys() == set()
+    assert REFUSED.keys() - arguments == set()
+
+
+def test_refusals_are_on_the_page_with_their_promises():
+    """And callbacks too, under the names that users write."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    for name, refusal in REFUSED.items():
+        (row,) = (line for line in rows if f"`{name}`" in line.split("|")[1])
+        assert str(refusal.promise) in row
+    for name, refusal in classes._REFUSED.items():
+        kind = name.rpartition(".")[2].removeprefix("Base")
+        if ".callbacks." in name and kind != "PredictionWriter":
+            (row,) = (line for line in rows if kind in line.split("|")[1])
+            assert str(refusal.promise) in row
+
+
+@pytest.mark.parametrize(("name", "value"), PASSED)
+def test_an_argument_reaches_the_trainer(built, name, value):
+    """Under Lightning's own name."""
+    trainer = built(f"trainer.{name}={value}".replace("False", "false"))
+    assert getattr(trainer, name) == value
+
+
+def test_flags_that_the_trainer_keeps_elsewhere_reach_it(built, tmp_path):
+    """Profilers write into the run directory; a strategy has its own arguments."""
+    trainer = built("trainer.detect_anomaly=true", "trainer.inference_mode=false")
+    assert trainer._detect_anomaly
+    assert not trainer.validate_loop.inference_mode
+    profiler = built("trainer.profiler=advanced").profiler
+    assert isinstance(profiler, AdvancedProfiler)
+    assert profiler.dirpath == str(tmp_path / "profile")
+    named = (
+        "trainer.profiler={_target_: lightning.pytorch.profilers.SimpleProfiler, extended: false}"
+    )
+    profiler = built(named).profiler
+    assert isinstance(profiler, SimpleProfiler)
+    assert not profiler.extended
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bf16", "bf16-mixed"), ("f32", "32-true")])
+def test_the_precision_is_that_of_the_graph(built, dtype, name):
+    """Whether it is asked for or not, the trainer tells what the graph computes in."""
+    for more in ((), (f"trainer.precision={name}",)):
+        assert built(f"quant.compute_dtype={dtype}", *more).precision == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.precision=32"], "quant.compute_dtype=f32"),
+        (["trainer.precision=bf16-true"], "The artifact is the model"),
+        (["trainer.precision=fp8"], "32-true or bf16-mixed"),
+        (["trainer.limit_val_batches=0"], "A comparison is a comparison"),
+        (["trainer.limit_val_batches=1.5"], "up to 1.0"),
+        (["trainer.limit_val_batches=few"], "is no number of micro-batches"),
+        (["trainer.deterministic=7.5"], "true, false, warn"),
+        (["trainer.profiler=simpel"], "the nearest is simple"),
+        (["trainer.strategy=dpp"], "the nearest is ddp"),
+        (["trainer.strategy={_target_:a.B}"], "add trainer.devices"),
+        (["trainer.plugins=[bitsandbytes]"], "names no class"),
+        (["trainer.gradient_clip_algorithm=nrm"], "the nearest is norm"),
+        (["trainer.max_time=5m"], "DD:HH:MM:SS"),
+        (["trainer.max_time=00:00:00:00"], "DD:HH:MM:SS"),
+        (["trainer.min_steps=99"], "at most trainer.max_steps (60)"),
+    ],
+)
+def test_a_value_that_lightning_would_refuse_later_is_refused_now(overrides, told):
+    """Before anything is read, with what is accepted."""
+    assert told in str(only(*overrides))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_argument_names_its_promise(name):
+    """However it is typed."""
+    for override in (f"trainer.{name}=1", f"+trainer.{name}=1"):
+        text = str(only(override))
+        assert f"the promise “{REFUSED[name].promise}”" in text
+        assert REFUSED[name].remedy in text
+
+
+def test_a_refused_argument_in_an_option_of_the_users_names_its_promise(tmp_path, monkeypatch):
+    """And the file."""
+    file = tmp_path / "conf" / "trainer" / "quick.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults: [cpu, _self_]\nfast_dev_run: true\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = check(["trainer=quick"]).problems
+    assert "conf/trainer/quick.yaml: fast_dev_run" in str(problem)
+    assert "Nothing is lost" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.plugins=[{_target_: lightning.pytorch.plugins.MixedPrecision}]", "compute_dtype"),
+        ("trainer.plugins=[{_target_: lightning.pytorch.plugins.AsyncCheckpointIO}]", "lost"),
+        ("trainer.plugins=[{_target_: lightning.Callback}]", "Precision or LayerSync"),
+        (f"trainer.profiler={{_target_: {PROFILERS}.Nothing}}", "has no Nothing"),
+        (f"trainer.profiler={{_target_: {PROFILERS}.SimpleProfiler, exended: 1}}", "is extended"),
+    ],
+)
+def test_a_class_that_does_not_fit_is_refused(override, told):
+    """By its kind, by its arguments, or by the promise that it would break."""
+    (cell,) = check(["model=tiny_llama", "trainer=cpu", override]).cells
+    (problem,) = classes.check(cell.config)
+    assert told in str(problem)
+
+
+def test_a_strategy_by_its_class_shares_the_work_as_ddp_does():
+    """With the arguments that it is given, and ours where it is not."""
+    from mens_exp.planning.machine import Rank
+    from mens_exp.training.distributed import strategy_of
+
+    named = "trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy, "
+    override = named + "find_unused_parameters: true}"
+    (cell,) = check(["model=tiny_llama", "trainer=ddp", override]).cells
+    assert list(classes.check(cell.config)) == []
+    rank = Rank(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    made = strategy_of(cell.config, rank)
+    assert isinstance(made, DDPStrategy)
+    assert made._ddp_kwargs["find_unused_parameters"] is True
+    assert cell.config.trainer.sharing.value == "ddp"
+
+
+def test_what_is_new_is_part_of_the_contract_once_it_is_set(tiny_config):
+    """By value; a run that leaves it out means what it meant before."""
+    plain = contract_of(tiny_config())
+    assert not [
+        name for name in plain.settings if name in ("trainer.max_time", "trainer.precision")
+    ]
+    for override, value in (
+        ("trainer.max_time=00:01:00:00", "00:01:00:00"),
+        ("trainer.gradient_clip_algorithm=value", "value"),
+        ("trainer.precision=bf16-mixed", "bf16-mixed"),
+        ("trainer.min_steps=2", 2),
+    ):
+        made = contract_of(tiny_config(override))
+        assert made.settings[override.partition("=")[0]] == value
+        assert made.digest != plain.digest
+    assert contract_of(tiny_config("trainer.profiler=simple")).digest == plain.digest
+    chosen = ["adapter.select=best", "trainer.val_check_interval=4"]
+    limited = learned_settings(tiny_config(*chosen, "trainer.limit_val_batches=1"))
+    assert limited["trainer.limit_val_batches"] == 1
+
+
+def test_flags_work_together_on_a_run_that_ends_by_the_clock(train_in, tmp_path, monkeypatch):
+    """After a whole step, validated, with a checkpoint; the record says what cut it short."""
+    run = train_in(
+        tmp_path / "run",
+        *("trainer.max_steps=100000", "trainer.max_time=00:00:00:01", "trainer.profiler=simple"),
+        *("trainer.limit_val_batches=1", "trainer.num_sanity_val_steps=1"),
+        "checkpoint.every_n_steps=100000",
+    )
+    events = read_events(run.telemetry)
+    (stop,) = (e["payload"] for e in events if e["event"] == "stop_requested")
+    validated = [e["payload"]["step"] for e in events if e["event"] == "validation"]
+    assert validated == [0, stop["step"]]
+    (saved,) = (e["payload"]["step"] for e in events if e["event"] == "checkpoint_saved")
+    assert saved == stop["step"] < 100000
+    manifest = Manifest.read(run.manifest)
+    assert manifest.results["steps"] == stop["step"]
+    assert any("trainer.max_time" in note for note in manifest.notes)
+    assert manifest.results["tuned_val_bits_per_byte"] is None
+    assert "limit_val_batches" in manifest.unknown["results.tuned_val_bits_per_byte"]
+    assert "run_training_batch" in (run.profiles / "fit-profile.txt").read_text("utf-8")
