@@ -254,9 +254,9 @@ def _training(records: Records) -> Iterator[Section]:
         return
     from mens_exp.report import plots
 
-    drawn = [*plots.draw(records), *plots.draw_kpis(records), *plots.draw_own(records)]
-    said = [sections.own_metrics(records), *sections.media(records)]
-    yield Section("Training", [*drawn, *said])
+    parts: list[Part] = [*plots.draw(records), *plots.draw_kpis(records), *plots.draw_own(records)]
+    parts += [sections.own_metrics(records), *sections.media(records)]
+    yield Section("Training", parts)
 
 
 def answers(records: Records) -> Section:
