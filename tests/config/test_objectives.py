@@ -101,7 +101,7 @@ def test_settings_are_of_tokens_or_of_the_loss():
     """What selects tokens belongs to a cache key; the rest is handed to the class."""
     assistant = AssistantObjective(_target_="any", turns=Turns.last, chunk_tokens=8)
     assert assistant.spec.selected(assistant) == {"turns": "last"}
-    assert assistant.spec.arguments(assistant) == {"chunk_tokens": 8}
+    assert assistant.spec.arguments(assistant, 32, on_gpu=False) == {"chunk_tokens": 8}
     last = LastKObjective(_target_="any", k=3)
     assert last.spec.selected(last) == {"k": 3}
     assert CausalObjective(_target_="any").spec.selected(None) == {}
@@ -142,6 +142,6 @@ def test_a_class_of_the_users_is_over_the_tokens_that_it_names(labels):
     ours = OBJECTIVES.named(labels)
     assert (own.spec.name, own.spec.documents) == ("mine", ours.documents)
     assert (own.spec.is_likelihood, own.spec.in_chunks, own.spec.needs_reference) == (False,) * 3
-    assert own.spec.arguments(own) == {"weight": 1.0}
-    assert own.spec.head_positions(own, 700) == 700  # all logits at once
+    assert own.spec.arguments(own, 32, on_gpu=False) == {"weight": 1.0}
+    assert own.spec.head_positions(own, 700, 32, on_gpu=False) == 700  # all logits at once
     assert own.spec.last_tokens(own) is None

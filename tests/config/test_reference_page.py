@@ -109,7 +109,7 @@ def test_refusals_are_those_of_commands(entries):
             entry
             for key, entry in sorted(entries.items())
             if entry["error"] and "only with" not in entry["facts"]
-            if not key.startswith(("hydra.", "callbacks.", "policy.", "sweep."))
+            if not key.startswith(("hydra.", "callbacks.", "policy.", "study.", "sweep."))
         ],
         4,
     )

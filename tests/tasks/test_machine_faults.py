@@ -66,8 +66,9 @@ OTHERS += [ZeroDivisionError("by our own fault"), ValueError("row 28 of the file
 
 
 @pytest.mark.parametrize("error", OTHERS)
-def test_other_errors_stay_bugs(capsys, tmp_path, error):
+def test_other_errors_stay_bugs(capsys, monkeypatch, tmp_path, error):
     """A file that this program forgot to write is one of its own."""
+    monkeypatch.chdir(tmp_path)  # or this file would be one of the user's
 
     def work():
         raise error

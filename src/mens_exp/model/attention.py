@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.errors import ModelFileError
-from mens_exp.model.kernels import add_product, product
+from mens_exp.model.kernels import add_product, product, products_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,8 +97,9 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
         )
         return output, None
     if softcap is None and query.device.type == "cpu" and torch.is_grad_enabled():
+        of_products = [one.to(products_dtype(one)) for one in (query, key, value)]
         learned: torch.Tensor = _CausalBlocks.apply(  # type: ignore[no-untyped-call]
-            query, key, value, documents, sliding_window, scale
+            *of_products, documents, sliding_window, scale
         )
         return learned, None
     one = _sdpa_document

@@ -200,7 +200,7 @@ def shared(
 
 def _under(config: RunConfig, strategy: Strategy) -> RunConfig:
     """Return the run under another strategy with the same number of processes, or a single one."""
-    trainer = replace(config.trainer, strategy=strategy)
+    trainer = replace(config.trainer, strategy=strategy.value)
     if strategy is Strategy.one:
         trainer = replace(trainer, devices=1, num_nodes=1)
     return replace(config, trainer=trainer)

@@ -46,7 +46,8 @@ def take(clock):
     """Take an optimizer step of two micro-batches that lasts so many seconds."""
 
     def taken(callback, module, seconds, pause_s=0.0):
-        trainer = SimpleNamespace(max_steps=10, global_step=module.micro_batches // 2 + 1)
+        at = module.micro_batches // 2 + 1
+        trainer = SimpleNamespace(max_steps=10, global_step=at, datamodule=None)
         for _ in range(2):
             callback.on_train_batch_start(trainer, module, None, 0)
             clock.now += seconds / 2
