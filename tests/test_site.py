@@ -50,6 +50,14 @@ def test_links_of_a_built_page_are_followed(tmp_path, body, told):
     assert site_pages.problems(tmp_path) == told
 
 
+def test_pages_of_the_gallery_may_lead_to_runs_that_are_not_there(tmp_path):
+    """Only those, which stand beside the page where it was made."""
+    (tmp_path / "gallery").mkdir()
+    page = '<a href="./0_run/report.html"><a href="gone.html">'
+    (tmp_path / "gallery" / "sweep.html").write_text(page, "utf-8")
+    assert site_pages.problems(tmp_path) == ["gallery/sweep.html: gone.html leads to no file"]
+
+
 def test_links_of_the_root_s_pages_lead_into_the_site():
     """Pages of docs/ keep their anchor, and files that are on no page lose their link."""
     text = "[a](docs/method/sandbox.md#probes) [b](SECURITY.md) [c](src/x.py) [d](https://e.org)"

@@ -295,7 +295,7 @@ def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):
 @pytest.mark.parametrize(
     ("settings", "measured"),
     [
-        ((4, 1, "off"), 4_485_103_616),
+        ((4, 1, "off"), 3_619_786_752),
         ((1, 4, "off"), 2_077_323_264),
         ((4, 1, "on"), 1_750_880_256),
         ((1, 4, "on"), 1_607_565_312),

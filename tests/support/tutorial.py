@@ -34,7 +34,7 @@ SHOWN = {  # a page of the gallery: the newest of the files that a glob finds
     "sweep": "targets/sweep.html",
     "comparison": "verdict/compare.html",
     "attribution": "attribution/report.html",
-    "corpus": "corpus/*-report/corpus_report.html",
+    "corpus": "corpus/corpus_report.html",
 }
 RECORDS = ROOT / "notebooks" / "records" / "attribution"
 CORPUS = """

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -223,7 +223,8 @@ def _accepted(node: Any, value: Any) -> str:
         return f"one of {', '.join(names)}{f'; the nearest is {close}' if close else ''}"
     if is_open(node):
         element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
-        return f"a mapping of names to {_ELEMENTS.get(element, 'lists').partition(',')[0]}"
+        usual = "lists" if get_origin(element) is list else "values"
+        return f"a mapping of names to {_ELEMENTS.get(element, usual).partition(',')[0]}"
     if isinstance(node, DictConfig):
         return f"a mapping with {', '.join(map(str, node.keys()))}"
     if isinstance(node, ListConfig):

@@ -116,7 +116,10 @@ def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
     if beside:
         # The shared beginning says nothing: `precision` is not like `devices`.
         ends = {leaf[len(parent) + 1 :]: leaf for leaf in beside}
+        peer = alias_of(key.replace(".", "_"))  # lora.rank is others' lora_rank
         close = ends.get(nearest(key[len(parent) + 1 :], ends) or "")
+        if peer is not None and peer.ours in beside:
+            close = peer.ours
         told = f"{listed(beside)}{f'; the nearest is {close}' if close else ''}"
         return told, [] if close is None else [close]
     last = key.rpartition(".")[2]

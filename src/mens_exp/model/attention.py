@@ -19,13 +19,12 @@ import torch
 
 from mens_exp.errors import ModelFileError
 from mens_exp.model.kernels import add_product, product, products_dtype
+from mens_exp.planning.activations import BUCKET, ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 IMPLEMENTATION = "mens_documents"
-_BUCKET = 32  # tokens; measured: experiments/LOG.md
-_ROWS = 128  # queries at a time, at least; measured: best of 64, 128 and 256
 
 # Arguments that models pass to attention but that have no effect here: positions are already
 # encoded in queries and keys, a frozen base has no dropout, and no caller asks for weights. Any
@@ -155,7 +154,7 @@ def _bucket(tokens: int) -> int:
     micro-batch). The rows past the end belong to the next document and are discarded; no row of
     this document attends to them, because they are in its future.
     """
-    return -(-tokens // _BUCKET) * _BUCKET
+    return -(-tokens // BUCKET) * BUCKET
 
 
 def _bias(
@@ -204,7 +203,7 @@ def _blocks(
     for start, end in documents:
         stop = min(start + _bucket(end - start), like.shape[2])
         bias_NN = _bias(stop - start, window, like.dtype, like.device)
-        step = _bucket(-(-(stop - start) // max((stop - start) // _ROWS, 1)))
+        step = _bucket(-(-(stop - start) // max((stop - start) // ROWS, 1)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             seen = start if window is None else max(start, first - window + 1)
@@ -222,9 +221,9 @@ class _CausalBlocks(torch.autograd.Function):
     """Attention of packed documents with plain matrix products, a block of queries at a time.
 
     Keys after a block are left out, which halves the work and the saved weights of a long document
-    (measured on one core, forward and backward of 512 tokens, 9 heads of 64: 11 ms, with all keys
-    21 ms, with torch's flash attention 31 ms). The softmax kernel computes in f32 whatever the
-    dtype of its input and output.
+    (measured on one core, forward and backward of 512 tokens, 9 heads of 64: 12 ms, with all keys
+    22 ms, with torch's flash attention 29 ms; experiments/LOG.md). The softmax kernel computes in
+    f32 whatever the dtype of its input and output.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ _F32 = 4  # bytes of an element
 _MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU draws it again
 # Of attention on a CPU, as in model/attention.py: lengths are rounded up to buckets, and at least
 # so many queries attend at a time.
-BUCKET, _ROWS = 32, 128
+BUCKET, ROWS = 32, 128  # tokens; measured: experiments/LOG.md, and best of 64, 128 and 256 rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ def pairs(tokens: int) -> int:
     On a CPU, as in `model/attention.py`: lengths are rounded up to buckets.
     """
     padded = _bucketed(tokens)
-    step = _bucketed(-(-padded // max(padded // _ROWS, 1)))
+    step = _bucketed(-(-padded // max(padded // ROWS, 1)))
     ends = [min(first + step, padded) for first in range(0, padded, step)]
     return sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
 

@@ -316,7 +316,7 @@ def _built(sink: str, node: LoggerConfig, record: RecordLogger, config: RunConfi
         cls, settings = TensorBoardLogger, {"default_hp_metric": False}
         settings |= _place(run, run.dir.tensorboard.name)
     else:
-        assert isinstance(node, OwnLogger), "the groups has no other kind"
+        assert isinstance(node, OwnLogger), "the group has no other kind"
         cls, settings = get_class(node._target_), _own_settings(sink, node, run)
     kind: Any = type(cls.__name__, (MirroredLogger, cls), {"sink": sink, "record": record})
     try:
