@@ -35,6 +35,17 @@ def test_unsafe_execution_keeps_its_limits(source, limits, outcome):
     assert Unsafe().run(python_program(source), limits).outcome is outcome
 
 
+def test_compiler_that_ran_out_of_memory_did_even_above_its_backtrace():
+    """What rustc printed on a machine whose memory was short: the reason, then its own stack."""
+    stack = "".join(f"  {number}: 0x7f3c7f19314b - <unknown>\n" for number in range(24))
+    refused = "memory allocation of 134217728 bytes failed"
+    text = f"{refused}\nstack backtrace:\n{stack}Aborted\n"
+    printed = Program(argv=("/bin/sh", "-c", "cat >&2; exit 1"), stdin=text)
+    assert Unsafe().run(printed, LIMITS).outcome is Outcome.memory
+    other = Program(argv=printed.argv, stdin=text.replace(refused, "a panic"))
+    assert Unsafe().run(other, LIMITS).outcome is Outcome.failed
+
+
 def test_unsafe_execution_leaves_no_process_of_its_group():
     """A child in the background ends with it."""
     done = Unsafe().run(Program(argv=("/bin/sh", "-c", "sleep 60 & echo $!")), LIMITS)

@@ -189,6 +189,12 @@ def test_killed_daemons_of_slurm_change_nothing(start, whole, tmp_path):
     place = tmp_path / "sweep"
     launcher = start()
     job = paused_at_its_first_checkpoint(place, launcher)
+    # The controller saves its state every five seconds at most: one killed before the next save
+    # knows nothing of the job's start, and ends the job. A change makes it save.
+    state, changed = Path(os.environ["SLURM_CONF"]).with_name("state") / "job_state", time.time()
+    queued = jobs(place)[0]["attempts"][0]["queue_id"]
+    slurm("scontrol", "update", f"JobId={queued}", "Comment=to be saved")
+    until(lambda: state.exists() and state.stat().st_mtime > changed, launcher)
     for name in ("slurmctld", "slurmd"):
         killed_and_started_again(name, lambda: time.sleep(2))
         assert launcher.poll() is None

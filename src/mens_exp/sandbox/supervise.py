@@ -172,9 +172,11 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 _SHELL_SIGNALS: Final = 128  # bubblewrap reports a signal as 128 more than its number
-# Messages of a runtime that ran out of memory: CPython, and Rust, which adds a note.
+# Messages of a runtime that ran out of memory: CPython, and Rust, which adds a note, or the
+# compiler's own stack.
 _REFUSED_MEMORY: Final = ("MemoryError", "memory allocation of ")
 _LAST_LINES: Final = 3
+_BACKTRACE: Final = "stack backtrace:"
 
 
 def execution_of(ended: Ended, status: int, *, sandbox: str) -> Execution:
@@ -213,7 +215,9 @@ def _outcome(status: int, number: int | None, stderr: str) -> Outcome:
         return Outcome.ok
     if number == signal.SIGXCPU:
         return Outcome.cpu_time
-    last = stderr.rstrip().splitlines()[-_LAST_LINES:]
+    lines = stderr.rstrip().splitlines()
+    end = lines.index(_BACKTRACE) if _BACKTRACE in lines else len(lines)
+    last = [*lines[-_LAST_LINES:], *lines[max(end - _LAST_LINES, 0) : end]]
     if any(line.startswith(_REFUSED_MEMORY) for line in last):
         return Outcome.memory
     return Outcome.failed if number is None else Outcome.killed_signal
