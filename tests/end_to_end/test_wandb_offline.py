@@ -74,7 +74,7 @@ def test_the_run_is_there_under_its_names(records, run):
     assert shown["run_group"] == "smoke"
     assert shown["job_type"] == "train"
     assert "lora.r=8" in shown["tags"]
-    assert shown["display_name"].startswith("r=8 data=jsonl ")
+    assert shown["display_name"].startswith("r=8 suite=heldout_syntax data=jsonl ")
     assert " seed42" in shown["display_name"]  # a long path may take the model's place
 
 

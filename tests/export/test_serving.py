@@ -66,10 +66,11 @@ def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
     )
     try:
         assert process.stdout is not None
-        first, curl = process.stdout.readline(), process.stdout.readline()
+        first, _, purpose, curl = (process.stdout.readline() for _ in range(4))
+        assert purpose == "Next, to ask it something:\n"
         assert first.startswith(f"Serving {directory.name} at http://127.0.0.1:")
         url = first.split(" at ")[1].split(";")[0]
-        assert curl.startswith(f'curl {url}/completions -H "Authorization: Bearer $MENS_EXP_')
+        assert curl.startswith(f'  curl {url}/completions -H "Authorization: Bearer $MENS_EXP_')
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         assert asked(url, directory.name, 24) == said_here(directory, 24) != ""

@@ -43,6 +43,11 @@ class SuiteConfig:
         """The suite."""
         return SUITES.named(self.name)
 
+    @property
+    def unscored(self) -> NoSuite | None:
+        """The settings of answers that are only read; None where the suite scores."""
+        return None
+
 
 @dataclass(kw_only=True, slots=True)
 class NoSuite(SuiteConfig):
@@ -53,6 +58,11 @@ class NoSuite(SuiteConfig):
         3, "Held-out rows that both models answer at the end, for the report; 0 asks none.", ge=0
     )
     max_new_tokens: int = setting(64, "Longest of these answers, in tokens.", ge=1)
+
+    @property
+    def unscored(self) -> NoSuite | None:
+        """These settings."""
+        return self
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, Sample, Samples, write_item_events
 from mens_exp.config.rules.suite import scorecard_of
-from mens_exp.config.suite import NoSuite
 from mens_exp.config.trainer import Selection
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import MensError, RequestError
@@ -158,8 +157,8 @@ def sample(
         heldout: rows that were held out.
         tokenizer: with the chat template of training.
     """
-    suite = config.suite
-    if not isinstance(suite, NoSuite) or suite.items == 0 or not heldout:
+    suite = config.suite.unscored
+    if suite is None or suite.items == 0 or not heldout:
         return
     rows = sorted(heldout, key=lambda pair: pair.id)[: suite.items]
     requests = [Request(messages=tuple(messages_of(pair)), seed=config.seed) for pair in rows]
