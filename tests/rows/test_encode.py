@@ -76,7 +76,8 @@ def test_learned_text_is_exactly_the_answer(tokenizer, prompt, response, system)
     pair = TrainingPair(prompt=prompt, response=response, system=system)
     documents = encoded(tokenizer, pair)
     assert supervised(tokenizer, documents) == f"{response}<|im_end|>"
-    assert whole(tokenizer, documents) == prompt_text(pair, tokenizer) + f"{response}<|im_end|>"
+    asked = tokenizer.unguard(prompt_text(pair, tokenizer))
+    assert whole(tokenizer, documents) == asked + f"{response}<|im_end|>"
 
 
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), limit=st.integers(8, 80))

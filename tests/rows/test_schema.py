@@ -150,13 +150,6 @@ def test_key_in_capitals_is_refused_with_the_nearest():
     assert "the nearest is 'response'" in refusal({"prompt": "p", "Response": "r"})
 
 
-def test_row_of_plain_text_gets_one_clear_message():
-    """A text corpus is told what to split it into."""
-    message = refusal({"text": "def f(): ..."})
-    assert "unknown key 'text'" in message
-    assert "split the text into 'prompt' and 'response'" in message
-
-
 @pytest.mark.parametrize("row", [["a", "b"], "text", 3, None, True])
 def test_row_that_is_no_object_is_refused(row):
     """Only a JSON object is a row."""

@@ -78,6 +78,7 @@ class RowFormat(Enum):
     messages = "messages"
     alpaca = "alpaca"
     sharegpt = "sharegpt"
+    text = "text"
 
 
 class MixStop(Enum):
@@ -275,6 +276,9 @@ class ColumnsConfig:
     conversations: str | None = setting(
         None, "Column of a list of turns with from and value.", example="dialogue"
     )
+    text: str | None = setting(
+        None, "Column of a plain text, trained on as a whole.", example="content"
+    )
     tools: str | None = setting(
         None, "Column of the tools on offer: a list of functions.", example="functions"
     )
@@ -327,13 +331,13 @@ class RowsData(WrittenData):
 
     format: RowFormat = setting(
         RowFormat.auto,
-        "How rows are written: pair (prompt, response), messages, alpaca, sharegpt; auto tells "
-        "for each file.",
+        "How rows are written: pair (prompt, response), messages, alpaca, sharegpt, or text, which "
+        "is learned as a whole; auto tells for each file.",
     )
     group_column: str | None = setting(
         None,
         "Column whose value parts the rows: rows that share it stay on one side of the split. "
-        "Null: the row's own group, else its prompt.",
+        "Null: the row's own group, else its prompt or plain text.",
         example="source_id",
     )
     columns: ColumnsConfig = section(

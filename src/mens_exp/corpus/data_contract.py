@@ -189,15 +189,18 @@ def _prompts(
 
     Returns:
         How many were compared, and how many begin otherwise. None is compared where documents begin
-        otherwise by design, or where so many rows have nothing to learn that the first documents'
-        rows would be a long search.
+        otherwise by design, where every token of plain texts and conversations is learned, or
+        where so many rows have nothing to learn that the first documents' rows would be a long
+        search.
     """
     rows = _PROMPTS + documents.dropped
     if rows > _MOST_ROWS or not labelling.rows.follows_prompts:
         return 0, 0
-    conversations = [
-        messages_of(pair, k) for pair in train[:rows] for k in range(len(pair.exchanges))
-    ]
+    asked = [pair for pair in train[:rows] if not pair.is_text]
+    has_texts = len(asked) < len(train[:rows])
+    if has_texts and not labelling.rows.only_answers:
+        return 0, 0
+    conversations = [messages_of(pair, k) for pair in asked for k in range(len(pair.exchanges))]
     prompts = {tuple(ids) for ids in encoder.encode_prompts(conversations)}
     checked = otherwise = 0
     for number in range(min(_PROMPTS, len(documents))):
@@ -205,6 +208,8 @@ def _prompts(
         ids = tuple(documents.ids[part].tolist())
         if len(ids) >= labelling.document_tokens:
             continue  # it may have been cut anywhere
+        if has_texts and _last_answer(documents.supervised[part]) == 1:
+            continue  # of a plain text, before which nothing is asked
         checked += 1
         if labelling.rows.only_answers:
             otherwise += ids[: _last_answer(documents.supervised[part])] not in prompts

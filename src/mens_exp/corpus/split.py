@@ -208,8 +208,11 @@ def group_of(pair: TrainingPair) -> str:
 
     Returns:
         Its group; where it has none, its first prompt up to white space, so that two
-        answers to one question, or two ways on from it, are never on two sides.
+        answers to one question, or two ways on from it, are never on two sides; a plain text is
+        its own group.
     """
+    if pair.is_text:
+        return pair.group or f"text:{normalised(pair.response)}"
     return pair.group or f"prompt:{normalised(pair.exchanges[0][0])}"
 
 

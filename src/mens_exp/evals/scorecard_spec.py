@@ -328,10 +328,11 @@ def choose_items(
 ) -> list[Item]:
     """Choose the suite's items: the first by content hash whose reference fits the limit.
 
-    The choice depends on the rows and the tokenizer alone, never on the run's seed.
+    The choice depends on the rows and the tokenizer alone, never on the run's seed. Plain texts ask
+    nothing, and are left out.
     """
-    ids = [pair.id for pair in heldout]
-    order = sorted(range(len(ids)), key=ids.__getitem__)
+    ids = {number: pair.id for number, pair in enumerate(heldout) if not pair.is_text}
+    order = sorted(ids, key=ids.__getitem__)
     items: list[Item] = []
     for start in range(0, len(order), suite.items):
         if len(items) >= suite.items:
@@ -369,6 +370,8 @@ class HeldoutSyntax(Suite):
         if not heldout:
             return "no row is held out; see data.heldout_frac"
         items = choose_items(heldout, tokenizer, settings, max_positions=max_positions)
+        if all(pair.is_text for pair in heldout):
+            return "the held-out rows are plain texts, which ask nothing; take suite=none"
         if not items:
             return f"no held-out answer is under suite.max_new_tokens={settings.max_new_tokens}"
         return cls(items=items, max_new_tokens=settings.max_new_tokens)

@@ -53,6 +53,10 @@ class TextEncoder(Protocol):
     def generated_spans(self, messages: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
         """Return the spans that the template marks as generated; None if it has no markers."""
 
+    @property
+    def text_start(self) -> str:
+        """The control token that the tokenizer puts before every text; empty if none."""
+
     def guard(self, text: str) -> str:
         """Return a text in the form that `render` inserts into the template."""
 
@@ -121,13 +125,15 @@ def prompt_text(pair: TrainingPair, encoder: TextEncoder) -> str:
 
 
 def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer:
-    """Render one answer of a row.
+    """Render one answer of a row; a plain text follows what the tokenizer begins texts with.
 
     Raises:
-        DataError: the template refuses the row, drops its system prompt or tools, alters or drops
-            the answer, starts the assistant's turn differently than for generation, or marks
-            other text as generated.
+        DataError: a plain text begins with a control token, or the template refuses the row, drops
+            its system prompt or tools, alters or drops the answer, starts the assistant's turn
+            differently than for generation, or marks other text as generated.
     """
+    if pair.is_text:
+        return _plain(pair, encoder)
     before, turn = messages_of(pair, exchange), answer_turn(pair, exchange)
     try:
         prompt = encoder.render(before, add_generation_prompt=True)
@@ -145,6 +151,20 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
             remedy="change the row, or give another template with tokenizer.chat_template",
         ) from error
     return answer
+
+
+def _plain(pair: TrainingPair, encoder: TextEncoder) -> Answer:
+    text, body, start = pair.response, encoder.guard(pair.response), encoder.text_start
+    lead = len(text) - len(text.lstrip())
+    if body[lead] != text[lead] or (start and text.startswith(start)):
+        raise DataError(
+            "a plain text begins with a control token, as if a chat template had rendered it",
+            where=pair.name,
+            found=repr(text[lead : lead + 60]),
+            expected="a text without the control tokens of a template",
+            remedy="give the conversation itself, as 'messages'",
+        )
+    return Answer(prompt=start, body=body, closing="")
 
 
 def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncoder) -> None:

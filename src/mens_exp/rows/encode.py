@@ -53,7 +53,8 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
         pairs: the rows.
         encoder: tokenizer with its chat template.
         labelling: supervision and length limit. Truncation on the left keeps a begin-of-sequence
-            token. A document without a supervised token left is dropped and counted.
+            token. A document without a supervised token left is dropped and counted. A plain text
+            over the limit is not truncated: its parts are documents.
 
     Raises:
         DataError: the template changes the prompt once an answer follows, drops the answer, or
@@ -68,8 +69,10 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
         some = list(pairs[start : start + _ROWS_AT_ONCE])  # this reads rows that are on disk
         documents: list[Document] = []
         unrolled = 0
-        for owns in _endings(some, encoder, labelling):
+        for pair, owns in zip(some, _endings(some, encoder, labelling), strict=True):
             mine = rows.documents(owns, labelling)
+            if pair.is_text:
+                mine = [part for whole in mine for part in _parts(whole, labelling.document_tokens)]
             documents += mine
             unrolled += len(mine) // rows.together - 1
         # Lists of numbers take about ten times the memory of arrays, and are not truncated yet.
@@ -166,6 +169,22 @@ def _ending(
         end = len(closing)
     start = len(prompt)
     return Ending(ids=prompt + body + closing, start=start, end=start + len(body) + end)
+
+
+def _parts(whole: Document, limit: int) -> Iterator[Document]:
+    """Split a plain text that is too long, so that none of it is lost."""
+    for part in text_parts(len(whole.ids), limit):
+        extra = {name: values[part] for name, values in whole.extra.items()}
+        yield Document(whole.ids[part], whole.learned[part], extra)
+
+
+def text_parts(tokens: int, limit: int) -> list[slice]:
+    """Return the parts of a plain text of some tokens, each of ``limit`` at most.
+
+    A part begins with the last token of the one before, from which its first prediction is made.
+    """
+    starts = range(0, max(tokens - 1, 1), limit - 1)
+    return [slice(start, min(start + limit, tokens)) for start in starts]
 
 
 def _cut(whole: Document, limit: int, truncation: str, bos_id: int | None) -> Document:

@@ -336,7 +336,7 @@ def parse_row(obj: object, where: str, form: RowFormat = RowFormat.auto) -> Trai
 
     Returns:
         The pair. An Alpaca row's `input` follows its instruction after a blank line; if it is
-        blank, the instruction is used alone.
+        blank, the instruction is used alone. A plain text is the response to an empty prompt.
 
     Raises:
         DataError: the row is not an object, or has one problem.
@@ -438,6 +438,8 @@ class _RowReader:
                 turns = _decoded(values[name]) if isinstance(values[name], Cell) else values[name]
                 return read_turns(turns, keys, self._problems, tools) or nothing
             return nothing
+        if self._form is RowFormat.text:
+            return Conversation(system=None, exchanges=(("", self._required(values, "text")),))
         prompt = self._required(values, "prompt")
         given = self._optional(values, "input")
         if given is not None and given.strip():

@@ -238,7 +238,7 @@ class RowReader:
         """Determine the row's format, which must be that of the file's other rows."""
         if self.how.form is not RowFormat.auto:
             return self.how.form
-        told = format_of(fields)
+        told = format_of(fields) or format_of(self.how.columns)
         if told is None:
             return self.form or RowFormat.pair
         both = told if self.form is None else joint_format(self.form, told)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mens_exp.rows.answers import TextEncoder
-from mens_exp.rows.encode import encode
+from mens_exp.rows.encode import encode, text_parts
 from mens_exp.rows.files import release_pages
 from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
 
@@ -96,6 +96,11 @@ class _Document:
     is_answer: np.ndarray
     end: int | None
 
+    def part(self, part: slice) -> _Document:
+        """Return a part of it."""
+        end = self.end - part.start if self.end is not None else None
+        return _Document(self.ids[part], self.roles[part], self.is_answer[part], end)
+
 
 def role_counts(
     pairs: Sequence[TrainingPair], documents: Encoded, encoder: PieceEncoder, labelling: Labelling
@@ -137,7 +142,7 @@ class _Counter:
         self.documents, self.encoder, self.labelling = documents, encoder, labelling
         self.rows, self.limit = labelling.rows, labelling.document_tokens
         self.special = np.array(sorted(encoder.special_ids), np.int64)
-        self.shapes: dict[tuple[bool | None, int], Shape | None] = {}
+        self.shapes: dict[tuple[bool | None, bool, int], Shape | None] = {}
         self.found = RoleCounts()
         self.stuck: int | None = None
 
@@ -173,6 +178,10 @@ class _Counter:
             self.found.left_of_too_long += int(self.found.trained.sum()) - before
 
     def _place(self, pair: TrainingPair, shape: Shape, pieces: list[str], whole: _Document) -> None:
+        if pair.is_text:
+            for part in text_parts(len(whole.ids), self.limit):
+                self._match(whole.part(part))
+            return
         in_one = self._is_in_one(pair, shape)
         if in_one and (self._match(whole) or self._match(self._apart(shape, pieces))):
             return
@@ -205,7 +214,7 @@ class _Counter:
     def _shape(self, pair: TrainingPair, exchange: int) -> Shape | None:
         if pair.conversation is not None:  # tool calls are specific to the row
             return shape_of_answer(pair, exchange, self.encoder)
-        key = (None if pair.system is None else bool(pair.system), exchange)
+        key = (None if pair.system is None else bool(pair.system), pair.is_text, exchange)
         if key not in self.shapes:
             self.shapes[key] = shape_of_answer(pair, exchange, self.encoder)
         return self.shapes[key]

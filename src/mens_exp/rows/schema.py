@@ -2,7 +2,7 @@
 
 A row is a conversation that ends with an answer to train on. Most rows have one prompt and one
 response. A row with several turns has the earlier ones as its history, so that its prompt and
-response are always those of the last exchange.
+response are always those of the last exchange. A plain text is a response without a prompt.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TrainingPair:
     """One prompt and the response to train on.
 
     Attributes:
-        prompt: the user's text; not blank.
-        response: the assistant's answer; not blank.
+        prompt: the user's text; not blank, except that a plain text has the empty string.
+        response: the assistant's answer, or the plain text; not blank.
         rating: quality, 1 (worst) to 5 (best); None if not rated.
         category: a free tag that filters can use.
         language: language of the answer, such as a programming language; filters can use it.
@@ -87,6 +87,11 @@ class TrainingPair:
         return f"row {self.id} ({self.place})" if self.place else f"row {self.id}"
 
     @property
+    def is_text(self) -> bool:
+        """Whether the row is a plain text, which no chat template renders."""
+        return not self.prompt
+
+    @property
     def exchanges(self) -> tuple[tuple[str, str], ...]:
         """All exchanges, including the last one."""
         return (*self.history, (self.prompt, self.response))
@@ -99,8 +104,8 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         pair: the row.
 
     Returns:
-        An object that `parse_row` parses to an equal pair: `prompt` and `response`, or `messages`
-        if there are several exchanges or tools.
+        An object that `parse_row` parses to an equal pair: `prompt` and `response`, `text` for a
+        plain text, or `messages` if there are several exchanges or tools.
     """
     optional = {
         "rating": pair.rating,
@@ -115,6 +120,8 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
     labels = {name: value for name, value in optional.items() if value is not None}
     if pair.conversation is not None:
         return {**_in_any_order(pair.conversation), **labels}
+    if pair.is_text:
+        return {"text": pair.response, **labels}
     if not pair.history:
         return {"prompt": pair.prompt, "response": pair.response, **labels}
     turns = [
@@ -226,16 +233,13 @@ KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),
     RowFormat.messages: ("messages", "tools", *_LABELS),
     RowFormat.sharegpt: ("conversations", "tools", *_LABELS),
+    RowFormat.text: ("text", *(name for name in _LABELS if name != "system")),
 }
 _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 
 # Keys of other common formats that a spelling suggestion could not explain: the names
 # that they stand for, and what to do.
 KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "text": (
-        ("prompt", "response"),
-        "split the text into 'prompt' and 'response': plain text says not what to supervise",
-    ),
     "chosen": (
         ("response",),
         "preference rows: train on the preferred with data.columns={prompt:prompt,response:chosen}",
@@ -270,7 +274,9 @@ def format_of(keys: Collection[object]) -> RowFormat | None:
         return RowFormat.sharegpt
     if "input" in keys:
         return RowFormat.alpaca
-    return RowFormat.pair if _PAIR_KEYS & set(keys) else None
+    if _PAIR_KEYS & set(keys):
+        return RowFormat.pair
+    return RowFormat.text if "text" in keys else None
 
 
 def joint_format(first: RowFormat, other: RowFormat) -> RowFormat | None:

@@ -98,6 +98,8 @@ def contents_of(pair: TrainingPair, exchange: int) -> list[str]:
 def _said(pair: TrainingPair, exchange: int) -> list[tuple[Role, str]]:
     """Return the texts of a row up to an answer, each with its author."""
     system = [] if pair.system is None else [(Role.SYSTEM, pair.system)]
+    if pair.is_text:
+        return [(Role.ASSISTANT, pair.response)]
     whose = {"assistant": Role.ASSISTANT, "user": Role.USER, "tool": Role.USER}
     turns = [*messages_of(pair, exchange), answer_turn(pair, exchange)][len(system) :]
     return [
@@ -170,6 +172,8 @@ def _probe(pair: TrainingPair, exchange: int, pad: str = "") -> TrainingPair:
             pair, system=system if pair.system else pair.system, conversation=json.dumps(held)
         )
     texts = list(marks)
+    if pair.is_text:
+        return TrainingPair(prompt="", response=texts[0])
     *history, last = zip(texts[::2], texts[1::2], strict=True)
     return TrainingPair(
         prompt=last[0],

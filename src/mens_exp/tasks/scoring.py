@@ -160,7 +160,10 @@ def sample(
     suite = config.suite.unscored
     if suite is None or suite.items == 0 or not heldout:
         return
-    rows = sorted(heldout, key=lambda pair: pair.id)[: suite.items]
+    asking = (pair for pair in heldout if not pair.is_text)
+    rows = sorted(asking, key=lambda pair: pair.id)[: suite.items]
+    if not rows:
+        return
     requests = [Request(messages=tuple(messages_of(pair)), seed=config.seed) for pair in rows]
     generation = Generation(max_new_tokens=suite.max_new_tokens, batch_size=len(rows))
     engine = GraphEngine(backend, tokenizer, generation)

@@ -141,6 +141,11 @@ class HfTokenizer:
         return self.bos_id is not None and self.core.encode("").ids[:1] == [self.bos_id]
 
     @property
+    def text_start(self) -> str:
+        """The control token that the tokenizer puts before every text; empty if none."""
+        return self.special_tokens["bos_token"] if self.adds_bos else ""
+
+    @property
     def special_ids(self) -> set[int]:
         """Ids of control tokens."""
         return _control_ids(self.core)
@@ -371,6 +376,11 @@ class VoxTokenizer:
     def adds_bos(self) -> bool:
         """Always false: nothing is prepended to a text."""
         return False
+
+    @property
+    def text_start(self) -> str:
+        """Always empty: nothing is prepended to a text."""
+        return ""
 
     @property
     def eos_id(self) -> int:

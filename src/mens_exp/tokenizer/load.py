@@ -82,6 +82,10 @@ class Tokenizer(Protocol):
         """Whether the tokenizer itself prepends that token to every text."""
 
     @property
+    def text_start(self) -> str:
+        """The control token that the tokenizer puts before every text; empty if none."""
+
+    @property
     def eos_id(self) -> int | None:
         """Id of the end-of-sequence token, if there is one."""
 

@@ -31,6 +31,7 @@ _NEEDED = {
     RowFormat.alpaca: ("prompt", "response"),
     RowFormat.messages: ("messages",),
     RowFormat.sharegpt: ("conversations",),
+    RowFormat.text: ("text",),
 }
 
 
