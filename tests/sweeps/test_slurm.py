@@ -121,6 +121,22 @@ def test_a_job_that_ended_by_itself_is_read_from_its_log(executor, queue):
     assert work.ended() == Ended(exit_code=2)
 
 
+def test_a_job_that_has_succeeded_by_its_log_is_not_waited_for(executor, queue):
+    """A controller that was down at its end lists it as running; one put back runs on."""
+    job = executor._record.jobs[0]
+    queue.says("RUNNING")
+    ((_, work),) = executor.start([job])
+    log = executor.log(job)
+    log.began(1, 1.0, host="n", queue_id="7_0")
+    assert work.ended() is None
+    log.ended(None, why="TIMEOUT")
+    assert work.ended() is None
+    log.began(2, 2.0, host="n", queue_id="7_0")
+    assert work.ended() is None
+    log.ended(0)
+    assert work.ended() == Ended(exit_code=0)
+
+
 def test_a_job_that_is_gone_before_it_began_was_cancelled(executor, queue):
     """Slurm keeps no trace of a task that scancel took out of the queue."""
     queue.says("PENDING")

@@ -80,6 +80,10 @@ class SlurmWork:
             return None
         seen = self._executor.seen.get(self.queue_id)
         if seen is not None and not seen.is_over:
+            # Measured on 22.05: a controller that was down when a job ended lists it as running
+            # for minutes.
+            if self._mine and self._mine[-1]["exit_code"] == 0:
+                return Ended(exit_code=0)
             queued = f"in Slurm's queue as {self.queue_id}: {seen.reason}"
             self.waits = queued if seen.is_waiting else None
             return None
@@ -92,8 +96,13 @@ class SlurmWork:
         """Cancel the job so that it closes its record; Slurm does not requeue it."""
         self._executor.end(self.queue_id)
 
+    @property
+    def _mine(self) -> list[JobAttempt]:
+        """The attempts that Slurm started under this id."""
+        return [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
+
     def _ended(self, seen: Seen | None) -> Ended:
-        mine = [one for one in self._job["attempts"] if one.get("queue_id") == self.queue_id]
+        mine = self._mine
         if seen is None and mine:  # it ended long ago and Slurm has purged it
             return Ended(exit_code=mine[-1]["exit_code"])
         if seen is None:  # measured on 22.05: jobs cancelled in the queue are purged
