@@ -87,6 +87,17 @@ def test_prompts_are_those_of_evaluation_in_every_kind_of_document():
     assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 0)
 
 
+def test_plain_texts_are_not_held_against_prompts():
+    """Nothing is asked before one, in one document or several; conversations are still checked."""
+    train = [pair("", "a text"), pair("1"), pair("", "z" * 500), pair("2")]
+    found = part_of(train)
+    assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 0)
+    everything = dataclasses.replace(LABELLING, objective="causal")
+    documents = encode(train, VOX, everything)
+    found = rows_part(rows(train), documents, VOX, everything)
+    assert found["prompts_checked"] == 0
+
+
 def test_documents_of_another_template_are_told():
     """The learned part follows other ids than evaluation gives."""
     train = [pair("1"), pair("2")]

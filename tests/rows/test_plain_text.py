@@ -40,14 +40,14 @@ def directory(request, tmp_path_factory):
             single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
         )
     core.save(str(place / "tokenizer.json"))
-    settings_ = {
+    config = {
         "bos_token": "<s>",
         "eos_token": "</s>",
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}",
     }
-    (place / "tokenizer_config.json").write_text(json.dumps(settings_), "utf-8")
+    (place / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return place
 
 
@@ -134,7 +134,7 @@ def test_texts_are_read_from_every_kind_of_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("fields", "said"),
     [
         ({"text": " "}, "'text' is empty"),
         ({"text": 3}, "'text' must be a string"),
@@ -143,10 +143,10 @@ def test_texts_are_read_from_every_kind_of_file(tmp_path):
         ({"text": "a", "prompt": "b", "response": "c"}, "unknown key 'text'"),
     ],
 )
-def test_a_row_that_is_no_plain_text_is_refused(given_, said):
+def test_a_row_that_is_no_plain_text_is_refused(fields, said):
     """Nothing of a row is ignored."""
     with pytest.raises((DataError, Problems)) as caught:
-        parse_row(given_, "here:1")
+        parse_row(fields, "here:1")
     assert said in str(caught.value)
 
 

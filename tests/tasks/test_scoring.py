@@ -21,6 +21,7 @@ from mens_exp.tasks.scoring import sample, score
 from mens_exp.tokenizer.implementations import HfTokenizer
 
 ROW = TrainingPair(prompt="Write f.", response="def f(): pass")
+TEXT = TrainingPair(prompt="", response="It was a bright cold day.")
 
 
 @pytest.fixture
@@ -121,8 +122,13 @@ def test_a_real_graph_answers_as_base_and_as_tuned(
             [ROW],
             "no held-out answer is under suite.max_new_tokens=3",
         ),
+        (
+            HeldoutSyntaxSuite(),
+            [TEXT],
+            "the held-out rows are plain texts, which ask nothing; take suite=none",
+        ),
     ],
-    ids=["suite=none", "no rows", "no short answer"],
+    ids=["suite=none", "no rows", "no short answer", "plain texts"],
 )
 def test_no_scorecard_has_a_reason(
     run,
@@ -159,14 +165,28 @@ def test_without_a_suite_both_models_answer_some_held_out_rows(run, tokenizer, c
 
 @pytest.mark.parametrize(
     ("suite", "heldout"),
-    [(NoSuite(items=0), [ROW]), (NoSuite(), []), (HeldoutSyntaxSuite(), [ROW])],
-    ids=["none asked for", "no rows", "a suite asks"],
+    [
+        (NoSuite(items=0), [ROW]),
+        (NoSuite(), []),
+        (NoSuite(), [TEXT]),
+        (HeldoutSyntaxSuite(), [ROW]),
+    ],
+    ids=["none asked for", "no rows", "plain texts", "a suite asks"],
 )
 def test_nothing_is_sampled_where_nobody_asks(run, tokenizer, config_with, suite, heldout):
     """And no empty record is left behind."""
     backend = Answers(tokenizer, base="", tuned="")
     sample(config_with(suite), run, backend, heldout, tokenizer)
     assert not run.dir.samples.exists()
+
+
+def test_plain_texts_are_left_out_of_what_is_asked(run, tokenizer, config_with):
+    """The other held-out rows are asked, by a suite and for samples."""
+    backend = Answers(tokenizer, base="no", tuned="yes")
+    score(config_with(HeldoutSyntaxSuite()), run, backend, [TEXT, ROW], tokenizer)
+    sample(config_with(NoSuite()), run, backend, [TEXT, ROW], tokenizer)
+    assert {one["item_id"] for one in read_item_events(run.dir.events)} == {ROW.id}
+    assert [one["item_id"] for one in Samples.read(run.dir.samples).items] == [ROW.id]
 
 
 def test_samples_name_each_item_once(tmp_path):

@@ -189,9 +189,9 @@ def _prompts(
 
     Returns:
         How many were compared, and how many begin otherwise. None is compared where documents begin
-        otherwise by design, where every token of plain texts and conversations is learned, or
-        where so many rows have nothing to learn that the first documents' rows would be a long
-        search.
+        otherwise by design, where a plain text cannot be told from a conversation because every
+        token of both is learned, or where so many rows have nothing to learn that the first
+        documents' rows would be a long search.
     """
     rows = _PROMPTS + documents.dropped
     if rows > _MOST_ROWS or not labelling.rows.follows_prompts:

@@ -369,9 +369,9 @@ class HeldoutSyntax(Suite):
         """Choose the rows that are asked."""
         if not heldout:
             return "no row is held out; see data.heldout_frac"
-        items = choose_items(heldout, tokenizer, settings, max_positions=max_positions)
         if all(pair.is_text for pair in heldout):
             return "the held-out rows are plain texts, which ask nothing; take suite=none"
+        items = choose_items(heldout, tokenizer, settings, max_positions=max_positions)
         if not items:
             return f"no held-out answer is under suite.max_new_tokens={settings.max_new_tokens}"
         return cls(items=items, max_new_tokens=settings.max_new_tokens)
