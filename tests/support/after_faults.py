@@ -23,7 +23,7 @@ SHOWN = re.compile(r"(\.html|\.log|MODEL_CARD\.md|\.hydra/.*)$")
 # `attempts` and `notes` say how often it was disturbed; a run's own outputs are hashed by
 # `believed`; `search.journal` is Optuna's log, whose trials sweep.json has.
 PASSING = re.compile(
-    r"(.*_utc|.*_s|.*_ms|.*seconds|.*rss_bytes|peak_bytes|free|free_bytes|measured.*|perf/.*|mem/.*"
+    r"(.*_utc|.*_s|.*_ms|system/.*|.*seconds|.*rss_bytes|peak_bytes|free|free_bytes|measured.*|perf/.*|mem/.*"
     r"|utc|attempts|notes|reason|pid|was_done_already|why|process_started|server|previous|sha256|entry_sha256|outputs"
     r"|environment|provenance|known|sent|peak_rss_bytes_of_processes|run_id|directory|overrides|resumed_from)"
 )
@@ -31,6 +31,8 @@ PASSING = re.compile(
 STATE = ("state_dict", "adapter", "optimizer_states", "lr_schedulers", "counters", "selected")
 READ = (".json", ".jsonl", ".yaml")  # text that may name a run's directory
 JOURNALS = ("search.journal", "cache/ledger.jsonl")
+# What Slurm and the tasks of its arrays write about their own starts.
+SLURM_LOGS = re.compile(r"all/batch/")
 LEFT_OVER = re.compile(r"(\.tmp|\.old|\.lock|\.taking|\.rename)$|/tmp[^/]*$|/\.sync-")
 
 
@@ -101,6 +103,8 @@ def differences(root, expected, own, said=""):
     if not own:
         expected = {name: data for name, data in expected.items() if not name.startswith("own")}
     for name in sorted(expected.keys() | found.keys()):
+        if SLURM_LOGS.match(name):
+            continue
         if name not in found:
             is_spare = name.endswith(DRAWN) and _says_so(found, name)
             is_spare |= name.endswith(DRAWN) and _names_its_pages(said, name)

@@ -41,6 +41,7 @@ import after_faults
 import disk_faults
 import fork_server
 import planned_signals
+import slurm_faults
 from disk_faults import Fault, Watcher
 
 RESULTS = Path(__file__).parents[1] / "faults/campaign.json"
@@ -111,6 +112,7 @@ def _twice(*command, other=()):
 _RESUME = ("resume=run",)
 _DDP = tuple("trainer=ddp" if text == "trainer=cpu" else text for text in TRAIN)
 _DDP += ("trainer.accelerator=cpu", "trainer.devices=2")
+_SLURM = (*SWEEP, "seed=1,2", "hydra/launcher=slurm", "hydra.launcher.poll_s=0.5")
 TASKS = [
     Task("base", "rows", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/models",)),
     Task("encode", "base", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/",)),
@@ -125,6 +127,7 @@ TASKS = [
     ),
     Task("corpus", "project", *_twice(*CORPUS)),
     Task("sweep", "encoded", (*SWEEP, "seed=1,2"), (("sweep.resume=all",), (*SWEEP, "seed=1,2"))),
+    Task("slurm", "encoded", _SLURM, (("sweep.resume=all",), _SLURM)),
     Task("search", "encoded", tuple(SEARCH), (("sweep.resume=all",), tuple(SEARCH))),
     Task(
         "promote",
@@ -191,7 +194,7 @@ class Place:
             text=True,
             cwd=self.case,
             env=environment,
-            before=before,
+            before=before or slurm_faults.before(environment),
             timeout=LIMIT_S,
         )
 
@@ -250,7 +253,7 @@ class Place:
         killed = []
 
         def kill():
-            there = sorted(self._processes())
+            there = sorted([*self._processes(), *slurm_faults.daemons(more)])
             chosen = (
                 there if fault.which is None or not there else [there[fault.which % len(there)]]
             )
@@ -258,6 +261,7 @@ class Place:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     killed.append(pid)
+            slurm_faults.start_again(more, killed)
 
         timer = threading.Timer(fault.share * self.took_s[task.name], kill)
         timer.start()
@@ -286,6 +290,7 @@ class Place:
     def _go_on(self, task, more):
         """Type the next commands until one ends well; return what is wrong, and that command."""
         problems = []
+        slurm_faults.wait_until_there(more)
         for command in task.again:
             done = self.run(command, **more)
             if done.returncode == 0:
@@ -349,6 +354,10 @@ def _own_of(command):
 @contextlib.contextmanager
 def service(task):
     """Serve what a task needs besides files; yield what its environment names."""
+    if task.name == "slurm":
+        with slurm_faults.cluster() as environment:
+            yield environment
+        return
     if task.name != "sync":
         yield {}
         return

@@ -69,8 +69,11 @@ def missing():
 
 
 @contextmanager
-def cluster():
+def cluster(more=""):
     """Start a cluster, and end it with all its jobs.
+
+    Args:
+        more: further lines of its configuration.
 
     Yields:
         What its commands need in their environment.
@@ -80,13 +83,13 @@ def cluster():
     environment["PATH"] += os.pathsep + "/usr/sbin"
     started = []
     try:
-        _configure(place, environment)
+        _configure(place, environment, more)
         _munge(place, environment, started)
         for name in ("slurmctld", "slurmd"):
             _run([name, "-f", str(place / "slurm.conf")], environment)
             started.append(place / f"{name}.pid")
             _pid(started[-1])
-        _wait_until_idle(environment)
+        _wait_until(environment, "idle")
         yield {"SLURM_CONF": environment["SLURM_CONF"], "PATH": environment["PATH"]}
         _end_jobs(environment)
     finally:
@@ -95,7 +98,7 @@ def cluster():
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _configure(place, environment):
+def _configure(place, environment, more):
     for name in ("state", "spool"):
         (place / name).mkdir()
     with socket.socket() as one, socket.socket() as other:
@@ -106,7 +109,7 @@ def _configure(place, environment):
     text = CONFIGURATION.format(
         host=host, place=place, controller_port=ports[0], node_port=ports[1]
     )
-    (place / "slurm.conf").write_text(text, "ascii")
+    (place / "slurm.conf").write_text(text + more, "ascii")
     # 23.11 and newer can do without the plugin; older ones load it, and use nothing of it.
     said = _run(["slurmd", "-V"], environment).split()[-1]
     version = tuple(int(part) for part in said.split(".")[:2])
@@ -144,9 +147,9 @@ def _pid(path):
     return int(path.read_text("ascii"))
 
 
-def _wait_until_idle(environment):
+def _wait_until(environment, *states):
     began = time.time()
-    while "idle" not in _run(["sinfo", "--noheader", "--format=%T"], environment):
+    while _run(["sinfo", "--noheader", "--Node", "--format=%T"], environment).split()[0] not in states:
         assert time.time() - began < LIMIT_S, "the node did not come up"
         time.sleep(0.1)
 

@@ -31,6 +31,8 @@ _SILENCE = (
     "timed out",
     "did not answer",  # within that time
 )
+_NO_SUCH_NODE = "Requested node configuration is not available"
+_ABSENT = ("unknown", "*")  # `sinfo` on nodes that have not registered, or do not respond
 _TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
 # Options covered by a setting, and options that control how a job is stopped, requeued and found.
 _OURS = frozenset(
@@ -152,18 +154,33 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
 
 
 def is_silence(said: str) -> bool:
-    """Return whether a Slurm command failed because Slurm did not answer, which may pass."""
-    return any(text in said for text in _SILENCE)
+    """Return whether a Slurm command failed because Slurm did not answer, which may pass.
+
+    A controller that has just started knows nothing of nodes that have not registered yet, and
+    says that there are none (measured on 22.05).
+    """
+    return any(text in said for text in _SILENCE) or (_NO_SUCH_NODE in said and _lacks_nodes())
+
+
+def _lacks_nodes() -> bool:
+    """Return whether nodes have not registered with the controller, or do not respond."""
+    try:
+        states = call(["sinfo", "--noheader", "--Node", "--format=%T"]).split()
+    except OSError:
+        return True
+    return any(state.endswith(_ABSENT) for state in states)
 
 
 def refused(said: str) -> MensError:
     """Return the error for a Slurm command's message: about Slurm, or about the request."""
     if is_silence(said):
+        nodes = _NO_SUCH_NODE in said
         return SetupError(
-            "Slurm does not answer",
+            "some of Slurm's nodes do not answer" if nodes else "Slurm does not answer",
             where="hydra/launcher",
             found=said,
-            remedy="see what `sinfo` says, or run the sweep with hydra/launcher=local",
+            remedy="see what `sinfo` says and try again, or run the sweep with "
+            "hydra/launcher=local",
         )
     return RequestError(
         "Slurm would not take the jobs",

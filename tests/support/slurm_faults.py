@@ -1,0 +1,95 @@
+"""A cluster of Slurm for one case of the campaign, whose daemons may be killed.
+
+A daemon that was killed is started again at once, as a service manager does it.
+"""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import fork_server
+import psutil
+
+_CLUSTER = runpy.run_path(str(Path(__file__).parents[1] / "sweeps/slurm_cluster.py"))
+# A node that was silent works again as soon as it answers; its jobs that are gone are noticed
+# after 15 seconds instead of 300.
+_CONFIGURATION = "ReturnToService=2\nSlurmdTimeout=15\n"
+_DAEMONS = ("slurmctld", "slurmd")
+LIMIT_S = 60
+
+
+@contextmanager
+def cluster():
+    """Start a cluster; yield the environment of its commands."""
+    with _CLUSTER["cluster"](_CONFIGURATION) as found:
+        programs = _python(found).parent
+        programs.mkdir()
+        fork_server.write_stubs(programs)
+        yield found
+
+
+def before(environment):
+    """Return what a launcher executes first: the scripts of its jobs then name a Python that forks.
+
+    Nothing where the command is not one of a cluster.
+    """
+    if "SLURM_CONF" not in environment:
+        return None
+    return f"import sys; sys.executable = {str(_python(environment))!r}\n"
+
+
+def _python(environment):
+    return Path(environment["SLURM_CONF"]).with_name("programs") / "python"
+
+
+def daemons(environment):
+    """Return the process IDs of a cluster's daemons and of the steps of its jobs."""
+    if "SLURM_CONF" not in environment:
+        return []
+    found = []
+    for name in _DAEMONS:
+        with suppress(OSError, ValueError, psutil.Error):
+            process = psutil.Process(int(_pid_file(environment, name).read_text("ascii")))
+            found += [process.pid]
+    spool = str(Path(environment["SLURM_CONF"]).parent)
+    for process in psutil.process_iter(["name"]):
+        with suppress(psutil.Error):  # it has just ended
+            name = process.info["name"]
+            if name == "slurmstepd" and spool in " ".join(process.environ().values()):
+                found.append(process.pid)
+    return found
+
+
+def start_again(environment, killed):
+    """Start the daemons that were killed, given the IDs of all killed processes."""
+    if "SLURM_CONF" not in environment:
+        return
+    for name in _DAEMONS:
+        place = _pid_file(environment, name)
+        with suppress(OSError, ValueError, psutil.Error):
+            old = psutil.Process(int(place.read_text("ascii")))
+            if old.pid not in killed:
+                continue
+            old.wait(LIMIT_S)
+        place.unlink(missing_ok=True)
+        program = shutil.which(name, path=environment["PATH"])
+        assert program is not None
+        subprocess.run([program, "-f", environment["SLURM_CONF"]], check=True)
+        until = time.monotonic() + LIMIT_S
+        while not place.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def wait_until_there(environment):
+    """Wait until the node is listed as one that takes jobs."""
+    if "SLURM_CONF" in environment:
+        _CLUSTER["_wait_until"](environment, "idle", "mixed", "allocated")
+
+
+def _pid_file(environment, name):
+    return Path(environment["SLURM_CONF"]).with_name(f"{name}.pid")
