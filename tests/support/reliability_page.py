@@ -34,6 +34,9 @@ file. Of each set of alike calls the campaign draws cases:
 | error | EIO for this call alone |
 | moment | SIGKILL of one process of the command, or of all, at a random moment |
 
+The processes of the task `slurm` include the cluster's own: the controller, the node's daemon and
+the steps of its jobs. A daemon that was killed is started again at once, with what it had saved.
+
 After the fault, the next commands run on a disk that works: `resume=`, `sweep.resume=`, or the same
 command again. A case ends well if all of this holds:
 

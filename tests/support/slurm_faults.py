@@ -21,6 +21,7 @@ _CLUSTER = runpy.run_path(str(Path(__file__).parents[1] / "sweeps/slurm_cluster.
 _CONFIGURATION = "ReturnToService=2\nSlurmdTimeout=15\n"
 _DAEMONS = ("slurmctld", "slurmd")
 LIMIT_S = 60
+missing = _CLUSTER["missing"]
 
 
 @contextmanager

@@ -149,7 +149,8 @@ def _pid(path):
 
 def _wait_until(environment, *states):
     began = time.time()
-    while _run(["sinfo", "--noheader", "--Node", "--format=%T"], environment).split()[0] not in states:
+    asked = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    while _run(asked, environment).split()[0] not in states:
         assert time.time() - began < LIMIT_S, "the node did not come up"
         time.sleep(0.1)
 

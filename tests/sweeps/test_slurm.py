@@ -28,9 +28,12 @@ class Queue:
         self.asked = []
         self.error = None
         self.number = 7
+        self.nodes = "idle\n"
 
     def __call__(self, command, text=""):
         self.asked.append(list(command))
+        if command[0] == "sinfo":
+            return self.nodes
         if self.error:
             raise OSError(self.error)
         return f"{self.number}\n" if command[0] == "sbatch" else "\n".join(self.lines)
@@ -264,6 +267,33 @@ def test_a_refused_submission_fails_its_jobs(executor, queue):
     queue.error = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
     ((_, said), _) = executor.start(executor._record.jobs)
     assert said == "Slurm did not take it: sbatch: error: QOSMaxSubmitJobPerUserLimit"
+
+
+NO_NODES = "allocation failure: Requested node configuration is not available"
+
+
+@pytest.mark.parametrize("nodes", ["idle\nunknown\n", "down*\n"])
+def test_a_submission_waits_for_nodes_that_have_not_registered(executor, queue, nodes):
+    """A controller that was started a moment ago says that no node is large enough."""
+    job = executor._record.jobs[0]
+    queue.error, queue.nodes = NO_NODES, nodes
+    assert executor.start([job]) == []
+    queue.error = None
+    executor.poll()
+    ((_, work),) = executor.start([job])
+    assert isinstance(work, SlurmWork)
+
+
+def test_nodes_that_are_all_there_are_believed(executor, queue):
+    """The request is larger than any of them."""
+    queue.error = NO_NODES
+    ((_, said),) = executor.start(executor._record.jobs[:1])
+    assert said == f"Slurm did not take it: {NO_NODES}"
+    assert slurm_commands.refused(NO_NODES).exit_code == 2
+    queue.nodes = "mixed\nidle*\n"
+    error = slurm_commands.refused(NO_NODES)
+    assert error.exit_code == 3
+    assert "some of Slurm's nodes do not answer" in str(error)
 
 
 def test_only_jobs_of_this_sweep_are_adopted(executor, queue, tmp_path):
