@@ -5,9 +5,14 @@ The process of the tests is the one that keeps the record; it starts the others.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 
+import fork_server
+import planned_signals
 import psutil
 import pytest
 
@@ -101,6 +106,27 @@ def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, 
     manifest = Manifest.read(run.manifest)
     assert manifest.attempts[-1]["resumed_from_step"] == 8
     assert f"{after} instead of {before} processes go on" in manifest.notes
+    same_course(run, alone)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_killed_run_goes_on_with_another_number(alone, tiny_run, cache, tmp_path, before, after):
+    """From a checkpoint that was saved in mid-epoch, while its step was being ended."""
+    run = RunDir(tmp_path / "run")
+    given = [*tiny_run, *F32, *(TWO if before == 2 else ()), f"hydra.run.dir={run.path}"]
+    by_key = {text.partition("=")[0]: text for text in given}
+    killed = fork_server.run(
+        [sys.executable, "-m", "mens_exp", *by_key.values()],
+        env={**os.environ, "MENS_EXP_CACHE": str(cache)},
+        before=planned_signals.source(
+            [{"at": "micro-batch", "call": 40 // before, "signal": "SIGKILL"}]
+        ),
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (last,) = run.checkpoints.glob("*.ckpt")
+    assert last.stem == "step_00000008"
+    assert cli.main([f"resume={run.path}", f"trainer.devices={after}"]) == 0
+    assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 8
     same_course(run, alone)
 
 

@@ -21,6 +21,19 @@ def test_all_processes_together_have_taken_the_same(before, after, expected):
     assert checkpoint["loops"] == saved(expected)["loops"]
 
 
+@pytest.mark.parametrize(("before", "after", "expected"), [(2, 1, 24), (1, 3, 4), (4, 2, 24)])
+def test_a_micro_batch_that_is_being_ended_is_one_for_any_number(before, after, expected):
+    """Lightning completes it when it goes on, if it is the only one that is not completed."""
+    checkpoint = saved(12, world_size=before)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["current"], progress["total"]):
+        counts["completed"] = 11
+    for_processes(checkpoint, after)
+    for counts in (progress["current"], progress["total"]):
+        assert counts.pop("completed") == expected - 1
+        assert set(counts.values()) == {expected}
+
+
 def test_a_checkpoint_that_says_nothing_is_of_one_process():
     """It goes on unchanged with one, and with two each has taken half."""
     checkpoint = saved(12)

@@ -62,7 +62,9 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
 
     Lightning counts the micro-batches of one process, and uses the count to decide where a step
     ends and when validation is due. The total over all processes is fixed: a step has the same
-    number of micro-batches however many processes share them.
+    number of micro-batches however many processes share them. A checkpoint that is saved while the
+    last micro-batch is being ended does not count it as completed; Lightning recognizes that by a
+    difference of one, which is one for any number of processes.
 
     Args:
         checkpoint: a checkpoint from the end of an optimizer step; if it records no number of
@@ -74,8 +76,10 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
         return
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["current"], progress["total"]):
+        ready = counts["ready"] * saved // world_size
         for name, value in counts.items():
-            counts[name] = value * saved // world_size
+            counts[name] = ready - (counts["ready"] - value) if name != "ready" else value
+        counts["ready"] = ready
 
 
 @dataclass(frozen=True, slots=True)
