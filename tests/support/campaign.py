@@ -439,7 +439,10 @@ class Campaign:
             except queue.Empty:
                 return
             began = time.monotonic()
-            problems = place.play(case)
+            try:
+                problems = place.play(case)
+            except Exception as error:  # of the campaign's own surroundings; the others go on
+                problems = [f"could not be played: {type(error).__name__}: {str(error)[:300]}"]
             self.outcomes.append((case, problems))
             said = "not reached" if problems is None else "; ".join(problems) or "well"
             print(

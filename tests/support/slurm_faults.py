@@ -87,9 +87,18 @@ def start_again(environment, killed):
 
 
 def wait_until_there(environment):
-    """Wait until the node is listed as one that takes jobs."""
-    if "SLURM_CONF" in environment:
-        _CLUSTER["_wait_until"](environment, "idle", "mixed", "allocated")
+    """Wait until the node takes jobs; one that Slurm has drained or set down is resumed."""
+    if "SLURM_CONF" not in environment:
+        return
+    run, until = _CLUSTER["_run"], time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        with suppress(AssertionError):  # the controller is starting
+            (name, state) = run(["sinfo", "-h", "-N", "-o", "%N %T"], environment).split()[:2]
+            if state in ("idle", "mixed", "allocated"):
+                return
+            if state.startswith(("drain", "down")):
+                run(["scontrol", "update", f"NodeName={name}", "State=RESUME"], environment)
+        time.sleep(0.5)
 
 
 def _pid_file(environment, name):

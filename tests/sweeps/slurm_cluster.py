@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node, munge included, in a directory of its own.
+"""A Slurm cluster of one or more nodes, munge included, in a directory of its own.
 
 Started and ended by whoever enters :func:`cluster`; nothing of the system's own configuration is
 read or written, and only processes that were started here are ended.
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,6 @@ CONFIGURATION = """
 ClusterName=mens
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 AuthType=auth/munge
 AuthInfo=socket={place}/munge.sock,cred_expire=5
 CredType=cred/munge
@@ -34,11 +33,11 @@ SlurmUser=root
 SlurmdUser=root
 SlurmdParameters=config_overrides
 StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool
+SlurmdSpoolDir={place}/spool{each}
 SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd.pid
+SlurmdPidFile={place}/slurmd{each}.pid
 SlurmctldLogFile={place}/slurmctld.log
-SlurmdLogFile={place}/slurmd.log
+SlurmdLogFile={place}/slurmd{each}.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -52,9 +51,12 @@ JobRequeue=1
 KillWait=20
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=2000 State=UNKNOWN
-PartitionName=low Nodes={host} Default=YES PriorityTier=1
-PartitionName=high Nodes={host} PriorityTier=2
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1
+PartitionName=high Nodes=ALL PriorityTier=2
+"""
+NODE = """
+NodeName=DEFAULT CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}
 """
 
 
@@ -69,11 +71,13 @@ def missing():
 
 
 @contextmanager
-def cluster(more=""):
+def cluster(more="", names=()):
     """Start a cluster, and end it with all its jobs.
 
     Args:
         more: further lines of its configuration.
+        names: those of its nodes, of each of which a daemon runs here; otherwise it has one node,
+            of this machine's own name.
 
     Yields:
         What its commands need in their environment.
@@ -83,10 +87,12 @@ def cluster(more=""):
     environment["PATH"] += os.pathsep + "/usr/sbin"
     started = []
     try:
-        _configure(place, environment, more)
+        _configure(place, environment, more, names)
         _munge(place, environment, started)
-        for name in ("slurmctld", "slurmd"):
-            _run([name, "-f", str(place / "slurm.conf")], environment)
+        of_nodes = {f"slurmd.{name}": ["slurmd", "-N", name] for name in names}
+        daemons = {"slurmctld": ["slurmctld"], **(of_nodes or {"slurmd": ["slurmd"]})}
+        for name, command in daemons.items():
+            _run([*command, "-f", str(place / "slurm.conf")], environment)
             started.append(place / f"{name}.pid")
             _pid(started[-1])
         _wait_until(environment, "idle")
@@ -98,17 +104,21 @@ def cluster(more=""):
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _configure(place, environment, more):
-    for name in ("state", "spool"):
-        (place / name).mkdir()
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
+def _configure(place, environment, more, names):
     host = socket.gethostname().partition(".")[0]
-    text = CONFIGURATION.format(
-        host=host, place=place, controller_port=ports[0], node_port=ports[1]
+    for name in ("state", *(f"spool.{name}" for name in names), *(() if names else ("spool",))):
+        (place / name).mkdir()
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in range(1 + max(1, len(names)))]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        controller_port, *ports = (one.getsockname()[1] for one in free)
+    text = "".join(
+        NODE.format(name=name, host=host, port=port)
+        for name, port in zip(names or (host,), ports, strict=True)
     )
+    each = ".%n" if names else ""
+    text += CONFIGURATION.format(host=host, place=place, controller_port=controller_port, each=each)
     (place / "slurm.conf").write_text(text + more, "ascii")
     # 23.11 and newer can do without the plugin; older ones load it, and use nothing of it.
     said = _run(["slurmd", "-V"], environment).split()[-1]
@@ -148,10 +158,11 @@ def _pid(path):
 
 
 def _wait_until(environment, *states):
+    """Wait until all nodes are in one of some states."""
     began = time.time()
     asked = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    while _run(asked, environment).split()[0] not in states:
-        assert time.time() - began < LIMIT_S, "the node did not come up"
+    while not set(_run(asked, environment).split()) <= set(states):
+        assert time.time() - began < LIMIT_S, "the nodes did not come up"
         time.sleep(0.1)
 
 

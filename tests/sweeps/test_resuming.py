@@ -15,7 +15,9 @@ from mens_exp.artifacts.host import run_lock
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
+from mens_exp.config.sweep import SlurmLauncher, launcher_values
 from mens_exp.sweeps import resume
+from mens_exp.sweeps.slurm_commands import Seen
 
 
 @pytest.fixture
@@ -152,6 +154,31 @@ def test_only_what_holds_for_the_rest_can_change(make_sweep, tmp_path, begun, ca
     for override in ("seed=3", "hydra.launcher.threads=1"):
         said = refused(capsys, f"sweep.resume={place}", override)
         assert "cannot change when a sweep goes on" in said
+
+
+@pytest.mark.parametrize(
+    ("nodes", "queued", "said"),
+    [
+        ("1", ["7_0"], "jobs of the sweep are still in Slurm's queue"),
+        ("null", [], "a sweep goes on with a number of nodes"),
+    ],
+)
+def test_other_nodes_are_refused(
+    make_sweep, tmp_path, begun, monkeypatch, capsys, nodes, queued, said
+):
+    """A job that waits would start with the number that it was submitted with."""
+    seen = {
+        name: Seen(queue_id=name, number=0, state="PENDING", reason="None", exit_code=None)
+        for name in queued
+    }
+    monkeypatch.setattr(resume, "queue_of", lambda _: seen)
+    monkeypatch.setattr(resume, "executor_problems", lambda *_: [])
+    settings = launcher_values(SlurmLauncher(nodes=2))
+    place = stored(make_sweep({}, launcher="slurm", launcher_settings=settings), tmp_path)
+    before = SweepDir(place).record.read_bytes()
+    assert said in refused(capsys, f"sweep.resume={place}", f"hydra.launcher.nodes={nodes}")
+    assert begun == []
+    assert SweepDir(place).record.read_bytes() == before
 
 
 def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path, begun, capsys):

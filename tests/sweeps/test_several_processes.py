@@ -14,12 +14,13 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.host import python_path
 from mens_exp.artifacts.sweep import JobState, SweepDir
+from mens_exp.config.overrides import check
 from mens_exp.config.sweep import SlurmLauncher
 from mens_exp.errors import MensError
 from mens_exp.planning import machine
 from mens_exp.sweeps import launcher, multirun, plan, slurm_task
 from mens_exp.sweeps.executors import LocalExecutor
-from mens_exp.sweeps.plan import device_problems, plan_sweep
+from mens_exp.sweeps.plan import device_problems, launcher_of_cell, plan_sweep
 from mens_exp.sweeps.process import Ended
 from mens_exp.sweeps.search_request import read_request
 
@@ -116,6 +117,42 @@ def test_what_slurm_is_asked_for_suffices(tiny_config):
     assert device_problems(cells, enough, 1) == []
     assert device_problems(cells, by_gres, 1) == []
     assert device_problems([Cell(tiny_config())], one, 1) == []
+
+
+SEVERAL = ("hydra/launcher=slurm", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1")
+
+
+def cells_of(*overrides):
+    checked = check([*SEVERAL, *overrides], multirun=True)
+    assert checked.problems == ()
+    return list(checked.cells)
+
+
+@pytest.mark.parametrize(
+    "override", ["hydra.launcher.nodes=2", "trainer.num_nodes=2", "+hydra.launcher.nodes=2"]
+)
+def test_nodes_of_a_job_are_said_once(override):
+    """To the launcher or to the trainer."""
+    (cell,) = cells_of(override)
+    assert cell.config.trainer.num_nodes == 2
+    launcher = launcher_of_cell(cell)
+    assert launcher.nodes == 2
+    assert device_problems([cell], launcher, 1) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("hydra.launcher.nodes=2", "trainer.num_nodes=1"),
+        ("trainer.num_nodes=1,2",),
+        ("hydra.launcher.nodes=2", "task=plan"),
+    ],
+)
+def test_jobs_of_different_numbers_of_nodes_are_refused(overrides):
+    """One array asks for the same number for each of its tasks."""
+    cells = cells_of(*overrides)
+    (found,) = device_problems(cells, launcher_of_cell(cells[0]), len(cells))
+    assert (found.where, found.found) == ("hydra.launcher.nodes", "1, 2")
 
 
 def test_more_gpus_than_are_visible_are_refused(tiny_config, monkeypatch):

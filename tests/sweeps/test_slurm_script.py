@@ -57,6 +57,12 @@ def test_settings_become_options_of_sbatch(tmp_path):
     assert not {one.partition("=")[0] for one in found} & {"--account", "--qos", "--gres"}
 
 
+def test_a_job_of_several_nodes_asks_for_them(tmp_path):
+    """Cores, GPUs and memory are those of each node."""
+    found = options(made(tmp_path, nodes=2, cpus_per_task=4, gpus_per_node=4, mem_gb=8))
+    assert {"--nodes=2", "--cpus-per-task=4", "--gpus-per-node=4", "--mem=8192M"} <= found
+
+
 def test_the_script_is_one_that_bash_reads(tmp_path):
     """Paths with blanks are quoted, and set-up comes before the job."""
     text = made(tmp_path, setup=["module load cuda"])
@@ -124,7 +130,7 @@ def test_settings_that_undo_the_launcher_are_refused(stand_in, settings, where):
 
 
 def test_a_key_of_several_tasks_is_unknown(capsys):
-    """A job is one task on one node, so nodes= would do nothing."""
-    given = ["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2", "model=tiny_llama"]
+    """A job has as many processes on a node as its trainer says."""
+    given = ["-m", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "model=tiny_llama"]
     assert cli.main(given) == 2
-    assert "nodes" in capsys.readouterr().err
+    assert "tasks_per_node" in capsys.readouterr().err

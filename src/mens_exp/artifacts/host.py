@@ -161,6 +161,7 @@ def spawn_python(
     output: IO[bytes] | int,
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    before: Sequence[str] = (),
 ) -> Popen[bytes]:
     """Start this interpreter in a new session, without input.
 
@@ -171,13 +172,14 @@ def spawn_python(
         output: file for standard output and standard error.
         environment: environment of the process, by default this one's; this package is importable.
         cwd: working directory of the process, by default this one's.
+        before: a command that is given the interpreter's own, and starts it.
 
     Raises:
         OSError: the system cannot start another process.
     """
     environment = os.environ if environment is None else environment
     return Popen(  # noqa: S603  # our own interpreter and modules
-        [sys.executable, *arguments],
+        [*before, sys.executable, *arguments],
         stdin=DEVNULL,
         stdout=output,
         stderr=STDOUT,

@@ -27,7 +27,7 @@ from mens_exp.config.fields import shown
 from mens_exp.config.loader import SET_BY_OPTION, is_open
 from mens_exp.config.root import MOVED, moved_to
 from mens_exp.config.suggestions import options_with, unknown_key
-from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, LocalLauncher
+from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, SLURM, LocalLauncher
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
@@ -247,6 +247,16 @@ def launcher_of(texts: Sequence[str], *, multirun: bool) -> str | None:
         return None
     chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/launcher=")]
     return EARLIER.get(chosen[-1], chosen[-1]) if chosen else LOCAL_LAUNCHER
+
+
+def with_nodes(texts: Sequence[str], *, multirun: bool) -> list[str]:
+    """Add `trainer.num_nodes` to a new sweep whose Slurm jobs have `hydra.launcher.nodes`."""
+    given = dict(text.lstrip("+").partition("=")[::2] for text in texts)
+    many = given.get("hydra.launcher.nodes")
+    is_new = "sweep.resume" not in given and "trainer.num_nodes" not in given
+    if many is None or not is_new or launcher_of(texts, multirun=multirun) != SLURM:
+        return list(texts)
+    return [*texts, f"trainer.num_nodes={many}"]
 
 
 def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:

@@ -28,6 +28,7 @@ from mens_exp.config.override_values import (
     sweep_override_problems,
     value_problems,
     with_moved_keys,
+    with_nodes,
     without_joblib,
 )
 from mens_exp.config.root import RunConfig
@@ -123,6 +124,7 @@ def check(
     texts, moved = with_moved_keys(texts, multirun=multirun)
     texts, late = without_joblib(texts, multirun=multirun)
     late = [*moved, *late]
+    texts = with_nodes(texts, multirun=multirun)
     if multirun:
         texts = [*_swept_by_config(texts), *texts]
     found: dict[str, list[MensError]] = {text: [] for text in texts}

@@ -79,7 +79,7 @@ EARLIER = {"submitit_slurm": SLURM}
 
 @dataclass(kw_only=True)  # Hydra reads it as it reads its own launchers
 class SlurmLauncher:
-    """`hydra/launcher=slurm`: one Slurm job array, with one single-node task per job."""
+    """`hydra/launcher=slurm`: one Slurm job array, with one task of the array per job."""
 
     _target_: str = "mens_exp.sweeps.launcher.Launcher"
     name: str = setting("mens_exp", "Name of the array in Slurm's queue.", example="qlora")
@@ -98,17 +98,31 @@ class SlurmLauncher:
         "Time limit of a job in minutes.",
         ge=1,
     )
+    nodes: int | None = setting(
+        None,
+        "Nodes of each job, and its `trainer.num_nodes` unless that is given; null: "
+        "`trainer.num_nodes`. It may change when the sweep goes on.",
+        ge=1,
+    )
     cpus_per_task: int = setting(
-        1, "Cores of a job, and its threads: one at least for each of its processes.", ge=1
+        1,
+        "Cores of a job on each of its nodes, and its threads there: one at least for each of its "
+        "processes.",
+        ge=1,
     )
     gpus_per_node: int | None = setting(
-        None, "GPUs of a job, one for each of its processes; null: none are asked for.", ge=1
+        None,
+        "GPUs of a job on each of its nodes, one for each of its processes; null: none are asked "
+        "for.",
+        ge=1,
     )
     gres: str | None = setting(
         None, "Generic resources, such as gpu:a100:1; null: none.", example="gpu:a100:1"
     )
     mem_gb: float | None = setting(
-        None, "Memory of a job in GiB; null: what the cluster gives by default.", gt=0
+        None,
+        "Memory of a job in GiB, on each of its nodes; null: what the cluster gives by default.",
+        gt=0,
     )
     array_parallelism: int = setting(
         256,  # as above

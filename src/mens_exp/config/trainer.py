@@ -150,7 +150,7 @@ class TrainerConfig:
         changes=Effect.NOTHING,
     )
     num_nodes: int = setting(
-        1, "Machines; several are started by torchrun.", ge=1, changes=Effect.NOTHING
+        1, "Machines; several are started by torchrun or Slurm.", ge=1, changes=Effect.NOTHING
     )
     device_gib: float | None = setting(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,6 @@ _CHECKS = (
     machine.check_logger,
     machine.check_sandbox,
     classes.check,
-    machine.check_processes,
     machine.check_machine,
 )
 # Builds neither a backend nor an adapter, and trains nothing.
@@ -85,10 +85,17 @@ _OF_ATTRIBUTION = (
 )
 
 
-def preflight(config: RunConfig) -> list[MensError]:
-    """List the problems of all files and limits that a run depends on."""
+def preflight(config: RunConfig, *, by_slurm: bool = False) -> list[MensError]:
+    """List the problems of all files and limits that a run depends on.
+
+    Args:
+        config: the whole configuration.
+        by_slurm: whether the run is a job that Slurm will start, on nodes of its own.
+    """
     problems: list[MensError] = []
-    for check in _OF_ATTRIBUTION if config.task.name == "attribute" else _CHECKS:
+    processes = functools.partial(machine.check_processes, by_slurm=by_slurm)
+    of_training = (*_CHECKS, processes)
+    for check in _OF_ATTRIBUTION if config.task.name == "attribute" else of_training:
         try:
             for problem in check(config):
                 problems.append(problem)  # noqa: PERF402  # preserved if the check fails later

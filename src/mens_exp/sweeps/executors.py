@@ -163,6 +163,7 @@ class SlurmExecutor:
             f"--timeout-min={self.launcher.timeout_min}",
             f"--signal-delay-s={self.launcher.signal_delay_s}",
             f"--max-num-timeout={self.launcher.max_num_timeout}",
+            f"--nodes={self.launcher.nodes or 1}",
             *([ACCEPT_CHANGES] if self._record.changes == "accept" else []),
         ]
         text = script(self.launcher, numbers, batch=self._batch, arguments=arguments)

@@ -1,12 +1,16 @@
 """A job's own process: ``python -m mens_exp.sweeps.job <directory> [--accept-changes]``.
 
-The process runs the configuration that was frozen at launch, or resumes an earlier attempt.
+The process runs the configuration that was frozen at launch, or resumes an earlier attempt. On
+several nodes of Slurm, srun starts it once for each process of the job (``--nodes=2``).
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +21,23 @@ from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import Job
 from mens_exp.errors import MensError, Problems, RequestError
+from mens_exp.planning.machine import of_torchrun
 from mens_exp.tasks.run import CANCELLED, ended, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
     from mens_exp.config.overrides import Cell
+    from mens_exp.planning.machine import Rank
 
-ACCEPT_CHANGES = "--accept-changes"
+ACCEPT_CHANGES, NODES = "--accept-changes", "--nodes"
+# By then the first process has noticed that another has failed, and has closed the record: srun
+# kills what is left as soon as one ends. As for processes of one machine, whose first one waits
+# half a minute for the same.
+_NOTICED_S = 30.0
+# Lightning takes these for a cluster job of several tasks, and would put it back by itself.
+OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS")
 _KEPT = frozenset({"job.json", "job.lock", "job.log", "config.yaml"})
 
 
@@ -32,18 +45,22 @@ def main(arguments: Sequence[str]) -> int:
     """Run a job.
 
     Args:
-        arguments: the job's directory, and optionally ``--accept-changes``, to accept changes since
-            the launch.
+        arguments: the job's directory; optionally ``--accept-changes``, to accept changes since
+            the launch, and ``--nodes``, the nodes on which srun has started its processes.
 
     Returns:
         The exit code, as that of a single run.
     """
-    run = RunDir(Path(arguments[0]))
+    given = _parsed(arguments)
+    run = RunDir(given.run)
+    rank = _of_srun(given.nodes) if given.nodes > 1 else None
+    if rank is not None and not rank.is_first:
+        return _follow(rank)
     # A launcher in the background of a shell ignores Ctrl-C, and its children inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with run_lock(run.job_lock):
-            return _work(run, accept=ACCEPT_CHANGES in arguments)
+            return _work(run, accept=given.accept_changes)
     except MensError as error:
         # On one line, because the sweep's record quotes the last line of the log as the reason.
         print("; ".join(map(str, getattr(error, "problems", [error]))), file=sys.stderr)  # noqa: T201
@@ -58,11 +75,48 @@ def main(arguments: Sequence[str]) -> int:
         return refused.exit_code
 
 
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mens_exp.sweeps.job")
+    parser.add_argument("run", type=Path)
+    parser.add_argument(ACCEPT_CHANGES, action="store_true")
+    parser.add_argument(NODES, type=int, default=1)
+    return parser.parse_args(arguments)
+
+
+def _of_srun(nodes: int) -> Rank | None:
+    """Return the rank that srun gave this process, in torchrun's variables from then on."""
+    processes = int(os.environ["SLURM_STEP_NUM_TASKS"])
+    os.environ |= {
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(processes),
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(processes // nodes),
+    }
+    for name in OF_TASKS:
+        os.environ.pop(name, None)
+    return of_torchrun()
+
+
+def _follow(rank: Rank) -> int:
+    """Train as one of the other processes, which the first one ends."""
+    from mens_exp.tasks.coordinator import follow_from_elsewhere
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, hear)  # the first process closes the record; srun then ends this
+    code = follow_from_elsewhere(rank)
+    if code:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_NOTICED_S)
+    return code
+
+
 def _work(run: RunDir, *, accept: bool) -> int:
     job = Job.read(run.job)
     if not run.manifest.exists():
-        cell = _frozen(run, job, accept=accept)
-        return run_task(run.path, cell)
+        return run_task(run.path, _frozen(run, job, accept=accept))
     manifest = Manifest.read(run.manifest)
     if manifest.status is Status.SUCCEEDED:  # killed afterwards, while rendering its report
         return _render(run)

@@ -22,7 +22,13 @@ from mens_exp.planning.forecast import for_all_on_a_machine
 from mens_exp.planning.messages import size
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.sweeps.executors import executor_problems
-from mens_exp.sweeps.process import gpu_problems, gpus_per_job, jobs_at_a_time, processes_of
+from mens_exp.sweeps.process import (
+    gpu_problems,
+    gpus_per_job,
+    jobs_at_a_time,
+    nodes_of,
+    processes_of,
+)
 from mens_exp.tasks.resolve_references import pin_inputs
 from mens_exp.tasks.run import TRAINING, run_is_there
 
@@ -99,7 +105,7 @@ def plan_cells(checked: Checked, *, is_new: bool = True) -> PlannedSweep:
         refuse(checked.general, bad, names)
     first = checked.cells[0]
     settings = first.config.sweep
-    launcher = launcher_settings(first.composed.launcher, str(first.composed.launcher_option))
+    launcher = launcher_of_cell(first)
     root = Path(str(first.composed.sweep_root))
     general: list[MensError] = [
         *range_problems(launcher, "hydra.launcher."),
@@ -131,6 +137,14 @@ def plan_cells(checked: Checked, *, is_new: bool = True) -> PlannedSweep:
         left_out=tuple(sorted([*invalid, *same], key=lambda one: one["number"])),
         notes=tuple(machine_notes(jobs, launcher, root)),
     )
+
+
+def launcher_of_cell(cell: Cell) -> Launcher:
+    """Return the settings of a cell's launcher; on Slurm, `nodes` is the number of its machines."""
+    launcher = launcher_settings(cell.composed.launcher, str(cell.composed.launcher_option))
+    if isinstance(launcher, SlurmLauncher) and launcher.nodes is None:
+        launcher.nodes = nodes_of(cell.config)
+    return launcher
 
 
 def refuse(
@@ -300,6 +314,16 @@ def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> lis
 
 def _slurm_problems(cells: Sequence[Cell], launcher: SlurmLauncher) -> Iterator[MensError]:
     """Yield resources that each process of a job needs but the Slurm settings do not request."""
+    nodes = sorted({nodes_of(cell.config) for cell in cells} | {launcher.nodes or 0} - {0})
+    if len(nodes) > 1:
+        yield ConfigError(
+            "all jobs of a sweep on Slurm have the same number of nodes",
+            where="hydra.launcher.nodes",
+            found=", ".join(map(str, nodes)),
+            expected="one number for trainer.num_nodes and hydra.launcher.nodes; 1 for a task that "
+            "does not train",
+            remedy="give hydra.launcher.nodes alone, or start a sweep for each number of nodes",
+        )
     asked = {
         "cpus_per_task": (launcher.cpus_per_task, max(processes_of(one.config) for one in cells)),
         "gpus_per_node": (launcher.gpus_per_node, gpus_per_job(cells)),

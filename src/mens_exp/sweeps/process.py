@@ -145,20 +145,28 @@ class Found:
             signal_group(self.pid, number)
 
 
-def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+def start(
+    arguments: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    before: Sequence[str] = (),
+) -> Child:
     """Start a job in a separate session, so that neither Ctrl-C nor a closed terminal ends it.
 
     Args:
         arguments: arguments of ``python -m mens_exp.sweeps.job``.
         log: file to which its output is appended.
         environment: environment of the process.
+        before: a command that is given the job's own, and starts it.
 
     Raises:
         OSError: the system cannot start another process.
     """
     with log.open("ab") as output:
         command = ["-m", "mens_exp.sweeps.job", *arguments]
-        return Child(host.spawn_python(command, output=output, environment=environment))
+        return Child(
+            host.spawn_python(command, output=output, environment=environment, before=before)
+        )
 
 
 def _others_of(pid: int) -> list[int]:
@@ -275,6 +283,11 @@ def threads_per_job(launcher: Launcher) -> int:
 def processes_of(config: RunConfig) -> int:
     """Count the processes of a job on its machine."""
     return config.trainer.devices if config.task.name == "train" else 1
+
+
+def nodes_of(config: RunConfig) -> int:
+    """Count the machines of a job."""
+    return config.trainer.num_nodes if config.task.name == "train" else 1
 
 
 def gpus_per_job(cells: Sequence[Cell]) -> int:

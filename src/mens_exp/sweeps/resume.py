@@ -6,14 +6,17 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.host import is_alive, lock_holder
 from mens_exp.artifacts.manifest import Status, utc_now
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import JobAttempt, JobState, SweepDir, SweepRecord
+from mens_exp.artifacts.sweep import Job, JobAttempt, JobState, SweepDir, SweepRecord
+from mens_exp.config.compose import config_digest, from_yaml, to_yaml, typed
 from mens_exp.config.fields import range_problems
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import LAUNCHERS, SLURM, Changes, launcher_settings, launcher_values
+from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
 from mens_exp.planning import machine
 from mens_exp.report import terminal
@@ -21,6 +24,7 @@ from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher, damage, locked, outcome, record_of, writing
 from mens_exp.sweeps.multirun import finish
 from mens_exp.sweeps.process import Ended, gpu_problems, jobs_at_a_time
+from mens_exp.sweeps.slurm_commands import queue_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,9 +97,51 @@ def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console
     for job in record.jobs:
         here = record.launcher != SLURM
         _settle(job, RunDir(directory.path / job["directory"]), here=here)
+    if "hydra.launcher.nodes" in given:
+        _move_to_other_nodes(directory, record)
     done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
     terminal.say(f"{done} of {len(record.jobs)} jobs are done, and verified.", on=console)
     return record
+
+
+def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
+    """Freeze the jobs that are left for the number of nodes that the launcher now asks for.
+
+    Raises:
+        ConfigError: there is no number, or the processes of so many cannot share a step evenly.
+        RequestError: a job of the sweep is still in Slurm's queue, for the earlier number.
+    """
+    seen = queue_of(directory.batch.resolve()).values()
+    queued = [one.queue_id for one in seen if not one.is_over]
+    if queued:
+        raise RequestError(
+            "jobs of the sweep are still in Slurm's queue, for another number of nodes",
+            where="hydra.launcher.nodes",
+            found=", ".join(queued),
+            remedy=f"end them with `scancel {' '.join(queued)}`, or leave nodes as it is",
+        )
+    nodes = record.launcher_settings["nodes"]
+    if nodes is None:
+        raise ConfigError(
+            "a sweep goes on with a number of nodes",
+            where="hydra.launcher.nodes",
+            found="null",
+            expected="1 or more",
+            remedy="name the number, or leave nodes as it is",
+        )
+    for job in record.jobs:
+        run = RunDir(directory.path / job["directory"])
+        if job["state"] != JobState.WAITING or not run.config.is_file() or not run.job.is_file():
+            continue
+        values = from_yaml(run.config)
+        values.trainer.num_nodes = nodes
+        Problems.raise_if(problems_of(typed(values)))
+        frozen = Job.read(run.job)
+        kept = [text for text in frozen.overrides if not text.startswith("trainer.num_nodes=")]
+        frozen.overrides = [*kept, f"trainer.num_nodes={nodes}"]
+        frozen.config_digest = job["config_digest"] = config_digest(values)
+        atomic.write_text(run.config, to_yaml(values))
+        frozen.write(run.job)
 
 
 def _launched(overrides: Sequence[str]) -> tuple[SweepDir, str]:

@@ -23,7 +23,6 @@ from mens_exp.config.sweep import (
     Pruner,
     Sampler,
     SlurmLauncher,
-    launcher_settings,
     search_settings,
 )
 from mens_exp.errors import (
@@ -41,6 +40,7 @@ from mens_exp.sweeps.plan import (
     device_problems,
     directory_of,
     estimate_of,
+    launcher_of_cell,
     machine_notes,
     place_problems,
     refuse,
@@ -293,8 +293,8 @@ def read_request(overrides: Sequence[str]) -> Request:
     if probed.general or not probed.cells:
         refuse(probed.general, probed.bad, probed.names)
     first = probed.cells[0]
-    settings, composed = first.config.sweep, first.composed
-    launcher = launcher_settings(composed.launcher, str(composed.launcher_option))
+    settings = first.config.sweep
+    launcher = launcher_of_cell(first)
     search = search_settings(first.composed.sweeper)
     root = Path(str(first.composed.sweep_root))
     general: list[MensError] = [

@@ -61,7 +61,7 @@ def script(
         f"--array={indices}%{launcher.array_parallelism}",
         f"--chdir={shlex.quote(str(Path.cwd()))}",
         f"--output={shlex.quote(str(batch / 'slurm_%A_%a.out'))}",
-        "--nodes=1",
+        f"--nodes={launcher.nodes or 1}",
         "--requeue",
         "--open-mode=append",
         f"--signal=B:USR1@{launcher.signal_delay_s}",

@@ -1,7 +1,8 @@
 """A job's batch process: ``python -m mens_exp.sweeps.slurm_task <sweep> --timeout-min=… …``.
 
 Slurm runs it on a node, once for each start of a task of the array. It starts the job, forwards
-Slurm's warning of the time limit to it, records how it ended, and requeues it.
+Slurm's warning of the time limit to it, records how it ended, and requeues it. A job of several
+nodes is started by one ``srun``.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import TYPE_CHECKING
 from mens_exp.artifacts.host import lock_holder
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, SweepDir, SweepRecord
-from mens_exp.sweeps.job import ACCEPT_CHANGES
-from mens_exp.sweeps.process import environment_of, start
-from mens_exp.sweeps.slurm_commands import call
+from mens_exp.sweeps.job import ACCEPT_CHANGES, NODES, OF_TASKS
+from mens_exp.sweeps.process import Ended, environment_of, start
+from mens_exp.sweeps.slurm_commands import call, is_silence
+from mens_exp.tasks.run import CANCELLED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
-    from mens_exp.sweeps.process import Ended
+    from mens_exp.sweeps.process import Process
 
 TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
 _LOOK_S = 0.5
 _HEAR_S = 0.1  # a job takes seconds at least
 _SLACK_S = 90  # sbatch's page: a warning comes up to a minute early; and the job starts up
-# Lightning takes these for a cluster job of several tasks, and would put it back by itself.
-_OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS")
+_BY_SIGNAL = 128  # srun's exit code, less the signal's number
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,15 +50,20 @@ def main(arguments: Sequence[str]) -> int:
     job = next(one for one in record.jobs if one["number"] == number)
     processes = job.get("processes", 1)
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
+    environment = _environment(record.threads, processes)
+    across = _srun(given.nodes, processes, record.threads) if given.nodes > 1 else []
+    if across:
+        environment |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(_free_port())}
     queue_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{number}"
     began, warned = time.monotonic(), _Warned()
     while lock_holder(run.job_lock) is not None and not warned.was:
         time.sleep(_LOOK_S)  # Slurm lost track of an earlier start that is still running
     ended = supervise(
-        [str(run.path)] + [ACCEPT_CHANGES] * given.accept_changes,
+        [str(run.path), f"{NODES}={given.nodes}", *[ACCEPT_CHANGES] * given.accept_changes],
         run.log,
-        _environment(record.threads, processes),
+        environment,
         log,
+        before=across,
         processes=processes,
         queue_id=queue_id,
         signals=warned.taken,
@@ -86,6 +92,7 @@ def supervise(
     processes: int,
     queue_id: str,
     signals: Callable[[], list[int]],
+    before: Sequence[str] = (),
 ) -> Ended:
     """Run a job to its end; the caller records the end and its reason.
 
@@ -97,18 +104,66 @@ def supervise(
         processes: number of processes of the job, including workers.
         queue_id: Slurm's id of the job.
         signals: returns the signals to forward to the job, each once.
+        before: the command that starts its processes on several nodes.
 
     Raises:
         OSError: the system starts no further process.
     """
-    process = start(arguments, output, environment)
+    process = start(arguments, output, environment, before)
     process.has_others = processes > 1
     log.began(process.pid, process.started, host=socket.gethostname(), queue_id=queue_id)
+    pending: list[int] = []
     while (ended := process.ended()) is None:
-        for number in signals():
-            process.pass_on(number)
+        pending += signals()
+        pending = [number for number in pending if not _passed_on(process, number, bool(before))]
         time.sleep(_HEAR_S)
-    return ended
+    if not before:
+        return ended
+    code = ended.exit_code
+    if code is not None and code > _BY_SIGNAL and code != CANCELLED:
+        code = _BY_SIGNAL - code
+    return Ended(exit_code=code)  # the peak of memory is that of srun alone
+
+
+def _passed_on(process: Process, number: int, is_across: bool) -> bool:
+    """Send a signal to a job's processes; return whether it has been sent.
+
+    srun would kill them all at once on SIGTERM (measured on 22.05), so Slurm is asked to signal
+    those that it started; a controller that does not answer is asked again.
+    """
+    if not is_across:
+        process.pass_on(number)
+        return True
+    try:
+        call(["scancel", f"--signal={number}", os.environ["SLURM_JOB_ID"]])
+    except OSError as error:
+        return not is_silence(str(error))
+    return True
+
+
+def _srun(nodes: int, processes: int, threads: int) -> list[str]:
+    """Return the command that starts a job on all nodes; a process that fails ends the others.
+
+    Args:
+        nodes: number of nodes.
+        processes: processes on each of them.
+        threads: cores of the job on each of them.
+    """
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes * processes}",
+        f"--ntasks-per-node={processes}",
+        f"--cpus-per-task={max(1, threads // processes)}",
+        "--kill-on-bad-exit=1",
+    ]
+
+
+def _free_port() -> int:
+    """Return a port of this node, on which the first process meets the others."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -117,13 +172,14 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout-min", type=int, required=True)
     parser.add_argument("--signal-delay-s", type=int, required=True)
     parser.add_argument("--max-num-timeout", type=int, required=True)
+    parser.add_argument(NODES, type=int, default=1)
     parser.add_argument(ACCEPT_CHANGES, action="store_true")
     return parser.parse_args(arguments)
 
 
 def _environment(threads: int, processes: int) -> dict[str, str]:
     made = environment_of(0, threads=threads, gpus=[], processes=processes)
-    return {name: value for name, value in made.items() if name not in _OF_TASKS}
+    return {name: value for name, value in made.items() if name not in OF_TASKS}
 
 
 class _Warned:

@@ -17,6 +17,7 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.data import HubData, MixData
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel
+from mens_exp.config.sweep import EARLIER, SLURM
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.config.validate import TASK_READS, problems_of
 from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems, RequestError
@@ -72,7 +73,9 @@ def _pin_without_path(cell: Cell) -> list[MensError]:
         return _pin_corpus(cell)
     _pin_model(cell)
     pin_rows(cell)
-    return _pin_start(cell) or preflight(cell.config)
+    launcher = cell.composed.launcher_option or ""
+    by_slurm = EARLIER.get(launcher, launcher) == SLURM
+    return _pin_start(cell) or preflight(cell.config, by_slurm=by_slurm)
 
 
 def _pin_path(cell: Cell) -> list[MensError]:

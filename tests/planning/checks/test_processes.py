@@ -84,6 +84,13 @@ def test_several_machines_need_torchrun(tiny_config):
     assert "torchrun --nnodes=2 --nproc-per-node=2" in str(found.remedy)
 
 
+def test_slurm_starts_several_machines_too(tiny_config, monkeypatch):
+    """And has GPUs that the machine of the launcher lacks."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = tiny_config("trainer=ddp", "trainer.accelerator=gpu", "trainer.num_nodes=2")
+    assert list(check_processes(config, by_slurm=True)) == []
+
+
 def test_more_processes_than_gpus_are_refused(tiny_config, monkeypatch):
     """Each has one of its own; on the CPU there is no such limit."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.config.root import RunConfig
+    from mens_exp.config.trainer import TrainerConfig
     from mens_exp.layout.shape import Shape
     from mens_exp.planning.forecast import Disk
+    from mens_exp.planning.machine import Rank
     from mens_exp.planning.memory import Memory
 
 _GIB = 1 << 30
@@ -202,8 +204,13 @@ def started_for_one(where: str, found: str) -> RequestError:
     )
 
 
-def check_processes(config: RunConfig) -> Iterator[MensError]:
-    """Yield conflicts with the way this process was started, and missing devices."""
+def check_processes(config: RunConfig, *, by_slurm: bool = False) -> Iterator[MensError]:
+    """Yield conflicts with the way this process was started, and missing devices.
+
+    Args:
+        config: the whole configuration.
+        by_slurm: whether Slurm will start the processes, on nodes of its own.
+    """
     trainer, launched = config.trainer, of_torchrun()
     trains = config.task.name == "train"
     if launched is not None and not (trains and trainer.world_size > 1):
@@ -215,29 +222,19 @@ def check_processes(config: RunConfig) -> Iterator[MensError]:
     if not trains:
         return
     if launched is not None:
-        for name, asked, started in (
-            ("devices", trainer.devices, launched.local_world_size),
-            ("num_nodes", trainer.num_nodes, launched.world_size // launched.local_world_size),
-        ):
-            if asked != started:
-                yield ConfigError(
-                    "is not what torchrun started",
-                    where=f"trainer.{name}",
-                    found=asked,
-                    expected=str(started),
-                    remedy=f"choose trainer.{name}={started}",
-                )
-    elif trainer.num_nodes > 1:
+        yield from _started_otherwise(trainer, launched)
+    elif trainer.num_nodes > 1 and not by_slurm:
         yield ConfigError(
-            "several machines are started by torchrun",
+            "several machines are started by torchrun or Slurm",
             where="trainer.num_nodes",
             found=trainer.num_nodes,
-            expected="1, or the command under torchrun on each machine",
+            expected="1, or the command under torchrun on each machine, or a sweep with "
+            "hydra/launcher=slurm",
             remedy=f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={trainer.devices} "
             "--node-rank=<0, 1, …> --master-addr=<the first> --master-port=29500 -m mens_exp …",
         )
     yield from _torch(config)
-    if trainer.world_size > 1 and may_use_gpu(trainer.accelerator):
+    if trainer.world_size > 1 and not by_slurm and may_use_gpu(trainer.accelerator):
         there = len(machine.gpu_ids())
         if there and there < trainer.devices:
             yield SetupError(
@@ -246,6 +243,22 @@ def check_processes(config: RunConfig) -> Iterator[MensError]:
                 found=trainer.devices,
                 expected=f"at most {there}",
                 remedy=f"choose trainer.devices={there}",
+            )
+
+
+def _started_otherwise(trainer: TrainerConfig, launched: Rank) -> Iterator[MensError]:
+    """Yield what differs from the processes that torchrun has started."""
+    for name, asked, started in (
+        ("devices", trainer.devices, launched.local_world_size),
+        ("num_nodes", trainer.num_nodes, launched.world_size // launched.local_world_size),
+    ):
+        if asked != started:
+            yield ConfigError(
+                "is not what torchrun started",
+                where=f"trainer.{name}",
+                found=asked,
+                expected=str(started),
+                remedy=f"choose trainer.{name}={started}",
             )
 
 
