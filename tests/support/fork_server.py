@@ -54,6 +54,7 @@ READ_AT_IMPORT += ("ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTORCH_", "TORCH_
 SITE = "MENS_EXP_TEST_SITE"  # a directory that a server finds installed packages in
 READ_AT_IMPORT += (SITE,)
 SET_BY_FORKS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SET_BY_FORKS += ("PYTORCH_NVML_BASED_CUDA_CHECK",)  # Lightning sets it while it is imported
 DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}  # as the command line sets it
 EXTERNAL = (
     "accelerate.utils",
