@@ -109,15 +109,15 @@ def _twice(*command, other=()):
     )
 
 
-_RESUME = ("resume=run",)
+_RESUME, _ENDED = ("resume=run",), "the run has ended already"
 _DDP = tuple("trainer=ddp" if text == "trainer=cpu" else text for text in TRAIN)
 _DDP += ("trainer.accelerator=cpu", "trainer.devices=2")
 _SLURM = (*SWEEP, "seed=1,2", "hydra/launcher=slurm", "hydra.launcher.poll_s=0.5")
 TASKS = [
     Task("base", "rows", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/models",)),
     Task("encode", "base", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/",)),
-    Task("train", "encoded", tuple(TRAIN), (_RESUME, tuple(TRAIN)), ("run",)),
-    Task("ddp", "encoded", _DDP, (_RESUME, _DDP), ("run",)),
+    Task("train", "encoded", tuple(TRAIN), (_RESUME, tuple(TRAIN)), ("run",), is_done=_ENDED),
+    Task("ddp", "encoded", _DDP, (_RESUME, _DDP), ("run",), is_done=_ENDED),
     Task("resume", "stopped", _RESUME, (_RESUME,)),
     Task("merge", "trained", *_twice("task=merge", "logger=none", "path=run")),
     Task(
@@ -281,25 +281,27 @@ class Place:
         found = []
         for place in Path("/proc").glob("[0-9]*/cwd"):
             with contextlib.suppress(OSError):
-                if place.readlink().is_relative_to(self.case) and place.parent.name != str(
+                words = (place.parent / "cmdline").read_bytes()
+                is_ours = words.startswith(b"fork_server of") or place.parent.name == str(
                     os.getpid()
-                ):
+                )
+                if place.readlink().is_relative_to(self.case) and not is_ours:
                     found.append(int(place.parent.name))
         return found
 
     def _go_on(self, task, more):
         """Type the next commands until one ends well; return what is wrong, and that command."""
-        problems = []
+        problems, said = [], []
         slurm_faults.wait_until_there(more)
         for command in task.again:
             done = self.run(command, **more)
             if done.returncode == 0:
                 return problems, command
             problems += [f"{command[-1]}: {one}" for one in after_faults.refusal(done)]
+            said.append(" ".join((done.stdout + done.stderr)[-600:].split()))
             if task.is_done is not None and task.is_done in done.stderr:
                 return problems, ()
-        said = " ".join((done.stdout + done.stderr)[-600:].split())
-        return [*problems, f"no next command ends well; the last one said: {said}"], ()
+        return [*problems, f"no next command ends well; they said: {' | '.join(said)}"], ()
 
     def _make_rows(self):
         rows = [

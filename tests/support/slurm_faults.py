@@ -1,6 +1,7 @@
 """A cluster of Slurm for one case of the campaign, whose daemons may be killed.
 
-A daemon that was killed is started again at once, as a service manager does it.
+A daemon that was killed is started again at once, as a service manager does it. A node that Slurm
+has set down or drained is resumed, as an administrator does it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import runpy
 import shutil
 import subprocess
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +33,32 @@ def cluster():
         programs = _python(found).parent
         programs.mkdir()
         fork_server.write_stubs(programs)
-        yield found
+        is_over = threading.Event()
+        administrator = threading.Thread(target=_administrate, args=(found, is_over))
+        administrator.start()
+        try:
+            yield found
+        finally:
+            is_over.set()
+            administrator.join()
+
+
+def _administrate(environment, is_over):
+    """Resume nodes that Slurm has taken out of service."""
+    while not is_over.wait(2):
+        for name, state in _nodes(environment):
+            if state.startswith(("drain", "down")):
+                with suppress(AssertionError):
+                    change = ["scontrol", "update", f"NodeName={name}", "State=RESUME"]
+                    _CLUSTER["_run"](change, environment)
+
+
+def _nodes(environment):
+    """Return the name and the state of each node; none while the controller is away."""
+    with suppress(AssertionError):
+        listed = _CLUSTER["_run"](["sinfo", "-h", "-N", "-o", "%N %T"], environment)
+        return sorted({tuple(line.split()) for line in listed.splitlines()})
+    return []
 
 
 def before(environment):
@@ -87,17 +114,14 @@ def start_again(environment, killed):
 
 
 def wait_until_there(environment):
-    """Wait until the node takes jobs; one that Slurm has drained or set down is resumed."""
+    """Wait until all nodes take jobs."""
     if "SLURM_CONF" not in environment:
         return
-    run, until = _CLUSTER["_run"], time.monotonic() + LIMIT_S
+    until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
-        with suppress(AssertionError):  # the controller is starting
-            (name, state) = run(["sinfo", "-h", "-N", "-o", "%N %T"], environment).split()[:2]
-            if state in ("idle", "mixed", "allocated"):
-                return
-            if state.startswith(("drain", "down")):
-                run(["scontrol", "update", f"NodeName={name}", "State=RESUME"], environment)
+        states = {state for _, state in _nodes(environment)}
+        if states and states <= {"idle", "mixed", "allocated"}:
+            return
         time.sleep(0.5)
 
 

@@ -272,9 +272,9 @@ def test_a_refused_submission_fails_its_jobs(executor, queue):
 NO_NODES = "allocation failure: Requested node configuration is not available"
 
 
-@pytest.mark.parametrize("nodes", ["idle\nunknown\n", "down*\n"])
-def test_a_submission_waits_for_nodes_that_have_not_registered(executor, queue, nodes):
-    """A controller that was started a moment ago says that no node is large enough."""
+@pytest.mark.parametrize("nodes", ["idle\nunknown\n", "down*\n", "mixed\ndrained\n"])
+def test_a_submission_waits_for_nodes_that_are_away(executor, queue, nodes):
+    """Without them, a controller says that no node is large enough."""
     job = executor._record.jobs[0]
     queue.error, queue.nodes = NO_NODES, nodes
     assert executor.start([job]) == []
@@ -293,7 +293,7 @@ def test_nodes_that_are_all_there_are_believed(executor, queue):
     queue.nodes = "mixed\nidle*\n"
     error = slurm_commands.refused(NO_NODES)
     assert error.exit_code == 3
-    assert "some of Slurm's nodes do not answer" in str(error)
+    assert "Slurm lacks nodes for the jobs at the moment" in str(error)
 
 
 def test_only_jobs_of_this_sweep_are_adopted(executor, queue, tmp_path):

@@ -32,7 +32,8 @@ _SILENCE = (
     "did not answer",  # within that time
 )
 _NO_SUCH_NODE = "Requested node configuration is not available"
-_ABSENT = ("unknown", "*")  # `sinfo` on nodes that have not registered, or do not respond
+# `sinfo` on nodes that have not registered (unknown), do not respond (*), or are out of service
+_ABSENT = ("unknown", "*", "down", "drain", "fail", "maint", "reboot")
 _TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
 # Options covered by a setting, and options that control how a job is stopped, requeued and found.
 _OURS = frozenset(
@@ -156,19 +157,19 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
 def is_silence(said: str) -> bool:
     """Return whether a Slurm command failed because Slurm did not answer, which may pass.
 
-    A controller that has just started knows nothing of nodes that have not registered yet, and
-    says that there are none (measured on 22.05).
+    Without the nodes that have not registered yet with a controller that has just started, or are
+    out of service, it says that there are none (measured on 22.05).
     """
     return any(text in said for text in _SILENCE) or (_NO_SUCH_NODE in said and _lacks_nodes())
 
 
 def _lacks_nodes() -> bool:
-    """Return whether nodes have not registered with the controller, or do not respond."""
+    """Return whether some nodes take no jobs at the moment."""
     try:
         states = call(["sinfo", "--noheader", "--Node", "--format=%T"]).split()
     except OSError:
         return True
-    return any(state.endswith(_ABSENT) for state in states)
+    return any(word in state for state in states for word in _ABSENT)
 
 
 def refused(said: str) -> MensError:
@@ -176,11 +177,12 @@ def refused(said: str) -> MensError:
     if is_silence(said):
         nodes = _NO_SUCH_NODE in said
         return SetupError(
-            "some of Slurm's nodes do not answer" if nodes else "Slurm does not answer",
+            "Slurm lacks nodes for the jobs at the moment" if nodes else "Slurm does not answer",
             where="hydra/launcher",
             found=said,
-            remedy="see what `sinfo` says and try again, or run the sweep with "
-            "hydra/launcher=local",
+            remedy="try again when `sinfo` shows all nodes in service, or correct the setting"
+            if nodes
+            else "see what `sinfo` says, or run the sweep with hydra/launcher=local",
         )
     return RequestError(
         "Slurm would not take the jobs",
