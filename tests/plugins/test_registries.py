@@ -7,13 +7,14 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from mens_exp.config.data_sources import SOURCES
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import QUANTIZERS
 from mens_exp.config.suite import SUITES
 from mens_exp.errors import SetupError
 
-REGISTRIES = [ADAPTERS, OBJECTIVES, QUANTIZERS, SUITES]
+REGISTRIES = [ADAPTERS, OBJECTIVES, QUANTIZERS, SOURCES, SUITES]
 
 
 @pytest.fixture(params=REGISTRIES, ids=lambda one: one.kind)
@@ -87,6 +88,7 @@ def test_what_nobody_offers_is_unknown(offered):
 @pytest.mark.parametrize(
     ("word", "kind"),
     [
+        ("data=broken", "data source"),
         ("lora.variant=broken", "adapter method"),
         ("objective=broken", "objective"),
         ("quant.quant_type=broken", "quantizer"),
