@@ -127,7 +127,7 @@ def _located(name: str, give: Callable[[], Any]) -> Iterator[Located]:
     except DataError:
         raise
     except Exception as error:
-        raise _failed(f"{name}, after {number} rows", error) from error
+        raise _failed(f"{name}:{number + 1}", error) from error
 
 
 def _failed(where: str, error: Exception) -> DataError:

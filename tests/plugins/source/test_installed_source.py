@@ -49,14 +49,6 @@ def test_a_run_trains_on_an_installed_source(typed, tiny_run, tmp_path):
     typed("resume=run", "trainer.max_steps=6")
 
 
-def test_it_is_planned_without_torch(typed, tiny_run, tmp_path):
-    """The plan counts its rows."""
-    done = typed(*words(tiny_run, "task=plan"))
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text("utf-8"))
-    assert "81 rows" in done.stdout
-    assert plan["data"]["files"]["toy_source.Tables.rows"]["rows"] == 81
-
-
 def test_a_mix_draws_from_it(typed, tiny_run, rows_file, tmp_path):
     """Its settings stand in its entry, and the contract has the hash of its rows there."""
     theirs = [word for word in tiny_run if not word.startswith(("data=", "data.path="))]
