@@ -114,20 +114,28 @@ def _located(name: str, give: Callable[[], Any]) -> Iterator[Located]:
     """Yield each row with its place; an error of the class ends the reading."""
     number = 0
     try:
-        rows = give()
-        if isinstance(rows, str | bytes | dict):
-            raise DataError(
-                "gives no rows",
-                where=name,
-                found=f"a {type(rows).__name__}",
-                expected="a list of rows, or another iterable of them",
-            )
-        for number, row in enumerate(rows, start=1):  # noqa: B007  # also told of an error
+        for number, row in enumerate(_several(name, give()), start=1):
             yield Located(f"{name}:{number}", row)
     except DataError:
         raise
     except Exception as error:
         raise _failed(f"{name}:{number + 1}", error) from error
+
+
+def _several(name: str, rows: Any) -> Any:
+    """Return what was given for several rows.
+
+    Raises:
+        DataError: it is a text or a single row, whose parts are no rows.
+    """
+    if isinstance(rows, str | bytes | dict):
+        raise DataError(
+            "gives no rows",
+            where=name,
+            found=f"a {type(rows).__name__}",
+            expected="a list of rows, or another iterable of them",
+        )
+    return rows
 
 
 def _failed(where: str, error: Exception) -> DataError:
