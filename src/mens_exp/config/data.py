@@ -17,7 +17,7 @@ _LEARNS_ENDS = dataclasses.replace(
 )
 
 
-_VALIDATES_NOTHING = Condition(
+_SPLIT_OFF = Condition(
     holds=lambda config: not config.data.validates_apart,
     words=lambda config: f"with data={config.data.source}, which names its rows to validate on",
     needs="a class without validation_rows",
@@ -183,7 +183,11 @@ class DataConfig:
         "Share of the groups kept for validation.",
         gt=0,
         lt=1,
-        only_if=(when("data.val_path", None), when("data.val_split", None), _VALIDATES_NOTHING),
+        only_if=(
+            when("data.val_path", None),
+            when("data.val_split", None),
+            _SPLIT_OFF,
+        ),
         aliases={"val_size": "LLaMA-Factory", "val_set_size": "Axolotl"},
     )
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)

@@ -74,11 +74,15 @@ def read_given(config: GivenData) -> Given:
     )
 
 
-def asks_a_class(config: DataConfig) -> bool:
-    """Return whether rows come from a class of the user's, alone or in a mix."""
-    if isinstance(config, MixData):
-        return any(isinstance(one.data, GivenData) for one in sources_of(config))
-    return isinstance(config, GivenData)
+def given_in(config: DataConfig) -> list[GivenData]:
+    """Return the sources whose rows a class of the user's gives: this one, or some of a mix.
+
+    Raises:
+        ConfigError: an entry of the mix is no source.
+        Problems: several are none.
+    """
+    parts = [one.data for one in sources_of(config)] if isinstance(config, MixData) else [config]
+    return [one for one in parts if isinstance(one, GivenData)]
 
 
 def refuse_unsteady(first: str, again: str) -> None:

@@ -9,7 +9,7 @@ from mens_exp.config.data import RowsData, WrittenData
 from mens_exp.config.data_sources import OwnData
 from mens_exp.config.fields import range_problems
 from mens_exp.config.rules.data import data_problems as rule_problems
-from mens_exp.corpus.given_rows import asks_a_class, refuse_unsteady
+from mens_exp.corpus.given_rows import given_in, refuse_unsteady
 from mens_exp.corpus.row_files import read_own
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import asked
@@ -45,7 +45,7 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
         return  # reported by the check of classes
     if not any(range_problems(data)) and not problems:
         rows = load_rows(data, cache_root())
-        if asks_a_class(data):
+        if given_in(data):
             refuse_unsteady(rows.sha256, load_rows(data, cache_root()).sha256)
     elif (
         problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming

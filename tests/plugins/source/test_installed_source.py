@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from mens_exp.config.data import StdlibData
-from mens_exp.config.data_sources import GivenData, SourceSpec
+from mens_exp.config.data import MixData, StdlibData
+from mens_exp.config.data_sources import SOURCES, GivenData, SourceSpec
 from mens_exp.corpus.source import load_rows
-from mens_exp.errors import SetupError
+from mens_exp.errors import DataError, SetupError
 
 TABLES = ("data=tables", "data.upto=9")
 
@@ -57,6 +57,7 @@ def test_a_mix_draws_from_it(typed, tiny_run, rows_file, tmp_path):
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text("utf-8"))
     assert set(manifest["inputs"]["data"]["mixed"]["sources"]) == {"rows.jsonl", "tables"}
     second = manifest["contract"]["settings"]["data.sources"][1]
+    assert manifest["provenance"]["own_classes"]["targets"] == ["toy_source.Tables"]
     assert second["rows"] == hashlib.sha256(rows_of_tables("mal").encode()).hexdigest()
 
 
@@ -86,8 +87,6 @@ class Nowhere(GivenData):
 )
 def test_a_source_without_a_class_is_refused(monkeypatch, tmp_path, place):
     """The class is imported when its rows are read, and has a method for them."""
-    from mens_exp.config.data_sources import SOURCES
-
     spec = SourceSpec(name="nowhere", schema=Nowhere, rows=place)
     monkeypatch.setattr(SOURCES, "_known", {"nowhere": spec})
     with pytest.raises(SetupError, match="the data source nowhere cannot be used"):
@@ -106,3 +105,26 @@ def test_a_spec_that_contradicts_its_schema_is_refused(values, said):
     """When its module is imported, so that the message names the package."""
     with pytest.raises(TypeError, match=said):
         SourceSpec(**values)
+
+
+class Apart:
+    """Names a row to validate on."""
+
+    def rows(self):
+        return [{"prompt": "a", "response": "b"}]
+
+    def validation_rows(self):
+        return [{"prompt": "c", "response": "d"}]
+
+
+def test_a_source_with_rows_to_validate_on_is_part_of_no_mix(monkeypatch, tmp_path):
+    """A mix is split as a whole."""
+    place = "mens_exp.config.data_sources:Apart"
+    monkeypatch.setattr("mens_exp.config.data_sources.Apart", Apart, raising=False)
+    spec = SourceSpec(name="nowhere", schema=Nowhere, rows=place)
+    monkeypatch.setattr(SOURCES, "_known", {"nowhere": spec})
+    monkeypatch.setattr(SOURCES, "_offers", {"nowhere": []})
+    entries = [{"source": "nowhere", "weight": 1}, {"source": "stdlib", "weight": 1}]
+    with pytest.raises(DataError, match="names its own rows to validate on") as raised:
+        load_rows(MixData(sources=entries), tmp_path)
+    assert raised.value.where == "data.sources[0].source"

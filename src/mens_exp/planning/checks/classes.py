@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.data_sources import GivenData
 from mens_exp.config.plugins import target_at
 from mens_exp.config.trainer import Promise, Refusal
 from mens_exp.config.untrusted_config import our_targets
 from mens_exp.config.user_config import CLASS_GROUPS
+from mens_exp.corpus.given_rows import given_in
 from mens_exp.errors import ConfigError, MensError, nearest
 
 if TYPE_CHECKING:
@@ -247,8 +247,7 @@ def record(config: RunConfig) -> dict[str, Any] | None:
         module loaded from there. None if every class is built in.
     """
     named = {node._target_ for group in CLASS_GROUPS for _, node in _own_nodes(config, group)}
-    if isinstance(config.data, GivenData):
-        named.add(config.data.target)  # an installed one too
+    named |= {source.target for source in given_in(config.data)}  # installed ones too
     targets = sorted(named | {values["_target_"] for _, values in _trainer_nodes(config)})
     if not targets:
         return None
