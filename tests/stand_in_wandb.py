@@ -31,6 +31,7 @@ class Run:
     job_type: str | None = None
     display_name: str | None = None
     tags: list[str] = field(default_factory=list)
+    notes: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, dict[int, str]] = field(default_factory=dict)  # of a streamed file, by number
     files: dict[str, bytes] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Service:
             "eventsTail": "[]",
             "config": json.dumps(run.config),
             "tags": run.tags,
-            "notes": None,
+            "notes": run.notes,
             "wandbConfig": json.dumps({"t": 1}),
             "sweepName": run.sweep,
             "project": {
@@ -162,6 +163,7 @@ class Service:
             ("job_type", "jobType"),
             ("display_name", "displayName"),
             ("tags", "tags"),
+            ("notes", "notes"),
             ("sweep", "sweep"),
         ):
             if told.get(theirs) is not None:

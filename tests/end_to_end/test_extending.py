@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -38,12 +39,25 @@ COMMANDS = PAGE.commands()
 def job(tmp_path, rows_file):
     """Run a command as the installed script does, in a directory with the page's files."""
     PAGE.write_into(tmp_path)
+    rows = [json.loads(line) for line in rows_file.read_text("utf-8").splitlines()]
+    with sqlite3.connect(tmp_path / "tickets.sqlite") as database:
+        database.execute("CREATE TABLE tickets (id, question, answer, customer, rating)")
+        database.executemany(
+            "INSERT INTO tickets VALUES (?, ?, ?, ?, ?)",
+            [
+                (number, row["prompt"], row["response"], f"customer {number % 40}", number % 6)
+                for number, row in enumerate(rows)
+            ],
+        )
 
     def run(*arguments, code=0):
         # -P keeps the working directory off sys.path, as it is for a console script.
         tiny = PAGE.TINY if "schedule=restarts" not in arguments else PAGE.WITHOUT_EXPERIMENT
+        usual = [*tiny, f"data.path={rows_file}"]
+        if "data=tickets" in arguments:
+            usual = [word for word in usual if not word.startswith(("data=", "data.path="))]
         done = fork_server.run(
-            [sys.executable, "-P", "-c", SCRIPT, *tiny, f"data.path={rows_file}", *arguments],
+            [sys.executable, "-P", "-c", SCRIPT, *usual, *arguments],
             check=False,
             capture_output=True,
             text=True,
@@ -65,13 +79,14 @@ def test_the_page_shows_a_class_of_each_kind_at_the_promised_length():
         "my_averaging.py",
         "my_callbacks.py",
         "my_modules.py",
+        "my_rows.py",
         "my_objectives.py",
         "my_optimizers.py",
         "my_backends.py",
     }
     assert len(shown["my_callbacks.py"].strip().splitlines()) <= 10
     assert len(shown["my_objectives.py"].strip().splitlines()) <= 30
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -201,3 +216,12 @@ def test_the_shown_average_is_the_adapter_that_is_kept(job, tmp_path):
         for state in states[1:]:
             mean = (mean + state["adapter"][name]) / 2
         torch.testing.assert_close(torch.from_numpy(kept["half"][name]), mean)
+
+
+def test_the_shown_source_trains_on_what_its_query_finds(job, rows_file):
+    """Tickets of a rating of 4 or 5, each customer on one side."""
+    _, manifest = job("data=tickets", "data.min_rating=4")
+    given = len(rows_file.read_text("utf-8").splitlines())
+    found = manifest["inputs"]["data"]["files"]["my_rows.Tickets.rows"]
+    assert found["rows"] == sum(number % 6 >= 4 for number in range(given))
+    assert manifest["contract"]["data"]["generated_from"] == f"rows {found['sha256']}"

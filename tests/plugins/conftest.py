@@ -21,6 +21,7 @@ KINDS = {  # folder -> entry points, group of options
     "adapter": ("mens_exp.adapter_methods", "lora"),
     "objective": ("mens_exp.objectives", "objective"),
     "quantizer": ("mens_exp.quantizers", "quant"),
+    "source": ("mens_exp.sources", "data"),
     "suite": ("mens_exp.suites", "suite"),
 }
 
@@ -37,7 +38,7 @@ def installed(tmp_path_factory):
         (options / "conf" / option_group).mkdir(parents=True, exist_ok=True)
         shutil.copy(option, options / "conf" / option_group)
         _install(site, module.stem, f"[{group}]\n{option.stem} = {module.stem}:SPEC\n")
-    for option_group in ("objective", "suite"):  # the others are chosen by a setting
+    for option_group in ("data", "objective", "suite"):  # the others are chosen by a setting
         option = options / "conf" / option_group / "broken.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
         option.write_text(f"defaults: [/schema/{option_group}/broken@_here_, _self_]\n")

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
+import yaml
 
+from mens_exp.config.data_sources import SOURCES
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import QUANTIZERS
 from mens_exp.config.suite import SUITES
 from mens_exp.errors import SetupError
 
-REGISTRIES = [ADAPTERS, OBJECTIVES, QUANTIZERS, SUITES]
+HERE = Path(__file__).parent
+GROUPS = {
+    "adapter": "mens_exp.adapter_methods",
+    "source": "mens_exp.sources",
+    "suite": "mens_exp.suites",
+}
+REGISTRIES = [ADAPTERS, OBJECTIVES, QUANTIZERS, SOURCES, SUITES]
 
 
 @pytest.fixture(params=REGISTRIES, ids=lambda one: one.kind)
@@ -87,6 +98,7 @@ def test_what_nobody_offers_is_unknown(offered):
 @pytest.mark.parametrize(
     ("word", "kind"),
     [
+        ("data=broken", "data source"),
         ("lora.variant=broken", "adapter method"),
         ("objective=broken", "objective"),
         ("quant.quant_type=broken", "quantizer"),
@@ -100,3 +112,31 @@ def test_a_command_that_asks_for_a_broken_package_says_which(trained, tmp_path, 
     assert "no_such_module" in done.stderr
     assert "repair or uninstall broken" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "extending.md").read_text("utf-8")
+SHOWN = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "command"),
+    [
+        ("suite", "conf/suite/letters.yaml", "task=evaluate path=base suite=letters suite.items=5"),
+        ("adapter", "conf/lora/gains.yaml", "lora=gains lora.pull=2"),
+        ("source", "conf/data/tables.yaml", "data=tables data.upto=9"),
+    ],
+)
+def test_the_page_shows_what_the_tests_install(typed, kind, option, command):
+    """The module word for word, its option and entry point, and a command that is accepted."""
+    (module,) = (HERE / kind).glob("toy_*.py")
+    assert SHOWN[module.name] == module.read_text("utf-8")
+    name = Path(option).name
+    installed = yaml.safe_load((HERE / kind / name).read_text("utf-8"))
+    assert yaml.safe_load(SHOWN[option]) == installed
+    points = tomllib.loads(SHOWN["pyproject.toml of your package"])["project"]["entry-points"]
+    group = GROUPS[kind]
+    assert points[group] == {Path(option).stem: f"{module.stem}:SPEC"}
+    assert f"\npython -m mens_exp {command}\n" in PAGE
+    tiny = ["model=tiny_llama", "trainer=cpu", "logger=none", "hydra.run.dir=run"]
+    plans = [] if "task=" in command else ["task=plan"]
+    typed(*command.split(), *plans, *tiny)

@@ -10,8 +10,11 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Destination, Manifest, Status, SyncRecord, delivery_at
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepRecord
 from mens_exp.artifacts.telemetry import Telemetry
+from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.task import SyncConfig
+from mens_exp.sweeps.study_request import settings_of
 from mens_exp.tasks.study_runs import named_paths
 from mens_exp.tasks.sync import parcels
 from mens_exp.training.wandb_names import agent_inputs
@@ -103,6 +106,31 @@ def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_se
     assert {"tuned/val_loss", "tuned/parse_rate", "train_s"} <= {*cells["columns"]}
     assert len(items["data"]) == 8
     assert (run.summary["succeeded"], run.summary["failed"]) == (2, 1)
+
+
+def test_a_study_is_named_on_each_of_its_runs(sweep, sync, wandb_service):
+    """Its hypothesis as notes and its name as a tag, on the run of the whole sweep too."""
+    record = SweepRecord.read(sweep.record)
+    settings = settings_of(StudyConfig(hypothesis="It is lower.", seeds=[1]))
+    record.study = {
+        "name": "ranks",
+        "sha256": "0" * 64,
+        "settings": settings,
+        "factors": ["quant.double_quant"],
+        "ledger": "ledger.jsonl",
+        "entry": 1,
+        "entry_sha256": "0" * 64,
+        "registered_utc": "2026-11-20T05:58:01.123Z",
+        "later": [],
+        "stopped": None,
+        "comparison": None,
+    }
+    record.write(sweep.record)
+    assert sync(sweep.path) == 0
+    runs = wandb_service.runs.values()
+    assert [one.name for one in runs] == ["runs_0_runs", "runs_1_runs", "runs_sweep"]
+    assert {one.notes for one in runs} == {"It is lower."}
+    assert all(one.tags[0] == "study=ranks" for one in runs)
 
 
 def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(

@@ -292,6 +292,46 @@ def test_tags_are_the_overrides_then_the_users_own():
     assert (len(long), long[-3:]) == (64, "k=1")
 
 
+HYPOTHESIS = "Rank 8 is no worse than rank 16."
+STUDY = {
+    "name": "ranks",
+    "sha256": SHA,
+    "settings": {"hypothesis": HYPOTHESIS},
+    "factors": ["lora.r"],
+    "ledger": "ledger.jsonl",
+    "entry": 1,
+    "entry_sha256": SHA,
+    "registered_utc": "2026-11-20T05:58:01.123Z",
+    "later": [],
+    "stopped": None,
+    "comparison": None,
+}
+
+
+def test_runs_and_comparison_of_a_study_have_its_name_and_hypothesis(tmp_path):
+    """As the first tag and as notes, behind the notes of the user's own."""
+    job, _ = sweep_of(tmp_path / "ranks", ("lora.r=8",), ("lora.r=16",))
+    record = json.loads((tmp_path / "ranks" / "sweep.json").read_text("utf-8"))
+    (tmp_path / "ranks" / "sweep.json").write_text(json.dumps(record | {"study": STUDY}), "utf-8")
+    for run in (job, RunDir(tmp_path / "ranks" / "comparison_1")):
+        for own, notes in ((None, HYPOTHESIS), ("Look here.", f"Look here.\n\n{HYPOTHESIS}")):
+            logger = WandbLogger(notes=own, tags=["mine"])
+            shown = settings_of(logger, run, manifest_of("lora.r=8", "study=a/b.yaml"), CONFIG, "r")
+            assert shown["run_tags"] == ("study=ranks", "lora.r=8", "mine")
+            assert shown["run_notes"] == notes
+
+
+def test_a_run_of_no_study_has_the_users_notes_alone(tmp_path):
+    """A sweep, a run outside of one, and a study whose record is damaged."""
+    job, _ = sweep_of(tmp_path / "plain", ("lora.r=8",), ("lora.r=16",))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "sweep.json").write_text("{", "utf-8")
+    for run in (job, RunDir(tmp_path / "alone"), RunDir(tmp_path / "damaged" / "0_abcd")):
+        shown = settings_of(WandbLogger(notes="mine"), run, manifest_of("lora.r=8"), CONFIG, "r")
+        assert (shown["run_tags"], shown["run_notes"]) == (("lora.r=8",), "mine")
+        assert settings_of(WandbLogger(), run, manifest_of(), CONFIG, "r")["run_notes"] is None
+
+
 def test_group_is_the_loggers_before_the_experiments(tmp_path):
     """What the user names wins."""
     manifest = manifest_of(experiment="double_quant")

@@ -482,7 +482,8 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
     """Return the schema of stored values; a user's class gets a schema made from its keys."""
     values = _plain(node)
-    is_ours = group in {"logger", "schedule"} and "_target_" not in values  # these name no class
+    # Of these groups, only options of the user's name a class.
+    is_ours = group in {"data", "logger", "schedule"} and "_target_" not in values
     is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
     if is_own and not is_ours and not is_installed(group, values):
         return DictConfig(user_schema(group, values, name or group))

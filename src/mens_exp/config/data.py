@@ -9,11 +9,18 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import TRAINING, Effect, section, setting, unless, when
+from mens_exp.config.fields import TRAINING, Condition, Effect, section, setting, unless, when
 
 _LEARNS_ENDS = dataclasses.replace(
     unless("objective.labels", "last_k", why="which learns the end of a text as it is"),
     holds=lambda config: not config.objective.spec.learns_ends,
+)
+
+
+_SPLIT_OFF = Condition(
+    holds=lambda config: not config.data.validates_apart,
+    words=lambda config: f"with data={config.data.source}, which names its rows to validate on",
+    needs="a class without validation_rows",
 )
 
 
@@ -176,7 +183,11 @@ class DataConfig:
         "Share of the groups kept for validation.",
         gt=0,
         lt=1,
-        only_if=(when("data.val_path", None), when("data.val_split", None)),
+        only_if=(
+            when("data.val_path", None),
+            when("data.val_split", None),
+            _SPLIT_OFF,
+        ),
         aliases={"val_size": "LLaMA-Factory", "val_set_size": "Axolotl"},
     )
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)
@@ -217,6 +228,11 @@ class DataConfig:
         changes=Effect.NOTHING,  # its limits refuse a run
         only_if=when("task.name", *sorted(TRAINING)),
     )
+
+    @property
+    def validates_apart(self) -> bool:
+        """Whether a class of the user's names the rows to validate on."""
+        return False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.config import (
     backend,
-    data,
+    data_sources,
     evaluation,
     logger,
     lora,
@@ -79,13 +79,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "burn": backend.BurnConfig,
         "proxy": backend.ProxyConfig,
     },
-    "data": {
-        "stdlib": data.StdlibData,
-        "jsonl": data.JsonlData,
-        "hub": data.HubData,
-        "mix": data.MixData,
-        "synthetic": data.SyntheticData,
-    },
+    "data": {name: spec.schema for name, spec in data_sources.SOURCES.built_in.items()},
     "optim": {
         "adamw": optim.AdamwConfig,
         "adamw_8bit": optim.Adamw8bitConfig,
@@ -138,6 +132,7 @@ DISCRIMINATORS = {
 
 # Groups of which installed packages add schemas; each spec has its own.
 REGISTRIES: dict[str, Registry[Any]] = {
+    "data": data_sources.SOURCES,
     "lora": lora.ADAPTERS,
     "objective": objective.OBJECTIVES,
     "suite": suite.SUITES,

@@ -70,10 +70,12 @@ class WandbLogger(LoggerConfig):
         example="nf4-r16",
     )
     tags: list[str] = setting(
-        [], "Tags beside those made from the overrides.", example="[nf4,pilot]"
+        [], "Tags beside those made from the overrides and the study.", example="[nf4,pilot]"
     )
     notes: str | None = setting(
-        None, "Text on the run's page, such as what it is to show.", example="rank"
+        None,
+        "Text on the run's page, such as what it is to show; a study adds its hypothesis.",
+        example="rank",
     )
     system_metrics: bool = setting(
         False,

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.config.data import DataConfig, MixData, WrittenData
-from mens_exp.config.loader import SCHEMAS
+from mens_exp.config.data_sources import SOURCES
+from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, Problems, expected_name
 
 if TYPE_CHECKING:
@@ -120,8 +121,18 @@ def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
     if name is not None and (not isinstance(name, str) or not name):
         yield ConfigError("is no name", where=f"{where}.name", found=name, expected="a text")
     option = _option(entry)
-    options = SCHEMAS["data"].keys() - {"mix"}
+    options = {*SOURCES.built_in, *SOURCES.installed_names()} - {"mix"}
     if option not in options:
+        if option != "mix" and option in group_options()["data"]:
+            yield ConfigError(
+                "an option of ./conf is no source of a mix",
+                where=f"{where}.source",
+                found=option,
+                expected="a file, a dataset, or a source of an installed package",
+                remedy="give the path or id that it names; for a class, write its rows to a file, "
+                "or install it under the entry point group mens_exp.sources",
+            )
+            return
         yield ConfigError(
             "says not where its rows come from",
             where=f"{where}.source",
@@ -145,12 +156,12 @@ def _option(entry: dict[str, Any]) -> Any:
 
 
 def _keys(option: str) -> set[str]:
-    fields = {field.name for field in dataclasses.fields(SCHEMAS["data"][option])}
+    fields = {field.name for field in dataclasses.fields(SOURCES.named(option).schema)}
     return (fields - _OF_THE_MIX - _ALONE) | set(_OWN)
 
 
 def _source(entry: dict[str, Any], where: str, config: MixData) -> MixSource:
-    schema = SCHEMAS["data"][_option(entry)]
+    schema = SOURCES.named(_option(entry)).schema
     values = {key: value for key, value in entry.items() if key not in _OWN}
     if issubclass(schema, WrittenData):
         values |= {"on_bad_row": config.on_bad_row, "max_bad_frac": config.max_bad_frac}

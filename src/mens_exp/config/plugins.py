@@ -1,6 +1,7 @@
-"""Registries of what installed packages add: quantizers, adapter methods, objectives and suites.
+"""Registries of what installed packages add, and the import of what a setting names.
 
-Each kind has a spec, a torch-free object that planning, rules, records and reports ask. It names an
+The kinds are quantizers, adapter methods, objectives, suites and data sources. Each kind has a
+spec, a torch-free object that planning, rules, records and reports ask. It names an
 object of the torch side by ``module:name``, which is imported only where it is used. A package adds
 a spec under the kind's entry point group: the name of the entry point is that of the spec, which is
 imported only when a run asks for it.
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mens_exp.errors import SetupError
+from mens_exp.errors import ConfigError, SetupError, nearest
 
 _NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # a choice of the schema
 
@@ -161,3 +164,68 @@ def _unusable(place: str, base: type[Any], of: str, found: str) -> SetupError:
         expected=f"a class that extends {base.__module__}.{base.__qualname__}, or an object of one",
         remedy="repair or uninstall the package that registers it",
     )
+
+
+def target_at(place: str, target: str) -> Any:
+    """Import the object that a target names, searching ``./`` of the working directory first.
+
+    Args:
+        place: dotted path of the section that names it, for messages.
+        target: ``module.Class``.
+
+    Raises:
+        ConfigError: the module or class does not exist, or importing the module fails.
+    """
+    where = f"{place}._target_"
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:  # present only under `python -m`
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    module_name, _, name = target.rpartition(".")
+    if not module_name:
+        raise ConfigError(
+            "names no module", where=where, found=target, expected="module.Class, in ./module.py"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _failed(where, target, error) from error
+        files = [file.stem for file in Path.cwd().glob("*.py")]
+        close = nearest(module_name, files)
+        raise ConfigError(
+            f"there is no module {error.name}",
+            where=where,
+            found=target,
+            expected="a module in the working directory, or an installed one"
+            + (f"; the nearest is {close}" if close else ""),
+        ) from error
+    except Exception as error:
+        raise _failed(where, target, error) from error
+    if not hasattr(module, name):
+        close = nearest(name, [entry for entry in vars(module) if not entry.startswith("_")])
+        raise ConfigError(
+            f"{module_name} has no {name}",
+            where=where,
+            found=target,
+            expected=f"the nearest is {module_name}.{close}" if close else "a class of the module",
+        )
+    return getattr(module, name)
+
+
+def _failed(where: str, target: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "its module cannot be imported",
+        where=where,
+        found=f"{target}: {told(error)}",
+        expected="a module that imports",
+    )
+
+
+def told(error: Exception) -> str:
+    """Return an error of somebody else's code for a message: type, text, and file and line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    line = "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+    return f"{type(error).__name__}: {error}{line}"

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.backend import BackendConfig
+from mens_exp.config.data_sources import OwnData
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import OwnLogger
 from mens_exp.config.objective import ObjectiveConfig
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 CLASS_GROUPS: dict[str, type] = {
     "backend": BackendConfig,
     "callbacks": CallbackConfig,
+    "data": OwnData,
     "logger": OwnLogger,
     "objective": ObjectiveConfig,
     "module": ModuleConfig,
@@ -381,7 +383,7 @@ class UserSource(FileConfigSource):
         if group == "callbacks":
             result.header["package"] = result.header.get("package") or f"callbacks.{file.name}"
         else:
-            implied = {"name": file.name, "labels": "assistant", "sink": file.name}
+            implied = dict.fromkeys(("name", "sink", "source"), file.name) | {"labels": "assistant"}
             for key in implied.keys() & CLASS_GROUPS[group].__dataclass_fields__.keys():  # type: ignore[attr-defined]
                 config.setdefault(key, implied[key])
         return result

@@ -42,7 +42,8 @@ _TEXT_OF_COMPRESSED = 4  # bytes of text in one that is compressed; unverified g
 class RowsFile:
     """One file of rows, or split of a dataset, as the record has it.
 
-    A file has the hash of its content, a split the commit that it is of.
+    A file has the hash of its content, a split the commit that it is of, and the rows that a class
+    of the user's gives have the hash of these rows.
     """
 
     path: str

@@ -16,8 +16,10 @@ from mens_exp.config.data import (
     SyntheticData,
     WrittenData,
 )
+from mens_exp.config.data_sources import GivenData
 from mens_exp.config.mix import in_source, sources_of
 from mens_exp.corpus import stdlib, synthetic
+from mens_exp.corpus.given_rows import read_given
 from mens_exp.corpus.mix import mixed
 from mens_exp.corpus.row_files import (
     Rows,
@@ -157,6 +159,13 @@ def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
     for number, source in enumerate(sources_of(config)):
         try:
             corpus = found[source.name] = _read(source.data, cache)
+            if corpus.val is not None:
+                raise DataError(
+                    "names its own rows to validate on",
+                    where="data.source",
+                    found=source.data.source,
+                    expected="a class without validation_rows: a mix is split as a whole",
+                )
             corpus.weight = source.weight
             if asked(source.data.filter):
                 corpus.refused = _filtered([corpus], source.data.filter)["refused"]
@@ -170,6 +179,15 @@ def _read(config: DataConfig, cache: Path) -> _Corpus:
     """Read all rows of one source; filters come after."""
     if isinstance(config, SyntheticData):
         return _Corpus(synthetic.load(config, cache).pairs)
+    if isinstance(config, GivenData):
+        given = read_given(config)
+        val = given.validation
+        return _Corpus(
+            list(given.rows.pairs),
+            None if val is None else list(val.pairs),
+            tuple(given.files()),
+            (*given.rows.bad, *(() if val is None else val.bad)),
+        )
     if not isinstance(config, RowsData):
         return _Corpus(stdlib.load(cache).pairs)
     own, apart = read_own(config)

@@ -21,12 +21,14 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, ProxyConfig
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
+from mens_exp.config.data_sources import GivenData
 from mens_exp.config.fields import UNSET, Effect
 from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel
 from mens_exp.config.trainer import TUNING, Selection
 from mens_exp.corpus import synthetic
+from mens_exp.corpus.given_rows import read_given
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
 from mens_exp.layout.checkpoint_files import attribution_required, license_of
@@ -66,7 +68,8 @@ class DataPart:
 
     Attributes:
         train_file: SHA-256 over the row files; None for other sources.
-        generated_from: inputs of a generated corpus other than the settings.
+        generated_from: inputs of a generated corpus other than the settings; of a class of the
+            user's, the SHA-256 of the rows that it gives.
         tokenizer_mode: ``hf`` or ``vox``.
     """
 
@@ -285,11 +288,22 @@ def _sources(config: RunConfig) -> list[dict[str, Any]] | None:
         return None  # reported by validation
     found = []
     for entry, source in zip(config.data.sources, sources, strict=True):
-        path = _files_hash(source.data.path) if isinstance(source.data, JsonlData) else None
         # The name of a source is irrelevant too.
         settings = {name: value for name, value in entry.items() if name != "name"}
-        found.append(settings if path is None else {**settings, "path": path})
+        if isinstance(source.data, JsonlData) and (path := _files_hash(source.data.path)):
+            settings["path"] = path
+        elif isinstance(source.data, GivenData) and (rows := _given_hash(source.data)):
+            settings["rows"] = rows
+        found.append(settings)
     return found
+
+
+def _given_hash(data: GivenData) -> str | None:
+    """Hash the rows of a class of the user's; None if they cannot be had."""
+    try:
+        return read_given(data).sha256
+    except MensError:
+        return None  # reported by preflight
 
 
 def _rows_hash(config: RunConfig, name: str) -> str | None:
@@ -314,6 +328,8 @@ def _data_part(config: RunConfig) -> DataPart:
         made_of = f"Python {platform.python_version()}"
     elif isinstance(config.data, SyntheticData):
         made_of = synthetic.made_by()
+    elif isinstance(config.data, GivenData) and (rows := _given_hash(config.data)):
+        made_of = f"rows {rows}"  # whatever the class reads them from
     return DataPart(
         train_file=_rows_hash(config, "path"),
         generated_from=made_of,

@@ -7,8 +7,10 @@ import os
 from typing import TYPE_CHECKING
 
 from mens_exp.config.data import RowsData, WrittenData
+from mens_exp.config.data_sources import OwnData
 from mens_exp.config.fields import range_problems
 from mens_exp.config.rules.data import data_problems as rule_problems
+from mens_exp.corpus.given_rows import given_in, refuse_unsteady
 from mens_exp.corpus.row_files import read_own
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import asked
@@ -40,8 +42,12 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
             load_rows(data, cache_root())  # raises if no rows are left
         return
     problems = {problem.where for problem in rule_problems(config)}
+    if isinstance(data, OwnData) and any(classes.check_group(config, "data")):
+        return  # reported by the check of classes
     if not any(range_problems(data)) and not problems:
-        load_rows(data, cache_root())
+        rows = load_rows(data, cache_root())
+        if given_in(data):
+            refuse_unsteady(rows.sha256, load_rows(data, cache_root()).sha256)
     elif (
         problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
     ):  # already reported; the rows can still be checked

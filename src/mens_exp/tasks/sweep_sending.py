@@ -19,7 +19,7 @@ from mens_exp.evals.kpis import ITEM_VALUES, KPIS, name_under
 from mens_exp.report import html, sweep_view
 from mens_exp.tasks.study_runs import read_sweep
 from mens_exp.tasks.sync import sweep_digest
-from mens_exp.training.wandb_names import tags_of
+from mens_exp.training.wandb_names import notes_of, tags_of
 from mens_exp.training.wandb_rendering import artifact_of, quiet_settings
 from mens_exp.training.wandb_sending import Order, carry_out, opened
 from mens_exp.training.wandb_tables import ALWAYS_SHOWN, study_plots, study_tables
@@ -51,7 +51,8 @@ def _send(order: Order, staging: Path) -> str:
         **quiet_settings(),
         "run_group": record.sweep_id,
         "run_name": f"sweep {record.sweep_id}",
-        "run_tags": tags_of(record.command, []),
+        "run_tags": tags_of(record.command, [], record.study),
+        "run_notes": notes_of(None, record.study),
         "run_job_type": "sweep",
         "run_id": f"{name}_sweep",
     }

@@ -1,4 +1,4 @@
-"""W&B names of a run (id, group, display name, tags), with the varying parts first.
+"""W&B names of a run (id, group, display name, tags, notes), with the varying parts first.
 
 All functions are pure functions of the JSON record. A display name is cut at its end, so that the
 overrides that distinguish the run within its sweep survive; the job number keeps names unique. The
@@ -23,7 +23,7 @@ from mens_exp.errors import DataError, MensError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from mens_exp.artifacts.sweep import SweepJob
+    from mens_exp.artifacts.sweep import StudyRecord, SweepJob
     from mens_exp.config.logger import WandbLogger
 
 _INPUT = "wandb_agent"
@@ -186,13 +186,30 @@ def name_of(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> s
     )
 
 
-def tags_of(overrides: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides, cut to W&B's 64 characters, followed by the user's tags.
+def tags_of(
+    overrides: Sequence[str], added: Sequence[str], study: StudyRecord | None = None
+) -> tuple[str, ...]:
+    """Return ``study=<name>``, the overrides, cut to W&B's 64 characters, and the user's tags.
 
     A long value is elided in the middle, because two paths often differ at their end.
     """
-    made = [_tag(text) for text in overrides if _group(text) not in _NO_TAG]
+    named = [] if study is None else [f"study={study['name']}"]
+    told = [text for text in overrides if study is None or _key(text) != "study"]
+    made = [_tag(text) for text in (*named, *told) if _group(text) not in _NO_TAG]
     return tuple(dict.fromkeys([*made, *added]))
+
+
+def notes_of(own: str | None, study: StudyRecord | None) -> str | None:
+    """Return the user's notes and the hypothesis of the study, each a paragraph; None for none."""
+    parts = [own, None if study is None else str(study["settings"]["hypothesis"])]
+    return "\n\n".join(filter(None, parts)) or None
+
+
+def study_of(run: Path) -> StudyRecord | None:
+    """Return the study that a run is part of: one of its jobs, or its comparison."""
+    sweep = _sweep_at(run)
+    record = None if sweep is None else _record(sweep)
+    return None if record is None else record.study
 
 
 def _tag(override: str) -> str:
@@ -332,11 +349,17 @@ def _sweep_at(run: Path) -> Path | None:
 
 def _jobs(sweep: Path) -> list[SweepJob]:
     """Return a sweep's jobs; empty if its record is missing, Hydra's own, or damaged."""
+    record = _record(sweep)
+    return [] if record is None else record.jobs
+
+
+def _record(sweep: Path) -> SweepRecord | None:
+    """Return the record of a sweep; None if it is missing, Hydra's own, or damaged."""
     record = SweepDir(sweep).record
     try:
-        return SweepRecord.read(record).jobs if record.is_file() else []
+        return SweepRecord.read(record) if record.is_file() else None
     except MensError:
-        return []
+        return None
 
 
 def _plain(name: str) -> str:

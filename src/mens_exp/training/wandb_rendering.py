@@ -18,7 +18,15 @@ from mens_exp.artifacts.telemetry import read_events
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.validate import settings_read
 from mens_exp.evals.kpis import KPIS, name_under
-from mens_exp.training.wandb_names import agent_of, display_name, group_of, id_of, tags_of
+from mens_exp.training.wandb_names import (
+    agent_of,
+    display_name,
+    group_of,
+    id_of,
+    notes_of,
+    study_of,
+    tags_of,
+)
 from mens_exp.training.wandb_tables import conditions_of
 
 if TYPE_CHECKING:
@@ -53,14 +61,15 @@ def settings_of(
         run_id: the id of the W&B run.
         process: id of the process that works on the run; None if it has ended.
     """
+    study = study_of(run_dir.path)
     shown = {
         "mode": "offline",
         "project": logger.project,
         "entity": logger.entity,
         "run_group": group_of(logger, run_dir, manifest),
         "run_name": display_name(logger, run_dir, manifest, config),
-        "run_tags": tags_of(manifest.overrides, logger.tags),
-        "run_notes": logger.notes,
+        "run_tags": tags_of(manifest.overrides, logger.tags, study),
+        "run_notes": notes_of(logger.notes, study),
         "run_job_type": manifest.task,
         "run_id": run_id,
     }

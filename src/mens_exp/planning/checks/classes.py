@@ -7,8 +7,6 @@ would break a promise of the design are refused by its name, and so is what inhe
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass, fields
@@ -16,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.plugins import target_at
 from mens_exp.config.trainer import Promise, Refusal
 from mens_exp.config.untrusted_config import our_targets
 from mens_exp.config.user_config import CLASS_GROUPS
+from mens_exp.corpus.given_rows import given_in
 from mens_exp.errors import ConfigError, MensError, nearest
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ _KINDS = {
         methods=("__call__",),
         optional=("name",),
     ),
+    "data": _Kind("a class with a method rows", None, methods=("rows",)),
     "backend": _Kind(
         "a torch.nn.Module with the methods of backends/protocol.py, such as a QloraBackend",
         "torch.nn.modules.module.Module",
@@ -169,9 +170,17 @@ _LAYER_SYNC = f"{_PLUGINS}layer_sync.LayerSync"
 
 def check(config: RunConfig) -> Iterator[MensError]:
     """Yield the problems of user-defined classes, and of Lightning's that are not accepted."""
-    for group, place, node in _own_nodes(config):
+    for group in CLASS_GROUPS:
+        yield from check_group(config, group)
+    for place, values in _trainer_nodes(config):
+        yield from _trainer_problems(place, values)
+
+
+def check_group(config: RunConfig, group: str) -> Iterator[MensError]:
+    """Yield the problems of the classes that one config group names."""
+    for place, node in _own_nodes(config, group):
         try:
-            cls = _load(place, node._target_)  # Hydra's own spelling
+            cls = target_at(place, node._target_)  # Hydra's own spelling
         except MensError as error:
             yield error
             continue
@@ -186,8 +195,6 @@ def check(config: RunConfig) -> Iterator[MensError]:
             if group == "objective":
                 settings -= node.spec.selects
             yield from _argument_problems(_KINDS[group], place, node._target_, settings, cls)
-    for place, values in _trainer_nodes(config):
-        yield from _trainer_problems(place, values)
 
 
 def _trainer_nodes(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -203,7 +210,7 @@ def _trainer_nodes(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 def _trainer_problems(place: str, values: dict[str, Any]) -> Iterator[MensError]:
     target = values["_target_"]
     try:
-        cls = _load(place, target)
+        cls = target_at(place, target)
     except MensError as error:
         yield error
         return
@@ -239,7 +246,8 @@ def record(config: RunConfig) -> dict[str, Any] | None:
         ``targets``, and ``files``: path relative to the working directory -> SHA-256, for every
         module loaded from there. None if every class is built in.
     """
-    named = {node._target_ for _, _, node in _own_nodes(config)}
+    named = {node._target_ for group in CLASS_GROUPS for _, node in _own_nodes(config, group)}
+    named |= {source.target for source in given_in(config.data)}  # installed ones too
     targets = sorted(named | {values["_target_"] for _, values in _trainer_nodes(config)})
     if not targets:
         return None
@@ -255,70 +263,13 @@ def record(config: RunConfig) -> dict[str, Any] | None:
     return {"targets": targets, "files": dict(sorted(files.items()))}
 
 
-def _own_nodes(config: RunConfig) -> Iterator[tuple[str, str, Any]]:
-    for group in CLASS_GROUPS:
-        node: Any = getattr(config, group)
-        named = node.items() if isinstance(node, dict) else [(None, node)]
-        for name, one in named:
-            target = getattr(one, "_target_", None)  # our own loggers name no class
-            if target is not None and target not in our_targets():
-                yield group, f"{group}.{name}" if name else group, one
-
-
-def _load(place: str, target: str) -> Any:
-    """Import the object that a target names, searching ``./`` of the working directory first.
-
-    Raises:
-        ConfigError: the module or class does not exist, or importing the module fails.
-    """
-    where = f"{place}._target_"
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:  # present only under `python -m`
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    module_name, _, name = target.rpartition(".")
-    if not module_name:
-        raise ConfigError(
-            "names no module", where=where, found=target, expected="module.Class, in ./module.py"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise _failed(where, target, error) from error
-        files = [file.stem for file in Path.cwd().glob("*.py")]
-        close = nearest(module_name, files)
-        raise ConfigError(
-            f"there is no module {error.name}",
-            where=where,
-            found=target,
-            expected="a module in the working directory, or an installed one"
-            + (f"; the nearest is {close}" if close else ""),
-        ) from error
-    except Exception as error:
-        raise _failed(where, target, error) from error
-    if not hasattr(module, name):
-        close = nearest(name, [entry for entry in vars(module) if not entry.startswith("_")])
-        raise ConfigError(
-            f"{module_name} has no {name}",
-            where=where,
-            found=target,
-            expected=f"the nearest is {module_name}.{close}" if close else "a class of the module",
-        )
-    return getattr(module, name)
-
-
-def _failed(where: str, target: str, error: Exception) -> ConfigError:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    line = "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
-    return ConfigError(
-        "its module cannot be imported",
-        where=where,
-        found=f"{target}: {type(error).__name__}: {error}{line}",
-        expected="a module that imports",
-    )
+def _own_nodes(config: RunConfig, group: str) -> Iterator[tuple[str, Any]]:
+    node: Any = getattr(config, group)
+    named = node.items() if isinstance(node, dict) else [(None, node)]
+    for name, one in named:
+        target = getattr(one, "_target_", None)  # our own loggers name no class
+        if target is not None and target not in our_targets():
+            yield f"{group}.{name}" if name else group, one
 
 
 def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError | None:

@@ -1,0 +1,148 @@
+"""Rows that a class of the user's gives: checked like rows of a file, and hashed.
+
+The class is asked anew each time, so a source that gives other rows then is refused before a run
+begins (:func:`refuse_unsteady`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.config.data import MixData, OnBadRow
+from mens_exp.config.data_sources import GivenData
+from mens_exp.config.mix import sources_of
+from mens_exp.config.plugins import told
+from mens_exp.corpus.row_files import RowsFile
+from mens_exp.errors import DataError
+from mens_exp.rows.decode import Located
+from mens_exp.rows.readers import Reading, read_located, rows_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mens_exp.config.data import DataConfig
+    from mens_exp.rows.readers import FileOfRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """The rows of a class, and those that it validates on, if it names some."""
+
+    rows: FileOfRows
+    validation: FileOfRows | None
+
+    @property
+    def sha256(self) -> str:
+        """The hash of all rows, in order."""
+        apart = () if self.validation is None else self.validation.pairs
+        return rows_digest([*self.rows.pairs, *apart])
+
+    def files(self) -> Iterator[RowsFile]:
+        """Yield what the record says of the rows of each role."""
+        for role, one in (("rows", self.rows), ("validation", self.validation)):
+            if one is not None:
+                yield RowsFile(
+                    path=one.name,
+                    role=role,
+                    form=one.form.value,
+                    rows=len(one.pairs),
+                    ignored={},
+                    sha256=rows_digest(one.pairs),
+                )
+
+
+def read_given(config: GivenData) -> Given:
+    """Ask the class for its rows; a row's place is ``module.Class.rows:<number>``, from 1.
+
+    Raises:
+        MensError: the class cannot be imported, or is of another kind.
+        DataError: it fails, gives no rows, or gives one that is wrong.
+        Problems: several rows are wrong.
+    """
+    cls: Any = config.row_class()
+    try:
+        source = cls(**config.own_settings)
+    except Exception as error:
+        raise _failed(config.target, error) from error
+    apart = getattr(source, "validation_rows", None)
+    return Given(
+        rows=_read(f"{config.target}.rows", source.rows, config),
+        validation=None
+        if apart is None
+        else _read(f"{config.target}.validation_rows", apart, config),
+    )
+
+
+def given_in(config: DataConfig) -> list[GivenData]:
+    """Return the sources whose rows a class of the user's gives: this one, or some of a mix.
+
+    Raises:
+        ConfigError: an entry of the mix is no source.
+        Problems: several are none.
+    """
+    parts = [one.data for one in sources_of(config)] if isinstance(config, MixData) else [config]
+    return [one for one in parts if isinstance(one, GivenData)]
+
+
+def refuse_unsteady(first: str, again: str) -> None:
+    """Refuse a source whose rows differ between two readings.
+
+    Args:
+        first: hash of the rows as read at first.
+        again: that of a second reading.
+
+    Raises:
+        DataError: they differ.
+    """
+    if first != again:
+        raise DataError(
+            "gives other rows when it is asked again",
+            where="data",
+            found=f"{first[:12]} and then {again[:12]}",
+            expected="the same rows in the same order each time",
+            remedy="sort what has no order, draw with random.Random(seed) of your own, and pin the "
+            "version of what you download",
+        )
+
+
+def _read(name: str, give: Callable[[], Any], config: GivenData) -> FileOfRows:
+    how = Reading(setting="data", quarantine=config.on_bad_row is OnBadRow.quarantine)
+    found = read_located(name, _located(name, give), how)
+    if not found.pairs and not found.bad:
+        raise DataError("there are no rows", where=name, expected="one at least")
+    return found
+
+
+def _located(name: str, give: Callable[[], Any]) -> Iterator[Located]:
+    """Yield each row with its place; an error of the class ends the reading."""
+    number = 0
+    try:
+        for number, row in enumerate(_several(name, give()), start=1):
+            yield Located(f"{name}:{number}", row)
+    except DataError:
+        raise
+    except Exception as error:
+        raise _failed(f"{name}:{number + 1}", error) from error
+
+
+def _several(name: str, rows: Any) -> Any:
+    """Return what was given for several rows.
+
+    Raises:
+        DataError: it is a text or a single row, whose parts are no rows.
+    """
+    if isinstance(rows, str | bytes | dict):
+        raise DataError(
+            "gives no rows",
+            where=name,
+            found=f"a {type(rows).__name__}",
+            expected="a list of rows, or another iterable of them",
+        )
+    return rows
+
+
+def _failed(where: str, error: Exception) -> DataError:
+    return DataError(
+        "fails to give its rows", where=where, found=told(error), expected="rows, and no error"
+    )

@@ -1,0 +1,144 @@
+"""docs/how-to/clusters.md: its command is that of docker/kubernetes.yaml, composes, and fits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from mens_exp.config.overrides import check
+from mens_exp.planning.checks.machine import check_processes
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "how-to" / "clusters.md").read_text("utf-8")
+MANIFEST = (ROOT / "docker" / "kubernetes.yaml").read_text("utf-8")
+# Job and Service with all that they refer to; the file names its source.
+SCHEMAS = json.loads((ROOT / "tests" / "support" / "kubernetes.json").read_text("utf-8"))
+KINDS = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}
+SERVICE, JOB = yaml.safe_load_all(MANIFEST)
+POD = JOB["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+COMMAND = [*CONTAINER["command"], *CONTAINER["args"]]
+
+
+def validated(document):
+    schema = {**SCHEMAS, "$ref": f"#/$defs/{KINDS[document['kind']]}"}
+    jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def flags(command):
+    """Return torchrun's own flags."""
+    own = command[: command.index("-m")]
+    return dict(word.removeprefix("--").partition("=")[::2] for word in own[1:])
+
+
+def overrides(command):
+    return command[command.index("mens_exp") + 1 :]
+
+
+def torchruns():
+    """Return the torchrun commands that the page shows in full."""
+    joined = PAGE.replace("\\\n", " ")
+    found = re.findall(r"^    (torchrun .*)$", joined, re.MULTILINE)
+    return [shlex.split(re.sub(r"<[^>]*>", "FILLED", line)) for line in found]
+
+
+def test_the_manifest_is_what_kubernetes_accepts():
+    """Both documents, by the strict schemas of its API."""
+    for document in (SERVICE, JOB):
+        validated(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["completionMod"], "Indexed"),
+        (["parallelism"], "two"),
+        (["template", "spec", "restartPolicy"], ["Never"]),
+        (["template", "spec", "containers", 0, "environment"], []),
+        (["template", "spec", "containers", 0, "args"], "torchrun"),
+        (["template", "spec", "containers"], None),
+    ],
+)
+def test_a_wrong_key_or_type_is_refused(path, value):
+    """So that the schema has teeth."""
+    document = copy.deepcopy(JOB)
+    node = document["spec"]
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validated(document)
+
+
+def test_the_page_shows_the_manifest():
+    """Word for word."""
+    (shown,) = re.findall(r"```yaml title=\"docker/kubernetes.yaml\"\n(.*?)```", PAGE, re.DOTALL)
+    assert shown == MANIFEST
+
+
+def test_the_manifests_command_is_the_pages():
+    """But for the number of the machine and the name of the first one."""
+    shown, _ = torchruns()
+    assert overrides(COMMAND) == overrides(shown)
+    ours, theirs = flags(COMMAND), flags(shown)
+    assert theirs.pop("node-rank") == theirs.pop("master-addr") == "FILLED"
+    assert ours.items() >= theirs.items()
+    assert ours.keys() - theirs.keys() == {"node-rank", "master-addr"}
+
+
+def test_the_parts_of_the_manifest_fit_each_other():
+    """Numbers, names, ports and volumes, each said in several places."""
+    spec, said = JOB["spec"], flags(COMMAND)
+    settings = dict(word.partition("=")[::2] for word in overrides(COMMAND))
+    assert (
+        spec["completions"]
+        == spec["parallelism"]
+        == int(said["nnodes"])
+        == int(settings["trainer.num_nodes"])
+    )
+    gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus == int(said["nproc-per-node"]) == int(settings["trainer.devices"])
+    job, service = JOB["metadata"]["name"], SERVICE["metadata"]["name"]
+    assert said["master-addr"] == f"{job}-0.{service}"  # the host name of the first pod
+    assert POD["subdomain"] == service
+    assert SERVICE["spec"]["clusterIP"] == "None"  # headless: its name leads to the pods
+    assert SERVICE["spec"]["selector"] == {"batch.kubernetes.io/job-name": job}
+    assert [port["port"] for port in SERVICE["spec"]["ports"]] == [int(said["master-port"])]
+    names = {one["name"] for one in CONTAINER["env"]}
+    assert set(re.findall(r"\$\((\w+)\)", " ".join(COMMAND))) <= names
+    mounted = {one["name"]: one["mountPath"] for one in CONTAINER["volumeMounts"]}
+    assert mounted.keys() == {one["name"] for one in POD["volumes"]}
+    for key in ("data.path", "hydra.run.dir"):
+        assert settings[key].startswith(f"{mounted['shared']}/")
+
+
+@pytest.mark.parametrize("processes", [8, 4])
+def test_the_command_is_what_torchrun_starts(monkeypatch, processes):
+    """By the variables that torchrun sets on the second machine; with others it is refused."""
+    told = {"RANK": processes, "LOCAL_RANK": 0, "WORLD_SIZE": 2 * processes}
+    told |= {"LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    checked = check(overrides(COMMAND))
+    assert checked.problems == ()
+    monkeypatch.setattr("mens_exp.planning.machine.gpu_ids", lambda: range(8))
+    found = [str(one) for one in check_processes(checked.cells[0].config)]
+    assert all("trainer.devices" in one for one in found)
+    assert bool(found) is (processes != 8)
+
+
+def test_the_other_commands_of_the_page_compose():
+    """The plan as it stands; what continues the run takes its settings from there."""
+    (plan,) = re.findall(r"^    python -m mens_exp (.*)$", PAGE, re.MULTILINE)
+    assert check(shlex.split(plan)).problems == ()
+    first, again = torchruns()
+    (resumed,) = overrides(again)
+    assert f"hydra.run.dir={resumed.removeprefix('resume=')}" in overrides(first)
+    assert flags(first) == flags(again)
