@@ -148,6 +148,8 @@ def test_its_page_says_what_was_claimed_and_what_came_of_it(conducted):
     for text in (HYPOTHESIS, "entry 1 of", entries(conducted)[0]["sha256"], "for lora.r=8"):
         assert text in page
     assert "The hypothesis" in page
+    assert "python -m mens_exp study=ranks" in page
+    assert "-m study" not in page
 
 
 def test_the_same_command_again_runs_nothing(lab, capsys):

@@ -186,7 +186,7 @@ def document(review: SweepReview, after: Sequence[Step] = ()) -> Document:
         title=record.sweep_id if record.study is None else record.study["name"],
         kind=kind,
         headline=headline,
-        command=wording.command("-m", *record.command),
+        command=wording.command(*([] if record.study else ["-m"]), *record.command),
         meta=cells_of(
             [
                 ("Launched", wording.moment(record.created_utc)),
