@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, plain, setting
+from mens_exp.artifacts.metrics import Metric
+from mens_exp.config.fields import Effect, plain, setting, unless, when
 from mens_exp.config.plugins import Registry
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mens_exp.artifacts.metrics import Metric
+    from mens_exp.artifacts.metrics import Direction
 
 _MASKED = 0.5  # share of tokens that are answers, as in the main job
 LOGIT_BYTES = 10  # measured: 8 bytes a logit of a chunk, and 2 that a smaller chunk's peak hides
@@ -130,6 +131,55 @@ class LastKObjective(CrossEntropyConfig):
         ge=0,
         le=64,
     )
+
+
+class PairLoss(Enum):
+    """The loss of a pair of answers, given the margin between their rewards."""
+
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+    hinge = "hinge"
+    robust = "robust"
+
+
+_BETA_NOTE = "of the margin between the answers"
+_NLL_NOTE = "of the chosen answer's mean negative log-likelihood per token that is added"
+
+
+@dataclass(kw_only=True, slots=True)
+class PairObjective(CrossEntropyConfig):
+    """Settings common to the losses of pairs of answers."""
+
+    beta: float = setting(
+        0.1, f"Factor {_BETA_NOTE} (arXiv:2305.18290; under ipo its regularization τ).", gt=0
+    )
+    loss: PairLoss = setting(
+        PairLoss.sigmoid,
+        "Loss of a pair: sigmoid (arXiv:2305.18290), ipo (arXiv:2310.12036), hinge "
+        "(arXiv:2305.10425), or robust, which corrects for labels of which label_smoothing are "
+        "wrong (arXiv:2403.00409).",
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of pairs whose answers are taken to be exchanged.",
+        ge=0,
+        lt=0.5,
+        only_if=when("objective.loss", "sigmoid", "robust"),
+    )
+    length_normalised: bool = setting(
+        False,  # as in the paper of DPO
+        "Compare means over the answers' tokens instead of sums; ipo always does.",
+        only_if=unless("objective.loss", "ipo", why="which compares means over tokens"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DpoObjective(PairObjective):
+    """Direct preference optimization, against the base without the adapter."""
+
+    name: str = "dpo"
+    labels: str = "dpo"
+    nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (arXiv:2404.19733 adds it with 1).", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +317,35 @@ class _LastTokens(ObjectiveSpec):
             )
 
 
+def _metric(name: str, unit: str, direction: Direction, note: str) -> Metric:
+    return Metric(name=name, unit=unit, direction=direction, reduction="last", note=note)
+
+
+_REWARD = "beta times its log-likelihood, less the base's where the objective compares with it"
+PAIR_METRICS = (
+    _metric("chosen_reward", "1", "none", f"mean reward of the chosen answers: {_REWARD}"),
+    _metric("rejected_reward", "1", "none", f"mean reward of the rejected answers: {_REWARD}"),
+    _metric("reward_margin", "1", "max", "mean of the chosen answer's reward less the rejected's"),
+    _metric("reward_accuracy", "1", "max", "share of pairs whose chosen answer has more reward"),
+    _metric("chosen_nll", "nats/token", "min", "mean loss of a token of the chosen answers"),
+)
+
+
+class _OfPairs(ObjectiveSpec):
+    """The last answer of a row is better than another one."""
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield a loss that is another one under its settings."""
+        del seq_len
+        if plain(settings.loss) == "robust" and settings.label_smoothing == 0:
+            yield ConfigError(
+                "is the sigmoid loss while no label is taken to be wrong",
+                where="objective.loss",
+                found="robust with objective.label_smoothing=0",
+                expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
+            )
+
+
 OBJECTIVES = Registry(
     kind="objective",
     group="mens_exp.objectives",
@@ -297,6 +376,14 @@ OBJECTIVES = Registry(
                 in_chunks=True,
                 is_likelihood=True,
                 learns_ends=True,
+            ),
+            _OfPairs(
+                name="dpo",
+                schema=DpoObjective,
+                documents="mens_exp.rows.documents:PAIR",
+                in_chunks=True,
+                needs_reference=True,
+                metrics=PAIR_METRICS,
             ),
         )
     },

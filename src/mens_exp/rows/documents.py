@@ -7,7 +7,8 @@ rows with it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.plugins import named_object
 from mens_exp.errors import ConfigError, DataError, expected_name
 from mens_exp.rows.answers import answer_of
+from mens_exp.rows.schema import LABEL, REJECTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,15 +162,25 @@ class RowDocuments:
             DataError: it is such a row.
         """
         found = {name for name, _ in pair.fields}
-        if found != self.fields:
-            raise DataError(
-                "a row has not the fields that the objective reads",
-                where=pair.name,
-                found=", ".join(sorted(found)) or "no fields",
-                expected=", ".join(sorted(self.fields)) or "no fields",
-                remedy="choose the objective that reads them, or name other columns with "
-                "data.columns={fields:{name:column}}",
-            )
+        if found == self.fields:
+            return
+        unread = [name for name in _JUDGEMENTS if name in found - self.fields]
+        lacking = [name for name in _JUDGEMENTS if name in self.fields - found]
+        for name in (*unread, *lacking):
+            what, objectives = _JUDGEMENTS[name][name not in unread]
+            raise DataError(what, where=pair.name, remedy=f"choose {objectives}")
+        raise DataError(
+            "a row has not the fields that the objective reads",
+            where=pair.name,
+            found=", ".join(sorted(found)) or "no fields",
+            expected=", ".join(sorted(self.fields)) or "no fields",
+            remedy="choose the objective that reads them, or name other columns with "
+            "data.columns={fields:{name:column}}",
+        )
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return the row once for each of the last answers that it is rendered with."""
+        return [pair]
 
     def rendered(
         self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling
@@ -179,7 +191,7 @@ class RowDocuments:
             DataError: the objective cannot learn from the row, or the template alters it.
         """
         chosen = self.answers(len(pair.exchanges), labelling)
-        return [answer_of(pair, number, encoder) for number in chosen]
+        return [answer_of(one, number, encoder) for one in self.variants(pair) for number in chosen]
 
     def answers(self, exchanges: int, labelling: Labelling) -> range:
         """Return the indices of the answers that are rendered, of a row with so many exchanges."""
@@ -237,9 +249,71 @@ class _End(_EveryToken):
         return [Document(last.ids[: last.end], [place >= first for place in range(last.end)])]
 
 
+class _Pair(RowDocuments):
+    """A row with its chosen answer, then with its rejected one; the last answer is supervised."""
+
+    together = 2
+    fields = frozenset({REJECTED})
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return the row as it is, and with its rejected answer."""
+        return [pair, with_answer(pair, str(dict(pair.fields)[REJECTED]))]
+
+    def answers(self, exchanges: int, labelling: Labelling) -> range:
+        """Return the last answer."""
+        del labelling
+        return range(exchanges - 1, exchanges)
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return a document for each answer."""
+        del labelling
+        return [Document(own.ids, _marked(own)) for own in endings]
+
+
+def _marked(own: Ending) -> list[bool]:
+    """Return which tokens are those of the answer."""
+    return [own.start <= place < own.end for place in range(len(own.ids))]
+
+
+def with_answer(pair: TrainingPair, text: str) -> TrainingPair:
+    """Return a row with another last answer, which calls no tool."""
+    held = pair.conversation
+    if held is not None:
+        found = json.loads(held)
+        found["messages"][-1] = {"role": "assistant", "content": text}
+        held = json.dumps(found, ensure_ascii=False)
+    return replace(pair, response=text, conversation=held)
+
+
+_COLUMNS: Final = "or leave it out with data.columns={prompt:prompt,response:"
+# For each judgement: a row that has it unread, and one that lacks it, with what to choose then.
+_JUDGEMENTS: Final = {
+    REJECTED: (
+        (
+            "the row prefers one answer to another, and the objective would ignore the other one",
+            f"objective=dpo, which learns from both answers, {_COLUMNS}chosen}}",
+        ),
+        (
+            "the row has no rejected answer to compare its answer with",
+            "objective=assistant, or give rows of prompt, chosen and rejected",
+        ),
+    ),
+    LABEL: (
+        (
+            "the row says whether its answer is wanted, and the objective would ignore that",
+            f"objective=kto, which learns from both kinds, {_COLUMNS}completion}}",
+        ),
+        (
+            "the row has no label that says whether its answer is wanted",
+            "another objective, or give rows of prompt, completion and label",
+        ),
+    ),
+}
+
 ASSISTANT = RowDocuments()
 CAUSAL = _EveryToken()
 LAST_K = _End()
+PAIR = _Pair()
 
 
 def arrays_of(part: Encoded) -> dict[str, np.ndarray]:

@@ -89,8 +89,8 @@ def _endings(
     answers: list[Answer] = []
     counts: list[int] = []
     for pair in pairs:
+        rows.check(pair)  # the other rows of its file would say the same
         try:
-            rows.check(pair)
             mine = rows.rendered(pair, encoder, labelling)
         except DataError as problem:
             problems.append(problem)

@@ -1,0 +1,157 @@
+"""Objectives over pairs of answers: the chosen one is to become likelier than the rejected one.
+
+A pair is two documents side by side in a micro-batch. The loss of a micro-batch is the sum over its
+pairs, so that a step is the mean over all pairs of its micro-batches and processes.
+
+Shapes: M supervised positions, S documents, P pairs of answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from mens_exp.config.objective import PairLoss
+from mens_exp.objective.causal import LossSum, Objective, Passed, token_losses
+
+if TYPE_CHECKING:
+    from mens_exp.data.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Log-likelihood of each answer of a micro-batch, f32 ``[S]`` in nats, and its tokens."""
+
+    logp_S: torch.Tensor
+    tokens_S: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Mean log-likelihood of a token, f32 ``[S]``."""
+        return self.logp_S / self.tokens_S
+
+    def less(self, other: Answers) -> Answers:
+        """Return the log-likelihoods less those under another model."""
+        return Answers(self.logp_S - other.logp_S, self.tokens_S)
+
+
+def segments(batch: Batch) -> torch.Tensor:
+    """Return the document of each target, counted from 0 within the micro-batch, int64 ``[M]``.
+
+    Numbers of the batch do not do: one that reaches into the next epoch may have a document twice.
+    """
+    document_M = batch.document_M
+    assert document_M is not None, "streams number their documents"
+    begins_M = torch.ones_like(document_M)
+    begins_M[1:] = document_M.diff() != 0
+    return begins_M.cumsum(0) - 1
+
+
+def summed(losses_M: torch.Tensor, segment_M: torch.Tensor) -> Answers:
+    """Sum the token losses of each document to its log-likelihood."""
+    sums_S = losses_M.new_zeros(int(segment_M[-1]) + 1)
+    return Answers(
+        logp_S=sums_S.index_add(0, segment_M, -losses_M),
+        tokens_S=sums_S.index_add(0, segment_M, torch.ones_like(losses_M)),
+    )
+
+
+def answers_of(passed: Passed, chunk_tokens: int) -> Answers:
+    """Return the log-likelihoods of the answers under the model."""
+    return summed(token_losses(passed, chunk_tokens), segments(passed.batch))
+
+
+def against_base(passed: Passed, ours: Answers, chunk_tokens: int) -> Answers:
+    """Return the log-likelihoods less those under the base, if the objective compares with it."""
+    if passed.reference is None:
+        return ours
+    with torch.no_grad():
+        base = answers_of(passed.reference, chunk_tokens)
+    return ours.less(base)
+
+
+class Preference(Objective):
+    """DPO, CPO and SimPO: a loss of the margin between the rewards of two answers.
+
+    The score of an answer is its log-likelihood, less that under the base if the objective has a
+    reference (DPO, arXiv:2305.18290, eq. 7; without one CPO, arXiv:2401.08417, eq. 3). With
+    ``length_normalised`` it is divided by the answer's tokens (SimPO, arXiv:2405.14734, eq. 4). The
+    margin m is ``beta`` times the difference of the scores, less the ``target`` margin. Its loss is
+
+    - sigmoid: -(1 - ε) log σ(m) - ε log σ(-m), with ε the ``label_smoothing`` (conservative DPO,
+      https://ericmitchell.ai/cdpo.pdf);
+    - robust: the same with +ε, divided by 1 - 2ε, which is unbiased if a share ε of the labels is
+      wrong (arXiv:2403.00409, eq. 12);
+    - hinge: max(0, 1 - m) (arXiv:2305.10425);
+    - ipo: (d - 1 / (2 beta))², with d the difference of the mean scores of a token
+      (arXiv:2310.12036, eq. 17). The paper has sums; TRL divides by the tokens, as its authors
+      say that they did.
+
+    ``nll_weight`` adds the chosen answer's mean loss of a token (arXiv:2404.19733, eq. 1), of each
+    pair; TRL takes the mean over the tokens of a micro-batch, which is the same for one pair.
+
+    Rewards that are reported are ``beta`` times the summed score with a reference, and ``beta``
+    times the compared one without, as TRL has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: float,
+        chunk_tokens: int,
+        loss: PairLoss = PairLoss.sigmoid,
+        label_smoothing: float = 0.0,
+        length_normalised: bool = False,
+        nll_weight: float = 0.0,
+        target: float = 0.0,
+    ) -> None:
+        """Set the settings; see :class:`mens_exp.config.objective.PairObjective`."""
+        self.beta, self.target = beta, target
+        self.form, self.label_smoothing = PairLoss(loss), label_smoothing
+        self.averages = length_normalised or self.form is PairLoss.ipo
+        self.nll_weight, self.chunk_tokens = nll_weight, chunk_tokens
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the sum over the pairs of a micro-batch, and their number."""
+        ours = answers_of(passed, self.chunk_tokens)
+        scores = against_base(passed, ours, self.chunk_tokens)
+        compared_S = scores.mean if self.averages else scores.logp_S
+        losses_P = self.of_margin(compared_S[::2] - compared_S[1::2])
+        nll_P = -ours.mean[::2]
+        rewarded_S = compared_S if passed.reference is None else scores.logp_S
+        return LossSum(
+            total=(losses_P + self.nll_weight * nll_P if self.nll_weight else losses_P).sum(),
+            count=len(losses_P),
+            metrics=pair_metrics(self.beta * rewarded_S.detach(), nll_P),
+        )
+
+    def of_margin(self, difference_P: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each pair, ``[P]``, given the differences of its scores."""
+        margin_P = self.beta * difference_P - self.target
+        wrong = self.label_smoothing
+        match self.form:
+            case PairLoss.sigmoid:
+                return -(1 - wrong) * logsigmoid(margin_P) - wrong * logsigmoid(-margin_P)
+            case PairLoss.robust:
+                clean_P, flipped_P = logsigmoid(margin_P), logsigmoid(-margin_P)
+                return (wrong * flipped_P - (1 - wrong) * clean_P) / (1 - 2 * wrong)
+            case PairLoss.hinge:
+                return (1 - margin_P).relu()
+            case PairLoss.ipo:
+                squared_P: torch.Tensor = (difference_P - 1 / (2 * self.beta)) ** 2
+                return squared_P
+
+
+def pair_metrics(reward_S: torch.Tensor, nll_P: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the sums over pairs of what is reported: see ``PAIR_METRICS``."""
+    chosen_P, rejected_P = reward_S[::2], reward_S[1::2]
+    return {
+        "chosen_reward": chosen_P.sum(),
+        "rejected_reward": rejected_P.sum(),
+        "reward_margin": (chosen_P - rejected_P).sum(),
+        "reward_accuracy": (chosen_P > rejected_P).sum(),
+        "chosen_nll": nll_P.detach().sum(),
+    }
