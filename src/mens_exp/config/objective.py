@@ -182,6 +182,47 @@ class DpoObjective(PairObjective):
     nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (arXiv:2404.19733 adds it with 1).", ge=0)
 
 
+@dataclass(kw_only=True, slots=True)
+class CpoObjective(PairObjective):
+    """Contrastive preference optimization: no reference, and a term that imitates."""
+
+    name: str = "cpo"
+    labels: str = "cpo"
+    nll_weight: float = setting(
+        1.0, f"Weight {_NLL_NOTE} (1 as in arXiv:2401.08417 and TRL's cpo_alpha).", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SimpoObjective(CrossEntropyConfig):
+    """Simple preference optimization: mean log-likelihoods, no reference, a target margin."""
+
+    name: str = "simpo"
+    labels: str = "simpo"
+    beta: float = setting(2.0, f"Factor {_BETA_NOTE} (arXiv:2405.14734: 2 to 2.5).", gt=0)
+    target: float = setting(
+        1.0,
+        "Margin between the rewards that is aimed at (γ of arXiv:2405.14734, 0.3 to 1.6 there; "
+        "TRL's simpo_gamma).",
+        ge=0,
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of pairs whose answers are taken to be exchanged.", ge=0, lt=0.5
+    )
+    nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (0 as in the paper).", ge=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class OrpoObjective(CrossEntropyConfig):
+    """Odds ratio preference optimization: imitates the chosen row, and raises its odds."""
+
+    name: str = "orpo"
+    labels: str = "orpo"
+    beta: float = setting(
+        0.1, "Weight of the odds ratio (λ of arXiv:2403.07691, 0.1 for Mistral 7B there).", gt=0
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSpec:
     """One objective; the defaults are those of a loss of your own over answers.
@@ -383,6 +424,27 @@ OBJECTIVES = Registry(
                 documents="mens_exp.rows.documents:PAIR",
                 in_chunks=True,
                 needs_reference=True,
+                metrics=PAIR_METRICS,
+            ),
+            _OfPairs(
+                name="cpo",
+                schema=CpoObjective,
+                documents="mens_exp.rows.documents:PAIR",
+                in_chunks=True,
+                metrics=PAIR_METRICS,
+            ),
+            ObjectiveSpec(
+                name="simpo",
+                schema=SimpoObjective,
+                documents="mens_exp.rows.documents:PAIR",
+                in_chunks=True,
+                metrics=PAIR_METRICS,
+            ),
+            ObjectiveSpec(
+                name="orpo",
+                schema=OrpoObjective,
+                documents="mens_exp.rows.documents:WHOLE_PAIR",
+                in_chunks=True,
                 metrics=PAIR_METRICS,
             ),
         )

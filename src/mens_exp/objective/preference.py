@@ -8,6 +8,7 @@ Shapes: M supervised positions, S documents, P pairs of answers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,7 +109,10 @@ class Preference(Objective):
         nll_weight: float = 0.0,
         target: float = 0.0,
     ) -> None:
-        """Set the settings; see :class:`mens_exp.config.objective.PairObjective`."""
+        """Set the settings; see :class:`mens_exp.config.objective.PairObjective`.
+
+        ``target`` is the margin between rewards that is aimed at.
+        """
         self.beta, self.target = beta, target
         self.form, self.label_smoothing = PairLoss(loss), label_smoothing
         self.averages = length_normalised or self.form is PairLoss.ipo
@@ -143,6 +147,73 @@ class Preference(Objective):
             case PairLoss.ipo:
                 squared_P: torch.Tensor = (difference_P - 1 / (2 * self.beta)) ** 2
                 return squared_P
+
+
+class SimPO(Preference):
+    """SimPO: the sigmoid loss of mean log-likelihoods, with a target margin and no reference."""
+
+    def __init__(
+        self,
+        *,
+        beta: float,
+        target: float,
+        chunk_tokens: int,
+        label_smoothing: float = 0.0,
+        nll_weight: float = 0.0,
+    ) -> None:
+        """Set the settings; see :class:`mens_exp.config.objective.SimpoObjective`."""
+        super().__init__(
+            beta=beta,
+            target=target,
+            chunk_tokens=chunk_tokens,
+            label_smoothing=label_smoothing,
+            nll_weight=nll_weight,
+            length_normalised=True,
+        )
+
+
+class OddsRatio(Objective):
+    """ORPO (arXiv:2403.07691, eq. 6 and 7): imitate the chosen row, and raise its odds.
+
+    The likelihood p of an answer is the geometric mean of its tokens', and its odds are p / (1 - p).
+    The loss of a pair is the mean loss of a token of the chosen row, its prompt included as in the
+    authors' code and in TRL, less ``beta`` times log σ(log odds chosen - log odds rejected). TRL
+    takes the former mean over the tokens of a micro-batch, which is the same for one pair.
+    """
+
+    def __init__(self, *, beta: float, chunk_tokens: int) -> None:
+        """Set the settings; see :class:`mens_exp.config.objective.OrpoObjective`."""
+        self.beta, self.chunk_tokens = beta, chunk_tokens
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the sum over the pairs of a micro-batch, and their number."""
+        losses_M = token_losses(passed, self.chunk_tokens)
+        segment_M = segments(passed.batch)
+        is_answer_M = passed.batch.extra["answer"] > 0
+        whole = summed(losses_M, segment_M)
+        answers = summed(losses_M[is_answer_M], segment_M[is_answer_M])
+        odds_S = answers.mean - log_of_rest(answers.mean)
+        ratio_P = logsigmoid(odds_S[::2] - odds_S[1::2])
+        losses_P = -whole.mean[::2] - self.beta * ratio_P
+        return LossSum(
+            total=losses_P.sum(),
+            count=len(losses_P),
+            metrics=pair_metrics(self.beta * answers.mean.detach(), -answers.mean[::2]),
+        )
+
+
+_CERTAIN = -1e-7  # log-likelihood from which on f32 has 1 - p = 0 (its spacing below 1 is 6e-8)
+
+
+def log_of_rest(logp_S: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - p), given log p ``[S]``; a certain answer counts as almost certain.
+
+    Uses the form that keeps the digits on either side of p = 1/2 (Mächler 2012, eq. 7).
+    """
+    below_S = logp_S.clamp_max(_CERTAIN)
+    near_S = torch.log(-torch.expm1(below_S))
+    far_S = torch.log1p(-torch.exp(below_S))
+    return torch.where(below_S > -math.log(2), near_S, far_S)
 
 
 def pair_metrics(reward_S: torch.Tensor, nll_P: torch.Tensor) -> dict[str, torch.Tensor]:

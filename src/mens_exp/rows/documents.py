@@ -270,6 +270,25 @@ class _Pair(RowDocuments):
         return [Document(own.ids, _marked(own)) for own in endings]
 
 
+class _WholePair(_Pair):
+    """A pair whose chosen row is supervised with its prompt; `answer` is 1 in the answers."""
+
+    only_answers = False
+    extra = ("answer",)
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return a document for each answer, none of them supervised if one would be cut off."""
+        limit = labelling.document_tokens
+        cut = labelling.truncation == "right" and any(own.start >= limit for own in endings)
+        made = []
+        for own, is_chosen in zip(endings, (True, False), strict=True):
+            marked = _marked(own)
+            learned = [not cut and (one or is_chosen) for one in marked]
+            learned[own.end :] = [False] * (len(marked) - own.end)
+            made.append(Document(own.ids, learned, {"answer": [float(one) for one in marked]}))
+        return made
+
+
 def _marked(own: Ending) -> list[bool]:
     """Return which tokens are those of the answer."""
     return [own.start <= place < own.end for place in range(len(own.ids))]
@@ -314,6 +333,7 @@ ASSISTANT = RowDocuments()
 CAUSAL = _EveryToken()
 LAST_K = _End()
 PAIR = _Pair()
+WHOLE_PAIR = _WholePair()
 
 
 def arrays_of(part: Encoded) -> dict[str, np.ndarray]:
