@@ -69,6 +69,7 @@ class Case:
     theirs: dict[str, object] = field(default_factory=dict)
     at_once: int = len(ROWS)
     packing: bool = True
+    scale: float = 1.0  # of the adapter's B
 
 
 DPO = {
@@ -130,6 +131,9 @@ def ours(tiny_config, tiny_base, settings):
     def computed(objective, case, rows=ROWS):
         config = tiny_config(*settings, f"objective={objective}", *case.ours)
         backend = fill_b(build_backend(config, tiny_base))
+        for name, parameter in backend.trainable().items():
+            if name.endswith("lora_b"):
+                parameter.data.mul_(case.scale)
         module = TrainingModule(config, backend, _objective(config), total_steps=1).train()
         tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
         pairs = [parse_row(row, "rows.jsonl:1") for row in rows]
@@ -146,7 +150,10 @@ def ours(tiny_config, tiny_base, settings):
         return backend, Computed(
             ids=[documents.ids[a:b].tolist() for a, b in bounds],
             loss=float(loss.total.detach()) / loss.count,
-            metrics={name: float(value) / loss.count for name, value in loss.metrics.items()},
+            metrics={
+                name: float(value) / float(loss.counts.get(name, loss.count))
+                for name, value in loss.metrics.items()
+            },
             gradient={name: p.grad / loss.count for name, p in backend.trainable().items()},
         )
 
@@ -381,3 +388,53 @@ def test_objectives_without_reference_are_those_of_trl(name, ours, trainer_of):
     objective = name.partition(" ")[0]
     backend, found = ours(objective, CPO[name])
     same(found, by_reference_free(objective, trainer_of, backend, CPO[name]))
+
+
+LABELLED = [
+    {
+        "prompt": row["prompt"],
+        "completion": row["chosen" if n % 2 else "rejected"],
+        "label": n % 2 == 1,
+    }
+    for n, row in enumerate(ROWS)
+]
+WEIGHTS = ("objective.wanted_weight=1.5", "objective.unwanted_weight=0.8")
+KTO = {
+    "weights": Case(WEIGHTS, {"desirable_weight": 1.5, "undesirable_weight": 0.8}, scale=-0.3),
+    "padded, KL below 0": Case((), packing=False),
+}
+
+
+def by_kto(trainer_of, backend, case, rows):
+    """Compute a case with TRL's KTOTrainer."""
+    from trl import KTOConfig, KTOTrainer
+
+    size = {"per_device_train_batch_size": len(rows)}
+    trainer = trainer_of(KTOTrainer, KTOConfig, backend, rows, **size, **case.theirs)
+    samples = list(trainer.train_dataset)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(samples))
+    loss.backward()
+    logged = {name: value for name, (value,) in trainer._metrics["train"].items()}
+    ids = [
+        [one["prompt_ids"] + one[name] for name in ("completion_ids", "KL_completion_ids")]
+        for one in samples
+    ]
+    return Computed(
+        ids=[one for both in ids for one in both],
+        loss=float(loss.detach()),
+        metrics={
+            "chosen_reward": logged["rewards/chosen"],
+            "rejected_reward": logged["rewards/rejected"],
+            "kl": logged["kl"],
+        },
+        gradient=gradient_of(trainer, backend),
+    )
+
+
+@pytest.mark.parametrize("name", KTO)
+def test_kto_is_that_of_trl(name, ours, trainer_of):
+    """Loss, rewards, the KL of mismatched answers, and the gradient to 1e-5."""
+    backend, found = ours("kto", KTO[name], LABELLED)
+    expected = by_kto(trainer_of, backend, KTO[name], LABELLED)
+    assert (expected.metrics["kl"] > 1e-3) is (KTO[name].scale < 0)
+    same(found, expected)

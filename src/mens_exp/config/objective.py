@@ -82,6 +82,8 @@ class ObjectiveConfig:
             in_chunks=False,
             is_likelihood=False,
             needs_reference=False,
+            adds_up=True,
+            counted="token",
             metrics=(),
         )
 
@@ -223,6 +225,24 @@ class OrpoObjective(CrossEntropyConfig):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class KtoObjective(CrossEntropyConfig):
+    """Kahneman-Tversky optimization: answers that are wanted or not, against the base."""
+
+    name: str = "kto"
+    labels: str = "kto"
+    beta: float = setting(
+        0.1, "Factor of an answer's log-likelihood less the base's (arXiv:2402.01306).", gt=0
+    )
+    wanted_weight: float = setting(
+        1.0,
+        "Weight of the loss of a wanted answer; with more of one kind, the paper weighs the kinds "
+        "so that the ratio of their weighted numbers is 1 to 1.33.",
+        gt=0,
+    )
+    unwanted_weight: float = setting(1.0, "Weight of the loss of an answer not wanted.", gt=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSpec:
     """One objective; the defaults are those of a loss of your own over answers.
@@ -238,6 +258,9 @@ class ObjectiveSpec:
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
+        adds_up: whether the loss of a micro-batch is the sum of those of its documents, or of the
+            units that stay together.
+        counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
     """
 
@@ -250,6 +273,8 @@ class ObjectiveSpec:
     is_likelihood: bool = False
     learns_ends: bool = False
     needs_reference: bool = False
+    adds_up: bool = True
+    counted: str = "token"
     metrics: tuple[Metric, ...] = ()
 
     def selected(self, settings: Any) -> dict[str, Any]:
@@ -372,6 +397,12 @@ PAIR_METRICS = (
 )
 
 
+_LABEL_METRICS = (
+    *PAIR_METRICS[:2],
+    _metric("kl", "nats", "none", "mean KL(model‖base) of an answer, from answers of other rows"),
+)
+
+
 class _OfPairs(ObjectiveSpec):
     """The last answer of a row is better than another one."""
 
@@ -424,6 +455,7 @@ OBJECTIVES = Registry(
                 documents="mens_exp.rows.documents:PAIR",
                 in_chunks=True,
                 needs_reference=True,
+                counted="pair",
                 metrics=PAIR_METRICS,
             ),
             _OfPairs(
@@ -431,6 +463,7 @@ OBJECTIVES = Registry(
                 schema=CpoObjective,
                 documents="mens_exp.rows.documents:PAIR",
                 in_chunks=True,
+                counted="pair",
                 metrics=PAIR_METRICS,
             ),
             ObjectiveSpec(
@@ -438,6 +471,7 @@ OBJECTIVES = Registry(
                 schema=SimpoObjective,
                 documents="mens_exp.rows.documents:PAIR",
                 in_chunks=True,
+                counted="pair",
                 metrics=PAIR_METRICS,
             ),
             ObjectiveSpec(
@@ -445,7 +479,18 @@ OBJECTIVES = Registry(
                 schema=OrpoObjective,
                 documents="mens_exp.rows.documents:WHOLE_PAIR",
                 in_chunks=True,
+                counted="pair",
                 metrics=PAIR_METRICS,
+            ),
+            ObjectiveSpec(
+                name="kto",
+                schema=KtoObjective,
+                documents="mens_exp.rows.documents:LABELLED",
+                in_chunks=True,
+                needs_reference=True,
+                adds_up=False,
+                counted="answer",
+                metrics=_LABEL_METRICS,
             ),
         )
     },

@@ -1,9 +1,9 @@
-"""Objectives over pairs of answers: the chosen one is to become likelier than the rejected one.
+"""Objectives over judged answers: pairs of a better and a worse one, and answers with a label.
 
 A pair is two documents side by side in a micro-batch. The loss of a micro-batch is the sum over its
 pairs, so that a step is the mean over all pairs of its micro-batches and processes.
 
-Shapes: M supervised positions, S documents, P pairs of answers.
+Shapes: M supervised positions, S documents, P pairs of answers, N answers with a label.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class SimPO(Preference):
 class OddsRatio(Objective):
     """ORPO (arXiv:2403.07691, eq. 6 and 7): imitate the chosen row, and raise its odds.
 
-    The likelihood p of an answer is the geometric mean of its tokens', and its odds are p / (1 - p).
+    The likelihood p of an answer is the geometric mean of its tokens', its odds are p / (1 - p).
     The loss of a pair is the mean loss of a token of the chosen row, its prompt included as in the
     authors' code and in TRL, less ``beta`` times log σ(log odds chosen - log odds rejected). TRL
     takes the former mean over the tokens of a micro-batch, which is the same for one pair.
@@ -226,3 +226,45 @@ def pair_metrics(reward_S: torch.Tensor, nll_P: torch.Tensor) -> dict[str, torch
         "reward_accuracy": (chosen_P > rejected_P).sum(),
         "chosen_nll": nll_P.detach().sum(),
     }
+
+
+class KahnemanTversky(Objective):
+    """KTO (arXiv:2402.01306, eq. 7 and 8): a wanted answer gains on the base, another loses.
+
+    With r the log-likelihood of an answer less that under the base, the loss of a wanted one is
+    ``wanted_weight`` times 1 - σ(beta (r - KL)), and of another ``unwanted_weight`` times
+    1 - σ(beta (KL - r)). KL is the mean of the same difference over the micro-batch for prompts
+    with answers of other rows, at least 0 and without a gradient. Of several processes each has
+    that of its own micro-batch, so that their number changes nothing; TRL takes the mean over them.
+    """
+
+    def __init__(
+        self, *, beta: float, wanted_weight: float, unwanted_weight: float, chunk_tokens: int
+    ) -> None:
+        """Set the settings; see :class:`mens_exp.config.objective.KtoObjective`."""
+        self.beta, self.chunk_tokens = beta, chunk_tokens
+        self.wanted_weight, self.unwanted_weight = wanted_weight, unwanted_weight
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the sum over the answers of a micro-batch, and their number."""
+        ours = answers_of(passed, self.chunk_tokens)
+        gain_S = against_base(passed, ours, self.chunk_tokens).logp_S
+        gain_N, kl = gain_S[::2], gain_S[1::2].detach().mean().clamp_min(0)
+        labels_S = torch.zeros_like(gain_S).index_add(
+            0, segments(passed.batch), passed.batch.extra["label"]
+        )
+        wanted_N = labels_S[::2] > 0
+        sign_N = wanted_N.float() * 2 - 1
+        weight_N = torch.where(wanted_N, self.wanted_weight, self.unwanted_weight)
+        losses_N = weight_N * (1 - torch.sigmoid(self.beta * sign_N * (gain_N - kl)))
+        reward_N = self.beta * gain_N.detach()
+        return LossSum(
+            total=losses_N.sum(),
+            count=len(losses_N),
+            metrics={
+                "chosen_reward": reward_N[wanted_N].sum(),
+                "rejected_reward": reward_N[~wanted_N].sum(),
+                "kl": kl * len(losses_N),
+            },
+            counts={"chosen_reward": wanted_N.sum(), "rejected_reward": (~wanted_N).sum()},
+        )

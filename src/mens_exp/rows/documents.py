@@ -178,6 +178,10 @@ class RowDocuments:
             "data.columns={fields:{name:column}}",
         )
 
+    def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
+        """Return rows that are encoded together, each with what it needs of the others."""
+        return pairs
+
     def variants(self, pair: TrainingPair) -> list[TrainingPair]:
         """Return the row once for each of the last answers that it is rendered with."""
         return [pair]
@@ -196,6 +200,19 @@ class RowDocuments:
     def answers(self, exchanges: int, labelling: Labelling) -> range:
         """Return the indices of the answers that are rendered, of a row with so many exchanges."""
         return range(0 if labelling.turns == "all" else exchanges - 1, exchanges)
+
+    def documents_of(
+        self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
+    ) -> list[Document]:
+        """Return the documents of a row, which may depend on more than its answers.
+
+        Args:
+            pair: the row.
+            endings: the rendered text up to each answer, oldest first.
+            labelling: the settings.
+        """
+        del pair
+        return self.documents(endings, labelling)
 
     def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
         """Return the documents of a row.
@@ -289,6 +306,45 @@ class _WholePair(_Pair):
         return made
 
 
+_MISMATCHED: Final = "mismatched"
+_TRIED: Final = 64  # rows before a row that are looked at for one with another prompt
+
+
+class _Labelled(_Pair):
+    """A row with its answer, then with that of another row; `label` is 1, -1 and then 0.
+
+    The other is the row before it that has another prompt, of those that are encoded together, the
+    first after the last.
+    """
+
+    fields = frozenset({LABEL})
+    extra = ("label",)
+
+    def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
+        """Return the rows, each with the answer of another."""
+        found = []
+        for number, pair in enumerate(pairs):
+            before = (pairs[number - back] for back in range(1, min(len(pairs), _TRIED)))
+            other = next((one for one in before if one.prompt != pair.prompt), pairs[number - 1])
+            found.append(replace(pair, fields=(*pair.fields, (_MISMATCHED, other.response))))
+        return found
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return the row as it is, and with the answer of another."""
+        return [pair, with_answer(pair, str(dict(pair.fields)[_MISMATCHED]))]
+
+    def documents_of(
+        self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
+    ) -> list[Document]:
+        """Return a document for each answer."""
+        del labelling
+        label = 1.0 if dict(pair.fields)[LABEL] else -1.0
+        return [
+            Document(own.ids, _marked(own), {"label": [value] * len(own.ids)})
+            for own, value in zip(endings, (label, 0.0), strict=True)
+        ]
+
+
 def _marked(own: Ending) -> list[bool]:
     """Return which tokens are those of the answer."""
     return [own.start <= place < own.end for place in range(len(own.ids))]
@@ -334,6 +390,7 @@ CAUSAL = _EveryToken()
 LAST_K = _End()
 PAIR = _Pair()
 WHOLE_PAIR = _WholePair()
+LABELLED = _Labelled()
 
 
 def arrays_of(part: Encoded) -> dict[str, np.ndarray]:

@@ -139,7 +139,8 @@ def _numbered(
     rows: RowDocuments, pairs: Sequence[TrainingPair], first: int
 ) -> tuple[list[int], list[TrainingPair]]:
     """Return the rows with each of their answers, and the number of the row of each."""
-    found = [(n, one) for n, pair in enumerate(pairs, start=first) for one in rows.variants(pair)]
+    ready = enumerate(rows.prepared(pairs), start=first)
+    found = [(number, one) for number, pair in ready for one in rows.variants(pair)]
     return [number for number, _ in found], [one for _, one in found]
 
 
