@@ -64,7 +64,8 @@ class ObjectiveConfig:
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Its name in records; set by the option.")
     labels: str = setting(
-        MISSING, "Which tokens are supervised: assistant, causal or last_k; set by the option."
+        MISSING,
+        "Which tokens are supervised, as the objective of this name has it; set by the option.",
     )
 
     @property
@@ -160,6 +161,7 @@ class PairObjective(CrossEntropyConfig):
         "Loss of a pair: sigmoid (arXiv:2305.18290), ipo (arXiv:2310.12036), hinge "
         "(arXiv:2305.10425), or robust, which corrects for labels of which label_smoothing are "
         "wrong (arXiv:2403.00409).",
+        aliases={"pref_loss": "LLaMA-Factory"},
     )
     label_smoothing: float = setting(
         0.0,
@@ -167,6 +169,7 @@ class PairObjective(CrossEntropyConfig):
         ge=0,
         lt=0.5,
         only_if=when("objective.loss", "sigmoid", "robust"),
+        example="0.1",
     )
     length_normalised: bool = setting(
         False,  # as in the paper of DPO
@@ -207,9 +210,14 @@ class SimpoObjective(CrossEntropyConfig):
         "Margin between the rewards that is aimed at (γ of arXiv:2405.14734, 0.3 to 1.6 there; "
         "TRL's simpo_gamma).",
         ge=0,
+        aliases={"simpo_gamma": "TRL and LLaMA-Factory"},
     )
     label_smoothing: float = setting(
-        0.0, "Share of pairs whose answers are taken to be exchanged.", ge=0, lt=0.5
+        0.0,
+        "Share of pairs whose answers are taken to be exchanged.",
+        ge=0,
+        lt=0.5,
+        example="0.1",
     )
     nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (0 as in the paper).", ge=0)
 
@@ -239,8 +247,14 @@ class KtoObjective(CrossEntropyConfig):
         "Weight of the loss of a wanted answer; with more of one kind, the paper weighs the kinds "
         "so that the ratio of their weighted numbers is 1 to 1.33.",
         gt=0,
+        aliases={"desirable_weight": "TRL", "kto_chosen_weight": "LLaMA-Factory"},
     )
-    unwanted_weight: float = setting(1.0, "Weight of the loss of an answer not wanted.", gt=0)
+    unwanted_weight: float = setting(
+        1.0,
+        "Weight of the loss of an answer not wanted.",
+        gt=0,
+        aliases={"undesirable_weight": "TRL", "kto_rejected_weight": "LLaMA-Factory"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
