@@ -234,7 +234,7 @@ def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
     if tokenizers[0] != tokenizers[1]:
         found["val_loss"] = "the arms have different tokens; val_bits_per_byte compares them"
     if learned[0] != learned[1]:
-        why = "the arms' losses measure different things, by their objectives"
+        why = "the arms' losses are over different tokens of a text, or different losses"
         found |= dict.fromkeys(("val_loss", "val_bits_per_byte"), why)
     return found
 
