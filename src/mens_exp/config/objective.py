@@ -272,8 +272,7 @@ class ObjectiveSpec:
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
-        adds_up: whether the loss of a micro-batch is the sum of those of its documents, or of the
-            units that stay together.
+        adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
         counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
     """
@@ -423,13 +422,32 @@ class _OfPairs(ObjectiveSpec):
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
         """Yield a loss that is another one under its settings."""
         del seq_len
-        if plain(settings.loss) == "robust" and settings.label_smoothing == 0:
+        loss = plain(getattr(settings, "loss", None))  # some have one alone
+        if loss == PairLoss.robust.value and settings.label_smoothing == 0:
             yield ConfigError(
                 "is the sigmoid loss while no label is taken to be wrong",
                 where="objective.loss",
                 found="robust with objective.label_smoothing=0",
                 expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
             )
+
+
+def _over_pairs(
+    name: str,
+    schema: type[ObjectiveConfig],
+    *,
+    documents: str = "mens_exp.rows.documents:PAIR",
+    needs_reference: bool = False,
+) -> ObjectiveSpec:
+    return _OfPairs(
+        name=name,
+        schema=schema,
+        documents=documents,
+        in_chunks=True,
+        needs_reference=needs_reference,
+        counted="pair",
+        metrics=PAIR_METRICS,
+    )
 
 
 OBJECTIVES = Registry(
@@ -463,39 +481,10 @@ OBJECTIVES = Registry(
                 is_likelihood=True,
                 learns_ends=True,
             ),
-            _OfPairs(
-                name="dpo",
-                schema=DpoObjective,
-                documents="mens_exp.rows.documents:PAIR",
-                in_chunks=True,
-                needs_reference=True,
-                counted="pair",
-                metrics=PAIR_METRICS,
-            ),
-            _OfPairs(
-                name="cpo",
-                schema=CpoObjective,
-                documents="mens_exp.rows.documents:PAIR",
-                in_chunks=True,
-                counted="pair",
-                metrics=PAIR_METRICS,
-            ),
-            ObjectiveSpec(
-                name="simpo",
-                schema=SimpoObjective,
-                documents="mens_exp.rows.documents:PAIR",
-                in_chunks=True,
-                counted="pair",
-                metrics=PAIR_METRICS,
-            ),
-            ObjectiveSpec(
-                name="orpo",
-                schema=OrpoObjective,
-                documents="mens_exp.rows.documents:WHOLE_PAIR",
-                in_chunks=True,
-                counted="pair",
-                metrics=PAIR_METRICS,
-            ),
+            _over_pairs("dpo", DpoObjective, needs_reference=True),
+            _over_pairs("cpo", CpoObjective),
+            _over_pairs("simpo", SimpoObjective),
+            _over_pairs("orpo", OrpoObjective, documents="mens_exp.rows.documents:WHOLE_PAIR"),
             ObjectiveSpec(
                 name="kto",
                 schema=KtoObjective,
