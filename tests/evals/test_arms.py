@@ -12,6 +12,15 @@ def arm_of(tokenizer, **objective):
     return Arm(name="arm", values={}, trials=[trial])
 
 
+def test_losses_of_preferences_compare_arms_of_one_objective_with_the_same_settings():
+    """Another beta is another loss of the same pairs."""
+    told = {"name": "dpo", "labels": "dpo", "beta": 0.1, "loss": "sigmoid"}
+    one = arm_of("a", **told, chunk_tokens=64)
+    assert unlike_losses(one, arm_of("a", **told, chunk_tokens=8)) == {}
+    for other in ({"beta": 0.2}, {"loss": "ipo"}, {"name": "cpo", "labels": "cpo"}):
+        assert "val_loss" in unlike_losses(one, arm_of("a", **{**told, **other}))
+
+
 def test_losses_in_nats_a_token_compare_arms_of_one_tokenizer():
     """Bits a byte compare those of two; where nobody recorded one, both are taken for the same."""
     assert unlike_losses(arm_of("a"), arm_of("a")) == {}

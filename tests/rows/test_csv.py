@@ -84,13 +84,13 @@ def test_a_damaged_csv_file_is_told_by_its_line(tmp_path, data, said):
 
 def test_rows_of_another_kind_are_told_once(tmp_path):
     """Two hundred of them are no two hundred problems."""
-    row = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+    row = {"prompt": "p", "chosen": "good"}
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(200)), "utf-8")
     with pytest.raises((DataError, Problems)) as caught:
         read_rows(path)
     lines = str(caught.value).splitlines()
     assert len(lines) <= 2
-    assert "preference rows: train on the preferred" in lines[0]
+    assert "train on the preferred answer alone" in lines[0]
     assert "here and in 199 more rows" in lines[0]
     assert "more problems" not in str(caught.value)

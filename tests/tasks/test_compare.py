@@ -267,6 +267,15 @@ def test_losses_over_different_tokens_get_no_verdict(study, compare):
     assert record.primary == "parse_rate"
 
 
+def test_losses_of_preferences_with_other_settings_get_no_verdict(study, compare):
+    """The loss of the same pairs is another function of the model."""
+    arms = [["objective=dpo", f"objective.beta={beta}"] for beta in (0.1, 0.2)]
+    record = compare(study(arms=arms, seeds=[1, 2]))
+    found = record.contrasts[0]["kpis"]["val_loss"]
+    assert (found["verdict"], found["estimate"]) == (Verdict.UNKNOWN, None)
+    assert record.factors == ["objective.beta"]
+
+
 def test_what_changes_no_answer_confounds_nothing(study, compare):
     """Without drawing, top_p and seed mean nothing; products in f32 do not depend on the batch."""
     told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}

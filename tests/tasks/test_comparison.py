@@ -46,7 +46,7 @@ def test_loss_over_the_text_is_noted(noted):
         (
             ObjectiveConfig(_target_="theirs", name="x", labels="causal"),
             (16, None),
-            "the objective is not ours, so its loss may be no likelihood",
+            "the loss of this objective may be no likelihood",
         ),
     ],
 )

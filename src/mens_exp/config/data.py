@@ -86,6 +86,8 @@ class RowFormat(Enum):
     alpaca = "alpaca"
     sharegpt = "sharegpt"
     text = "text"
+    preference = "preference"
+    unpaired = "unpaired"
 
 
 class MixStop(Enum):
@@ -295,6 +297,18 @@ class ColumnsConfig:
     text: str | None = setting(
         None, "Column of a plain text, trained on as a whole.", example="content"
     )
+    chosen: str | None = setting(
+        None, "Column of the better of two answers, or its conversation.", example="preferred"
+    )
+    rejected: str | None = setting(
+        None, "Column of the worse of two answers, or its conversation.", example="dispreferred"
+    )
+    completion: str | None = setting(
+        None, "Column of an answer that has a label, or its turns.", example="answer"
+    )
+    label: str | None = setting(
+        None, "Column of whether an answer is wanted: true or false.", example="thumbs_up"
+    )
     tools: str | None = setting(
         None, "Column of the tools on offer: a list of functions.", example="functions"
     )
@@ -347,8 +361,9 @@ class RowsData(WrittenData):
 
     format: RowFormat = setting(
         RowFormat.auto,
-        "How rows are written: pair (prompt, response), messages, alpaca, sharegpt, or text, which "
-        "is learned as a whole; auto tells for each file.",
+        "How rows are written: pair (prompt, response), messages, alpaca, sharegpt; text, which is "
+        "learned as a whole; preference (prompt, chosen, rejected); or unpaired (prompt, "
+        "completion, label); auto tells for each file.",
     )
     group_column: str | None = setting(
         None,

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, plain, setting
+from mens_exp.artifacts.metrics import Metric
+from mens_exp.config.fields import Effect, plain, setting, unless, when
 from mens_exp.config.plugins import Registry
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mens_exp.artifacts.metrics import Metric
+    from mens_exp.artifacts.metrics import Direction
 
 _MASKED = 0.5  # share of tokens that are answers, as in the main job
 LOGIT_BYTES = 10  # measured: 8 bytes a logit of a chunk, and 2 that a smaller chunk's peak hides
@@ -63,7 +64,8 @@ class ObjectiveConfig:
     _target_: str = setting(MISSING, "Class of the objective; set by the option.")
     name: str = setting(MISSING, "Its name in records; set by the option.")
     labels: str = setting(
-        MISSING, "Which tokens are supervised: assistant, causal or last_k; set by the option."
+        MISSING,
+        "Which tokens are supervised, as the objective of this name has it; set by the option.",
     )
 
     @property
@@ -81,6 +83,8 @@ class ObjectiveConfig:
             in_chunks=False,
             is_likelihood=False,
             needs_reference=False,
+            adds_up=True,
+            counted="token",
             metrics=(),
         )
 
@@ -132,6 +136,127 @@ class LastKObjective(CrossEntropyConfig):
     )
 
 
+class PairLoss(Enum):
+    """The loss of a pair of answers, given the margin between their rewards."""
+
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+    hinge = "hinge"
+    robust = "robust"
+
+
+_BETA_NOTE = "of the margin between the answers"
+_NLL_NOTE = "of the chosen answer's mean negative log-likelihood per token that is added"
+
+
+@dataclass(kw_only=True, slots=True)
+class PairObjective(CrossEntropyConfig):
+    """Settings common to the losses of pairs of answers."""
+
+    beta: float = setting(
+        0.1, f"Factor {_BETA_NOTE} (arXiv:2305.18290; under ipo its regularization τ).", gt=0
+    )
+    loss: PairLoss = setting(
+        PairLoss.sigmoid,
+        "Loss of a pair: sigmoid (arXiv:2305.18290), ipo (arXiv:2310.12036), hinge "
+        "(arXiv:2305.10425), or robust, which corrects for labels of which label_smoothing are "
+        "wrong (arXiv:2403.00409).",
+        aliases={"pref_loss": "LLaMA-Factory"},
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of pairs whose answers are taken to be exchanged.",
+        ge=0,
+        lt=0.5,
+        only_if=when("objective.loss", "sigmoid", "robust"),
+        example="0.1",
+    )
+    length_normalised: bool = setting(
+        False,  # as in the paper of DPO
+        "Compare means over the answers' tokens instead of sums; ipo always does.",
+        only_if=unless("objective.loss", "ipo", why="which compares means over tokens"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DpoObjective(PairObjective):
+    """Direct preference optimization, against the base without the adapter."""
+
+    name: str = "dpo"
+    labels: str = "dpo"
+    nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (arXiv:2404.19733 adds it with 1).", ge=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class CpoObjective(PairObjective):
+    """Contrastive preference optimization: no reference, and a term that imitates."""
+
+    name: str = "cpo"
+    labels: str = "cpo"
+    nll_weight: float = setting(
+        1.0, f"Weight {_NLL_NOTE} (1 as in arXiv:2401.08417 and TRL's cpo_alpha).", ge=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SimpoObjective(CrossEntropyConfig):
+    """Simple preference optimization: mean log-likelihoods, no reference, a target margin."""
+
+    name: str = "simpo"
+    labels: str = "simpo"
+    beta: float = setting(2.0, f"Factor {_BETA_NOTE} (arXiv:2405.14734: 2 to 2.5).", gt=0)
+    target: float = setting(
+        1.0,
+        "Margin between the rewards that is aimed at (γ of arXiv:2405.14734, 0.3 to 1.6 there; "
+        "TRL's simpo_gamma).",
+        ge=0,
+        aliases={"simpo_gamma": "TRL and LLaMA-Factory"},
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of pairs whose answers are taken to be exchanged.",
+        ge=0,
+        lt=0.5,
+        example="0.1",
+    )
+    nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (0 as in the paper).", ge=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class OrpoObjective(CrossEntropyConfig):
+    """Odds ratio preference optimization: imitates the chosen row, and raises its odds."""
+
+    name: str = "orpo"
+    labels: str = "orpo"
+    beta: float = setting(
+        0.1, "Weight of the odds ratio (λ of arXiv:2403.07691, 0.1 for Mistral 7B there).", gt=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class KtoObjective(CrossEntropyConfig):
+    """Kahneman-Tversky optimization: answers that are wanted or not, against the base."""
+
+    name: str = "kto"
+    labels: str = "kto"
+    beta: float = setting(
+        0.1, "Factor of an answer's log-likelihood less the base's (arXiv:2402.01306).", gt=0
+    )
+    wanted_weight: float = setting(
+        1.0,
+        "Weight of the loss of a wanted answer; with more of one kind, the paper weighs the kinds "
+        "so that the ratio of their weighted numbers is 1 to 1.33.",
+        gt=0,
+        aliases={"desirable_weight": "TRL", "kto_chosen_weight": "LLaMA-Factory"},
+    )
+    unwanted_weight: float = setting(
+        1.0,
+        "Weight of the loss of an answer not wanted.",
+        gt=0,
+        aliases={"undesirable_weight": "TRL", "kto_rejected_weight": "LLaMA-Factory"},
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSpec:
     """One objective; the defaults are those of a loss of your own over answers.
@@ -147,6 +272,8 @@ class ObjectiveSpec:
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
+        adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
+        counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
     """
 
@@ -159,6 +286,8 @@ class ObjectiveSpec:
     is_likelihood: bool = False
     learns_ends: bool = False
     needs_reference: bool = False
+    adds_up: bool = True
+    counted: str = "token"
     metrics: tuple[Metric, ...] = ()
 
     def selected(self, settings: Any) -> dict[str, Any]:
@@ -267,6 +396,60 @@ class _LastTokens(ObjectiveSpec):
             )
 
 
+def _metric(name: str, unit: str, direction: Direction, note: str) -> Metric:
+    return Metric(name=name, unit=unit, direction=direction, reduction="last", note=note)
+
+
+_REWARD = "beta times its log-likelihood, less the base's where the objective compares with it"
+PAIR_METRICS = (
+    _metric("chosen_reward", "1", "none", f"mean reward of the chosen answers: {_REWARD}"),
+    _metric("rejected_reward", "1", "none", f"mean reward of the rejected answers: {_REWARD}"),
+    _metric("reward_margin", "1", "max", "mean of the chosen answer's reward less the rejected's"),
+    _metric("reward_accuracy", "1", "max", "share of pairs whose chosen answer has more reward"),
+    _metric("chosen_nll", "nats/token", "min", "mean loss of a token of the chosen answers"),
+)
+
+
+_LABEL_METRICS = (
+    *PAIR_METRICS[:2],
+    _metric("kl", "nats", "none", "mean KL(model‖base) of an answer, from answers of other rows"),
+)
+
+
+class _OfPairs(ObjectiveSpec):
+    """The last answer of a row is better than another one."""
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield a loss that is another one under its settings."""
+        del seq_len
+        loss = plain(getattr(settings, "loss", None))  # some have one alone
+        if loss == PairLoss.robust.value and settings.label_smoothing == 0:
+            yield ConfigError(
+                "is the sigmoid loss while no label is taken to be wrong",
+                where="objective.loss",
+                found="robust with objective.label_smoothing=0",
+                expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
+            )
+
+
+def _over_pairs(
+    name: str,
+    schema: type[ObjectiveConfig],
+    *,
+    documents: str = "mens_exp.rows.documents:PAIR",
+    needs_reference: bool = False,
+) -> ObjectiveSpec:
+    return _OfPairs(
+        name=name,
+        schema=schema,
+        documents=documents,
+        in_chunks=True,
+        needs_reference=needs_reference,
+        counted="pair",
+        metrics=PAIR_METRICS,
+    )
+
+
 OBJECTIVES = Registry(
     kind="objective",
     group="mens_exp.objectives",
@@ -297,6 +480,20 @@ OBJECTIVES = Registry(
                 in_chunks=True,
                 is_likelihood=True,
                 learns_ends=True,
+            ),
+            _over_pairs("dpo", DpoObjective, needs_reference=True),
+            _over_pairs("cpo", CpoObjective),
+            _over_pairs("simpo", SimpoObjective),
+            _over_pairs("orpo", OrpoObjective, documents="mens_exp.rows.documents:WHOLE_PAIR"),
+            ObjectiveSpec(
+                name="kto",
+                schema=KtoObjective,
+                documents="mens_exp.rows.documents:LABELLED",
+                in_chunks=True,
+                needs_reference=True,
+                adds_up=False,
+                counted="answer",
+                metrics=_LABEL_METRICS,
             ),
         )
     },

@@ -277,7 +277,8 @@ def token_part(
         left = roles.left_of_too_long
     else:
         cut, left = pairs, counts.supervised_tokens
-    lost = supervised_tokens(cut, encoder, key.labelling) - left
+    # Rows that were cut meet other rows here, whose answers may be shorter (objective=kto).
+    lost = max(supervised_tokens(cut, encoder, key.labelling) - left, 0)
     made = StoredTokens(
         encoding_sha256=counts.sha256,
         tokens=_part(documents, counts, roles, lost),

@@ -222,7 +222,8 @@ def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
     """Return the losses that are not comparable between two arms, with reasons.
 
     A loss in nats a token compares arms of one tokenizer that learn the same tokens of a text; one
-    in bits a byte, arms that learn the same tokens.
+    in bits a byte, arms that learn the same tokens. A loss that is no likelihood compares arms of
+    the same objective with the same settings.
     """
     sides = (arm.trials, reference.trials)
     tokenizers, learned = (
@@ -233,14 +234,20 @@ def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
     if tokenizers[0] != tokenizers[1]:
         found["val_loss"] = "the arms have different tokens; val_bits_per_byte compares them"
     if learned[0] != learned[1]:
-        why = "the arms' losses are over different tokens of a text, by their objectives"
+        why = "the arms' losses are over different tokens of a text, or different losses"
         found |= dict.fromkeys(("val_loss", "val_bits_per_byte"), why)
     return found
+
+
+_CHUNK = "objective.chunk_tokens"  # which changes memory alone
 
 
 def _learned(trial: Trial) -> list[Any]:
     """Describe the tokens over which a run's losses are computed."""
     spec = OBJECTIVES.known(str(trial.settings.get("objective.labels")))
+    if spec is not None and not spec.is_likelihood:
+        own = (path for path in trial.settings if path.startswith("objective."))
+        return [(path, trial.settings[path]) for path in sorted({*own} - {_CHUNK})]
     selects = sorted(spec.selects) if spec is not None else ()
     return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", *selects)]
 

@@ -31,13 +31,15 @@ class LossSum:
     ``count`` may be of something else than tokens, such as pairs of answers; the step divides by
     it. ``losses_M`` are the individual token losses, f32 without a gradient. An objective may
     return them when gradients are disabled; validation then records a loss for every document.
-    ``metrics`` are sums over what is counted, by the names that the objective declares.
+    ``metrics`` are sums over what is counted, by the names that the objective declares; ``counts``
+    has the number of what a metric is a sum over, where that is something else.
     """
 
     total: torch.Tensor
     count: int
     losses_M: torch.Tensor | None = None
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    counts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

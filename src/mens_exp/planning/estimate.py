@@ -156,7 +156,7 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
     if train is None or val is None:
         return None
     return {
-        "train_rows": train.documents,
+        "train_rows": train.documents // key.labelling.rows.together,
         "train_tokens": train.tokens,
         "val_tokens": val.tokens,
         **_contract(config, cache, key, train),

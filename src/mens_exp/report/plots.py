@@ -145,7 +145,7 @@ def _loss(records: Records) -> Plot:
         axes.plot(*thin(steps, smooth(values)), color=_INK, linewidth=1.9, label="moving average")
         _paint_validation(axes, records)
         _paint_resumes(axes, records)
-        axes.set_ylabel("loss (nats per token)")
+        axes.set_ylabel(f"loss ({wording.loss_unit(records.manifest)})")
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1.0),

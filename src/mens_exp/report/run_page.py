@@ -255,7 +255,7 @@ def _training(records: Records) -> Iterator[Section]:
     from mens_exp.report import plots
 
     parts: list[Part] = [*plots.draw(records), *plots.draw_kpis(records), *plots.draw_own(records)]
-    parts += [sections.own_metrics(records), *sections.media(records)]
+    parts += [*sections.own_metrics(records), *sections.media(records)]
     yield Section("Training", parts)
 
 

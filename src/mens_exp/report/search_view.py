@@ -292,7 +292,7 @@ def _trial_curves(search: SearchRecord) -> Plot:
             label = labels.pop(str(row["state"]), None)
             color = _CUT if is_cut else _ALL
             axes.plot(steps, losses, color=color, marker="o", markersize=3, alpha=0.7, label=label)
-        axes.set_ylabel("loss (nats per token)")
+        axes.set_ylabel("loss")
         if TrialState.PRUNED in {row["state"] for row in rows}:
             axes.legend(frameon=False, labelcolor=_MUTED)
 

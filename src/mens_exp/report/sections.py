@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.metrics import OF_OBJECTIVES
 from mens_exp.artifacts.telemetry import own_series
 from mens_exp.report import summary, wording
 from mens_exp.report.document import Cell, Code, Facts, Note, Part, Section, Table, Tone, bullets
@@ -39,9 +40,16 @@ _FOR_MACHINES = ("lora_init_layers_sha256", _DIFFERENCES, _METRICS)
 _BETTER = {"min": "lower", "max": "higher", "none": ""}
 
 
-def own_metrics(records: Records) -> Table:
-    """Return the user's metrics: the run's value and how it is made of the series, and its unit."""
-    rows = []
+def own_metrics(records: Records) -> list[Table]:
+    """Return the metrics of the objective, and those of callbacks and modules.
+
+    Each has the run's value and how it is made of the series, and its unit.
+    """
+    spec = wording.objective_of(records.manifest)
+    names = [] if spec is None else [one.name for one in spec.metrics]
+    ours = {f"{area}/{name}" for area in OF_OBJECTIVES for name in names}
+    of_objective: list[tuple[Cell, str, str, str]] = []
+    others: list[tuple[Cell, str, str, str]] = []
     for name, one in sorted(own_series(records.events).items()):
         if not one.points:
             continue
@@ -50,9 +58,14 @@ def own_metrics(records: Records) -> Table:
         plural = "value" if len(one.points) == 1 else "values"
         made = f"{value} ({about['reduction']} of {wording.count(len(one.points))} {plural})"
         unit = "" if about["unit"] == "1" else str(about["unit"])
+        rows = of_objective if name in ours else others
         rows.append((Cell(name, code=True), made, unit, _BETTER[about["direction"]]))
     heads = ("Metric", "value", "unit", "better")
-    return Table(heads, rows, title="Metrics of callbacks and modules")
+    of_objective.sort(key=lambda row: row[0].text.partition("/")[::-1])
+    return [
+        Table(heads, of_objective, title="Metrics of the objective"),
+        Table(heads, others, title="Metrics of callbacks and modules"),
+    ]
 
 
 def media(records: Records) -> Iterator[Note]:

@@ -202,7 +202,7 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
                 curve["steps"], curve["low"], curve["high"], color=color, alpha=0.16, linewidth=0
             )
             axes.plot(curve["steps"], curve["mean"], color=color, linewidth=1.7, label=label)
-        axes.set_ylabel("loss (nats per token)")
+        axes.set_ylabel("loss")
         _legend(axes, columns=2)
 
     caption = "Mean of the runs; the band runs from the lowest to the highest of them."

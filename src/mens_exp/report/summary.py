@@ -159,7 +159,7 @@ def _tone(gain: float) -> Tone:
 
 
 def val_loss(records: Records) -> Pair:
-    """Validation loss in nats per token.
+    """Validation loss, in nats per token unless the objective is no likelihood.
 
     A run that ended before its results were written is read from telemetry.
     """
@@ -171,7 +171,7 @@ def val_loss(records: Records) -> Pair:
         else Cell(label=name, absent=records.why_absent(f"results.{name}_val_loss"))
         for name, value, detail in zip(_CONDITIONS, values, details, strict=True)
     ]
-    note, unit = "lower is better", "nats per token"
+    note, unit = "lower is better", wording.loss_unit(records.manifest)
     return _lower_is_better("Validation loss", values, cells, note, unit)
 
 

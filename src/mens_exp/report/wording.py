@@ -12,9 +12,15 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mens_exp.config.loader import labels
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.override_values import override_of
+
+if TYPE_CHECKING:
+    from mens_exp.artifacts.manifest import Manifest
+    from mens_exp.config.objective import ObjectiveSpec
 
 MINUS = "\N{MINUS SIGN}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
@@ -89,8 +95,20 @@ def count(value: float) -> str:
 
 
 def loss(value: float) -> str:
-    """Spell a loss in nats per token, to four decimals."""
+    """Spell a loss to four decimals."""
     return f"{value:.4f}".replace("-", MINUS)
+
+
+def objective_of(manifest: Manifest) -> ObjectiveSpec | None:
+    """Return the objective of a run, if it has one that is installed here."""
+    settings = (manifest.contract or {}).get("settings") or {}
+    return OBJECTIVES.known(str(settings.get("objective.name")))
+
+
+def loss_unit(manifest: Manifest) -> str:
+    """Name the unit of a run's loss."""
+    spec = objective_of(manifest)
+    return "nats per token" if spec is None or spec.is_likelihood else f"per {spec.counted}"
 
 
 def rate(value: float) -> str:

@@ -7,7 +7,8 @@ rows with it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.plugins import named_object
 from mens_exp.errors import ConfigError, DataError, expected_name
 from mens_exp.rows.answers import answer_of
+from mens_exp.rows.schema import LABEL, REJECTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,15 +162,29 @@ class RowDocuments:
             DataError: it is such a row.
         """
         found = {name for name, _ in pair.fields}
-        if found != self.fields:
-            raise DataError(
-                "a row has not the fields that the objective reads",
-                where=pair.name,
-                found=", ".join(sorted(found)) or "no fields",
-                expected=", ".join(sorted(self.fields)) or "no fields",
-                remedy="choose the objective that reads them, or name other columns with "
-                "data.columns={fields:{name:column}}",
-            )
+        if found == self.fields:
+            return
+        unread = [name for name in _JUDGEMENTS if name in found - self.fields]
+        lacking = [name for name in _JUDGEMENTS if name in self.fields - found]
+        for name in (*unread, *lacking):
+            what, objectives = _JUDGEMENTS[name][name not in unread]
+            raise DataError(what, where=pair.name, remedy=f"choose {objectives}")
+        raise DataError(
+            "a row has not the fields that the objective reads",
+            where=pair.name,
+            found=", ".join(sorted(found)) or "no fields",
+            expected=", ".join(sorted(self.fields)) or "no fields",
+            remedy="choose the objective that reads them, or name other columns with "
+            "data.columns={fields:{name:column}}",
+        )
+
+    def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
+        """Return rows that are encoded together, each with what it needs of the others."""
+        return pairs
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return the row once for each of the last answers that it is rendered with."""
+        return [pair]
 
     def rendered(
         self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling
@@ -179,11 +195,24 @@ class RowDocuments:
             DataError: the objective cannot learn from the row, or the template alters it.
         """
         chosen = self.answers(len(pair.exchanges), labelling)
-        return [answer_of(pair, number, encoder) for number in chosen]
+        return [answer_of(one, number, encoder) for one in self.variants(pair) for number in chosen]
 
     def answers(self, exchanges: int, labelling: Labelling) -> range:
         """Return the indices of the answers that are rendered, of a row with so many exchanges."""
         return range(0 if labelling.turns == "all" else exchanges - 1, exchanges)
+
+    def documents_of(
+        self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
+    ) -> list[Document]:
+        """Return the documents of a row, which may depend on more than its answers.
+
+        Args:
+            pair: the row.
+            endings: the rendered text up to each answer, oldest first.
+            labelling: the settings.
+        """
+        del pair
+        return self.documents(endings, labelling)
 
     def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
         """Return the documents of a row.
@@ -237,9 +266,131 @@ class _End(_EveryToken):
         return [Document(last.ids[: last.end], [place >= first for place in range(last.end)])]
 
 
+class _Pair(RowDocuments):
+    """A row with its chosen answer, then with its rejected one; the last answer is supervised."""
+
+    together = 2
+    fields = frozenset({REJECTED})
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return the row as it is, and with its rejected answer."""
+        return [pair, with_answer(pair, str(dict(pair.fields)[REJECTED]))]
+
+    def answers(self, exchanges: int, labelling: Labelling) -> range:
+        """Return the last answer."""
+        del labelling
+        return range(exchanges - 1, exchanges)
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return a document for each answer."""
+        del labelling
+        return [Document(own.ids, _marked(own)) for own in endings]
+
+
+class _WholePair(_Pair):
+    """A pair whose chosen row is supervised with its prompt; `answer` is 1 in the answers."""
+
+    only_answers = False
+    extra = ("answer",)
+
+    def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
+        """Return a document for each answer, none of them supervised if one would be cut off."""
+        limit = labelling.document_tokens
+        cut = labelling.truncation == "right" and any(own.start >= limit for own in endings)
+        made = []
+        for own, is_chosen in zip(endings, (True, False), strict=True):
+            marked = _marked(own)
+            learned = [not cut and (one or is_chosen) for one in marked]
+            learned[own.end :] = [False] * (len(marked) - own.end)
+            made.append(Document(own.ids, learned, {"answer": [float(one) for one in marked]}))
+        return made
+
+
+_MISMATCHED: Final = "mismatched"
+_TRIED: Final = 64  # rows before a row that are looked at for one with another prompt
+
+
+class _Labelled(_Pair):
+    """A row with its answer, then with that of another row; `label` is 1, -1 and then 0.
+
+    The other is the row before it that has another prompt, of those that are encoded together, the
+    first after the last.
+    """
+
+    fields = frozenset({LABEL})
+    extra = ("label",)
+
+    def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
+        """Return the rows, each with the answer of another."""
+        found = []
+        for number, pair in enumerate(pairs):
+            before = (pairs[number - back] for back in range(1, min(len(pairs), _TRIED)))
+            other = next((one for one in before if one.prompt != pair.prompt), pairs[number - 1])
+            found.append(replace(pair, fields=(*pair.fields, (_MISMATCHED, other.response))))
+        return found
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return the row as it is, and with the answer of another."""
+        return [pair, with_answer(pair, str(dict(pair.fields)[_MISMATCHED]))]
+
+    def documents_of(
+        self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
+    ) -> list[Document]:
+        """Return a document for each answer."""
+        del labelling
+        label = 1.0 if dict(pair.fields)[LABEL] else -1.0
+        return [
+            Document(own.ids, _marked(own), {"label": [value] * len(own.ids)})
+            for own, value in zip(endings, (label, 0.0), strict=True)
+        ]
+
+
+def _marked(own: Ending) -> list[bool]:
+    """Return which tokens are those of the answer."""
+    return [own.start <= place < own.end for place in range(len(own.ids))]
+
+
+def with_answer(pair: TrainingPair, text: str) -> TrainingPair:
+    """Return a row with another last answer, which calls no tool."""
+    held = pair.conversation
+    if held is not None:
+        found = json.loads(held)
+        found["messages"][-1] = {"role": "assistant", "content": text}
+        held = json.dumps(found, ensure_ascii=False)
+    return replace(pair, response=text, conversation=held)
+
+
+_COLUMNS: Final = "or leave it out with data.columns={prompt:prompt,response:"
+# For each judgement: a row that has it unread, and one that lacks it, with what to choose then.
+_JUDGEMENTS: Final = {
+    REJECTED: (
+        (
+            "the row prefers one answer to another, and the objective would ignore the other one",
+            f"objective=dpo, which learns from both answers, {_COLUMNS}chosen}}",
+        ),
+        (
+            "the row has no rejected answer to compare its answer with",
+            "objective=assistant, or give rows of prompt, chosen and rejected",
+        ),
+    ),
+    LABEL: (
+        (
+            "the row says whether its answer is wanted, and the objective would ignore that",
+            f"objective=kto, which learns from both kinds, {_COLUMNS}completion}}",
+        ),
+        (
+            "the row has no label that says whether its answer is wanted",
+            "another objective, or give rows of prompt, completion and label",
+        ),
+    ),
+}
+
 ASSISTANT = RowDocuments()
 CAUSAL = _EveryToken()
 LAST_K = _End()
+PAIR = _Pair()
+WHOLE_PAIR = _WholePair()
+LABELLED = _Labelled()
 
 
 def arrays_of(part: Encoded) -> dict[str, np.ndarray]:

@@ -66,11 +66,14 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
     """
     parts, rows = [], labelling.rows
     for start in range(0, len(pairs), _ROWS_AT_ONCE):
-        some = list(pairs[start : start + _ROWS_AT_ONCE])  # this reads rows that are on disk
+        read = list(pairs[start : start + _ROWS_AT_ONCE])  # this reads rows that are on disk
+        for pair in read:
+            rows.check(pair)
+        some = rows.prepared(read)
         documents: list[Document] = []
         unrolled = 0
         for pair, owns in zip(some, _endings(some, encoder, labelling), strict=True):
-            mine = rows.documents(owns, labelling)
+            mine = rows.documents_of(pair, owns, labelling)
             if pair.is_text:
                 mine = [part for whole in mine for part in _parts(whole, labelling.document_tokens)]
             documents += mine
@@ -90,7 +93,6 @@ def _endings(
     counts: list[int] = []
     for pair in pairs:
         try:
-            rows.check(pair)
             mine = rows.rendered(pair, encoder, labelling)
         except DataError as problem:
             problems.append(problem)

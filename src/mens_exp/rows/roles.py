@@ -22,7 +22,7 @@ from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from mens_exp.rows.documents import Encoded, Labelling
+    from mens_exp.rows.documents import Encoded, Labelling, RowDocuments
     from mens_exp.rows.schema import TrainingPair
 
 _ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
@@ -135,6 +135,15 @@ def supervised_tokens(
     return total
 
 
+def _numbered(
+    rows: RowDocuments, pairs: Sequence[TrainingPair], first: int
+) -> tuple[list[int], list[TrainingPair]]:
+    """Return the rows with each of their answers, and the number of the row of each."""
+    ready = enumerate(rows.prepared(pairs), start=first)
+    found = [(number, one) for number, pair in ready for one in rows.variants(pair)]
+    return [number for number, _ in found], [one for _, one in found]
+
+
 class _Counter:
     """Iterates over rows and documents in parallel."""
 
@@ -150,32 +159,37 @@ class _Counter:
         """Attribute the documents of some rows; ``first`` is the number of the first row."""
         if self.found.why_unknown is not None:
             return
-        last = [len(pair.exchanges) - 1 for pair in pairs]
-        shaped = [self._shape(pair, k) for pair, k in zip(pairs, last, strict=True)]
+        numbers, variants = _numbered(self.rows, pairs, first)
+        last = [len(pair.exchanges) - 1 for pair in variants]
+        shaped = [self._shape(pair, k) for pair, k in zip(variants, last, strict=True)]
         if not all(shaped):
             self.found.why_unknown = "the chat template does not show which text is whose"
             return
         texts = [
             self._texts(shape, pair, k)
-            for shape, pair, k in zip(shaped, pairs, last, strict=True)
+            for shape, pair, k in zip(shaped, variants, last, strict=True)
             if shape is not None
         ]
         placed = self.encoder.encode_pieces(texts)
-        found = zip(pairs, shaped, texts, placed, strict=True)
-        for number, (pair, shape, pieces, one) in enumerate(found, start=first):
-            assert shape is not None, "asked above"
-            self._row(number, pair, shape, pieces, self._document(shape, one))
+        found = zip(numbers, variants, shaped, texts, placed, strict=True)
+        for number, of_row in itertools.groupby(found, key=lambda one: one[0]):
+            before, is_long = int(self.found.trained.sum()), False
+            for _, pair, shape, pieces, one in of_row:
+                assert shape is not None, "asked above"
+                whole = self._document(shape, one)
+                self._answer(number, pair, shape, pieces, whole)
+                is_long = is_long or len(whole.ids) > self.limit
+            if is_long:
+                self.found.too_long.append(number)
+                self.found.left_of_too_long += int(self.found.trained.sum()) - before
 
-    def _row(
+    def _answer(
         self, number: int, pair: TrainingPair, shape: Shape, pieces: list[str], whole: _Document
     ) -> None:
-        before, placed = int(self.found.trained.sum()), self.found.documents
+        placed = self.found.documents
         self._place(pair, shape, pieces, whole)
         if self.found.documents == placed and self.stuck is None:
             self.stuck = number  # unless no part of it was within the limit
-        if len(whole.ids) > self.limit:
-            self.found.too_long.append(number)
-            self.found.left_of_too_long += int(self.found.trained.sum()) - before
 
     def _place(self, pair: TrainingPair, shape: Shape, pieces: list[str], whole: _Document) -> None:
         if pair.is_text:

@@ -154,13 +154,22 @@ class RowProblems:
         """Collect problems for the row at ``where``, as ``file:line``."""
         self.where = where
         self._problems: list[DataError] = []
+        self._part = ""
+
+    def within(self, name: str) -> RowProblems:
+        """Return the same collection for the part of the row under a key, which it names."""
+        part = RowProblems(self.where)
+        part._problems, part._part = self._problems, f"in {name!r}, "
+        return part
 
     def add(
         self, what: str, found: str, expected: str | None = None, remedy: str | None = None
     ) -> None:
         """Add one problem."""
         self._problems.append(
-            DataError(what, where=self.where, found=found, expected=expected, remedy=remedy)
+            DataError(
+                self._part + what, where=self.where, found=found, expected=expected, remedy=remedy
+            )
         )
 
     def raise_if_any(self) -> None:
@@ -223,17 +232,27 @@ def json_type(value: object) -> str:
     return "object" if isinstance(value, Mapping) else type(value).__name__
 
 
-ALIASES: Final = {"instruction": "prompt", "output": "response", "turns": "messages"}
+REJECTED: Final = "rejected"  # the further field of a row that is a pair of answers
+LABEL: Final = "label"  # that of a row whose answer is wanted (1) or not (0)
+ALIASES: Final = {
+    "instruction": "prompt",
+    "output": "response",
+    "turns": "messages",
+    "kto_tag": LABEL,  # LLaMA-Factory's
+}
 _LABELS: Final = (
     *("rating", "category", "language", "system", "group", "difficulty"),
     *("fields", "provenance"),
 )
+_PROMPTS: Final = ("prompt", "input", "messages", "conversations")
 KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.pair: ("prompt", "response", *_LABELS),
     RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),
     RowFormat.messages: ("messages", "tools", *_LABELS),
     RowFormat.sharegpt: ("conversations", "tools", *_LABELS),
     RowFormat.text: ("text", *(name for name in _LABELS if name != "system")),
+    RowFormat.preference: (*_PROMPTS, "chosen", REJECTED, "tools", *_LABELS),
+    RowFormat.unpaired: (*_PROMPTS, "completion", "response", LABEL, "tools", *_LABELS),
 }
 _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 
@@ -242,11 +261,10 @@ _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "chosen": (
         ("response",),
-        "preference rows: train on the preferred with data.columns={prompt:prompt,response:chosen}",
-    ),
-    "rejected": (
-        ("response",),
-        "these are preference rows: leave out what no objective reads",
+        (
+            "a preference row has 'rejected' too; train on the preferred answer alone with "
+            "data.columns={prompt:prompt,response:chosen}"
+        ),
     ),
     "function_call": (
         ("messages",),
@@ -268,15 +286,16 @@ def format_of(keys: Collection[object]) -> RowFormat | None:
         The format; None if no key determines it. A row with instruction and output but no `input`
         is a pair, because Alpaca's form for it is the same.
     """
-    if "messages" in keys or "turns" in keys:
-        return RowFormat.messages
-    if "conversations" in keys:
-        return RowFormat.sharegpt
-    if "input" in keys:
-        return RowFormat.alpaca
-    if _PAIR_KEYS & set(keys):
-        return RowFormat.pair
-    return RowFormat.text if "text" in keys else None
+    told = (
+        (RowFormat.preference, REJECTED in keys),
+        (RowFormat.unpaired, "kto_tag" in keys or {"completion", LABEL} <= set(keys)),
+        (RowFormat.messages, "messages" in keys or "turns" in keys),
+        (RowFormat.sharegpt, "conversations" in keys),
+        (RowFormat.alpaca, "input" in keys),
+        (RowFormat.pair, bool(_PAIR_KEYS & set(keys))),
+        (RowFormat.text, "text" in keys),
+    )
+    return next((form for form, is_told in told if is_told), None)
 
 
 def joint_format(first: RowFormat, other: RowFormat) -> RowFormat | None:

@@ -138,7 +138,7 @@ def note_bits_per_byte(objective: ObjectiveConfig, run: Run, data: RowsDataModul
     """Write base and tuned validation loss in bits per byte, or null with the reason."""
     total, reason = data.validated_bytes
     if not objective.spec.is_likelihood:
-        total, reason = None, "the objective is not ours, so its loss may be no likelihood"
+        total, reason = None, "the loss of this objective may be no likelihood"
     for condition in _CONDITIONS:
         name, results = f"{condition}_val_bits_per_byte", run.manifest.results
         loss = results[f"{condition}_val_loss"]

@@ -321,6 +321,8 @@ class _Trial:
             at += len(own_MD)
             alone += float(loss.total.detach())
             apart = max(apart, _difference(theirs_MD, own_MD))
+        if not self.module.config.objective.spec.adds_up:
+            return None, apart
         return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
 
     def peek(self) -> float | None:
@@ -387,10 +389,11 @@ def accumulated(
         pad_id: the padding id.
 
     Returns:
-        None if there is only one document, or one unit of documents that stay together.
+        None if there is only one document, or one unit of documents that stay together, or if the
+        loss of a batch is not the sum of theirs.
     """
     many = len(units_of(documents))
-    if many < 2:  # noqa: PLR2004  # a single one is the batch itself
+    if many < 2 or not config.objective.spec.adds_up:  # noqa: PLR2004  # one is the batch itself
         return None
     whole, parts = (
         _step(config, module, _stream(config, documents, size, pad_id)) for size in (many, 1)

@@ -84,7 +84,7 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Sums over all processes, read from the device; see `_Sums`."""
+    """Sums over all processes, read from the device, and means of metrics; see `_Sums`."""
 
     loss: float
     count: float
@@ -107,6 +107,7 @@ class _Sums:
     supervised: float = 0
     tokens: float = 0
     metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
+    counts: dict[str, float | torch.Tensor] = field(default_factory=dict)
 
     def add(self, batch: Batch, loss: LossSum) -> None:
         """Add a micro-batch."""
@@ -116,11 +117,14 @@ class _Sums:
         self.tokens += batch.tokens
         for name, value in loss.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value.detach().double()
+            self.counts[name] = self.counts.get(name, 0.0) + loss.counts.get(name, loss.count)
 
     def values(self, names: Sequence[str]) -> list[float]:
         """Return the sums in a fixed order."""
-        metrics = [float(self.metrics.get(name, 0.0)) for name in names]
-        return [float(self.loss), self.count, self.supervised, self.tokens, *metrics]
+        metrics, counts = (
+            [float(sums.get(name, 0.0)) for name in names] for sums in (self.metrics, self.counts)
+        )
+        return [float(self.loss), self.count, self.supervised, self.tokens, *metrics, *counts]
 
 
 class TrainingModule(LightningModule):
@@ -283,7 +287,7 @@ class TrainingModule(LightningModule):
         norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form that clipping uses
         self.record("train/loss", step.loss / step.count)
         for name, value in step.metrics.items():
-            self.record(f"train/{name}", value / step.count)
+            self.record(f"train/{name}", value)
         self.record("train/grad_norm", float(torch.linalg.vector_norm(torch.stack(norms))))
         self.record("optim/lr", optimizer.param_groups[0]["lr"])
         self.record("data/tokens", self.tokens)
@@ -330,8 +334,10 @@ class TrainingModule(LightningModule):
         """Add up the sums of all processes."""
         names = [one.name for one in self.config.objective.spec.metrics]
         mine = torch.tensor(sums.values(names), dtype=torch.float64)
-        loss, count, supervised, tokens, *metrics = self._summed(mine).tolist()
-        return _Read(loss, count, supervised, tokens, dict(zip(names, metrics, strict=True)))
+        loss, count, supervised, tokens, *rest = self._summed(mine).tolist()
+        each = zip(names, rest[: len(names)], rest[len(names) :], strict=True)
+        means = {name: total / number for name, total, number in each if number}
+        return _Read(loss, count, supervised, tokens, means)
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes."""
@@ -389,7 +395,7 @@ class TrainingModule(LightningModule):
         self.validation = {
             "val/loss": found.loss / found.count,
             "val/supervised_tokens": int(found.supervised),
-            **{f"val/{name}": value / found.count for name, value in found.metrics.items()},
+            **{f"val/{name}": value for name, value in found.metrics.items()},
         }
         if self.validated_bytes is not None:
             loss = self.validation["val/loss"]

@@ -32,6 +32,8 @@ _NEEDED = {
     RowFormat.messages: ("messages",),
     RowFormat.sharegpt: ("conversations",),
     RowFormat.text: ("text",),
+    RowFormat.preference: ("chosen", "rejected"),
+    RowFormat.unpaired: ("completion", "label"),
 }
 
 

@@ -1,0 +1,282 @@
+"""Parse the turns of a conversation, including tool calls and their results.
+
+Turns are `messages` as chat models use them, or ShareGPT's. Tool calls, their results and the
+available tools have the form that chat templates read
+(https://huggingface.co/docs/transformers/chat_extras): arguments are objects, never JSON strings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from mens_exp.errors import nearest
+from mens_exp.rows.schema import RowProblems, json_type, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CALL: Final = "function_call"  # LLaMA-Factory's role for a turn that is a call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnKeys:
+    """The spelling of a turn in a format: its two keys, and the role of each speaker."""
+
+    role: str
+    content: str
+    roles: dict[str, str]
+
+
+_ROLES: Final = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MESSAGES: Final = TurnKeys(role="role", content="content", roles=_ROLES)
+SHAREGPT: Final = TurnKeys(
+    role="from",
+    content="value",
+    roles={**_ROLES, "human": "user", "gpt": "assistant", _CALL: _CALL, "observation": "tool"},
+)
+# Keys of a turn in addition to role and content, by role.
+_EXTRA: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The system prompt if there is one, the exchanges of texts, and all turns.
+
+    ``turns`` is empty unless the conversation involves tools, and excludes the system prompt.
+    """
+
+    system: str | None
+    exchanges: tuple[tuple[str, str], ...]
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> str | None:
+        """Return turns and tools as JSON; None if the conversation does not involve tools.
+
+        Keys keep their order, because chat templates write tools and arguments in that order.
+        """
+        if not self.turns:
+            return None
+        tools = {"tools": self.tools} if self.tools else {}
+        return json.dumps({"messages": self.turns, **tools}, ensure_ascii=False)
+
+
+def read_turns(
+    value: object,
+    keys: TurnKeys,
+    problems: RowProblems,
+    tools: list[dict[str, Any]] | None = None,
+) -> Conversation | None:
+    """Parse a list of turns.
+
+    Args:
+        value: the value in the row.
+        keys: the format's spelling of a turn.
+        problems: collects the problems.
+        tools: the row's available tools, as returned by `read_tools`.
+
+    Returns:
+        The conversation; None if there was a problem: an invalid turn, a role out of order, an
+        empty text, or no answer at the end.
+    """
+    if not isinstance(value, list) or not value:
+        problems.add(
+            "the turns must be a list that is not empty",
+            f"{json_type(value)} {shown(value)}",
+            f'turns like {{"{keys.role}": "…", "{keys.content}": "…"}}',
+        )
+        return None
+    turns = [_turn(turn, number, keys, problems) for number, turn in enumerate(value, start=1)]
+    known = [turn for turn in turns if turn is not None]
+    if len(known) < len(turns) or not _in_order(known, problems):
+        return None
+    system = known[0]["content"] if known[0]["role"] == "system" else None
+    rest = known if system is None else known[1:]
+    with_tools = bool(tools) or any("tool_calls" in turn for turn in rest)
+    return Conversation(
+        system=system,
+        exchanges=tuple(_exchanges(rest)),
+        turns=rest if with_tools else [],
+        tools=tools or [],
+    )
+
+
+def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
+    """Parse the tools available in a row: a list of functions, or its JSON.
+
+    Args:
+        value: the value in the row; None if it has none.
+        problems: collects the problems.
+
+    Returns:
+        Each as ``{"type": "function", "function": {"name": …}}``.
+    """
+    tools = decoded(value)
+    if tools is None or tools == "":
+        return []
+    if not isinstance(tools, list):
+        problems.add("'tools' must be a list", f"{json_type(tools)} {shown(value)}")
+        return []
+    found = []
+    for number, tool in enumerate(tools, start=1):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not _is_name(function.get("name")):
+            problems.add(
+                f"tool {number} is no function",
+                shown(tool),
+                '{"type": "function", "function": {"name": "…", "parameters": {…}}}',
+            )
+            continue
+        wrapped = function is not tool
+        found.append(dict(tool) if wrapped else {"type": "function", "function": dict(tool)})
+    return found
+
+
+def _turn(
+    turn: object, number: int, keys: TurnKeys, problems: RowProblems
+) -> dict[str, Any] | None:
+    """Return one turn in the form that chat templates accept."""
+    name = f"turn {number}"
+    if not isinstance(turn, Mapping):
+        problems.add(f"{name} must be an object", f"{json_type(turn)} {shown(turn)}")
+        return None
+    spoken = turn.get(keys.role)
+    role = keys.roles.get(spoken) if isinstance(spoken, str) else None
+    extra = _EXTRA.get(role or "", ())
+    for key, value in turn.items():
+        if key not in {keys.role, keys.content, *extra} and value is not None:
+            problems.add(
+                f"{name} has an unknown key {str(key)!r}",
+                shown(value),
+                f"only {', '.join(map(repr, (keys.role, keys.content, *extra)))}: what is left out "
+                "would not be learned",
+            )
+    if role is None:
+        close = nearest(spoken, keys.roles) if isinstance(spoken, str) else None
+        problems.add(
+            f"{name} has no known role",
+            f"{keys.role!r}: {shown(spoken)}",
+            f"one of {', '.join(keys.roles)}{f'; the nearest is {close}' if close else ''}",
+        )
+    label, said = f"{keys.content!r} of {name}", turn.get(keys.content)
+    if role == _CALL:
+        calls = _calls(decoded(said), label, problems)
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    if role == "assistant" and turn.get("tool_calls"):
+        text = "" if said is None else problems.text(label, said) or ""
+        calls = _calls(turn["tool_calls"], f"'tool_calls' of {name}", problems)
+        return {"role": "assistant", "content": text, "tool_calls": calls}
+    if role in {"system", "tool"}:  # these may be empty
+        text = problems.text(label, said) or ""
+    else:
+        text = problems.filled(label, said)
+    given = {key: turn[key] for key in extra if key != "tool_calls" and turn.get(key) is not None}
+    for key, value in given.items():
+        problems.text(f"{key!r} of {name}", value)
+    return None if role is None else {"role": role, "content": text, **given}
+
+
+def _calls(value: object, label: str, problems: RowProblems) -> list[dict[str, Any]]:
+    """Return tool calls, each with its arguments as an object."""
+    found: list[dict[str, Any]] = []
+    for call in value if isinstance(value, list) else [value]:
+        outer = call if isinstance(call, Mapping) else {}
+        function = outer.get("function", outer)
+        name, given = (
+            map(function.get, ("name", "arguments"))
+            if isinstance(function, Mapping)
+            else (None, None)
+        )
+        arguments = decoded(given)
+        if not _is_name(name) or not isinstance(arguments, Mapping):
+            problems.add(
+                f"{label} has a call that is none",
+                shown(call),
+                '{"name": "…", "arguments": {…}}, or that under "function"; arguments may be JSON',
+            )
+            continue
+        known = {"id": outer["id"]} if isinstance(outer.get("id"), str) else {}
+        made = {"name": name, "arguments": dict(arguments)}
+        found.append({**known, "type": "function", "function": made})
+    return found
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def decoded(value: object) -> Any:
+    """Decode a JSON string; return any other value, or invalid JSON, unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, parse_constant=_refuse)
+    except ValueError:
+        return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)  # NaN and Infinity are not JSON
+
+
+def _exchanges(turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return pairs of all text given to the assistant since its last answer, and its answer."""
+    found, told = [], []
+    for turn in turns:
+        if turn["role"] != "assistant":
+            told.append(turn["content"])
+            continue
+        calls = [
+            json.dumps(one["function"], ensure_ascii=False) for one in turn.get("tool_calls", ())
+        ]
+        answer = "\n".join([turn["content"], *calls] if turn["content"] else calls)
+        found.append(("\n".join(told), answer))
+        told = []
+    return found
+
+
+_AFTER: Final = {"user": ("assistant",), "tool": ("tool", "assistant"), "assistant": ("user",)}
+
+
+def _in_order(turns: Sequence[Mapping[str, Any]], problems: RowProblems) -> bool:
+    """Return whether user and assistant alternate, tools answer calls, and an answer is last."""
+    roles = [turn["role"] for turn in turns]
+    first = 1 if roles[0] == "system" else 0
+    due: tuple[str, ...] = ("user",)
+    ids: set[str] = set()
+    for number, turn in enumerate(turns[first:], start=first + 1):
+        role, calls = turn["role"], turn.get("tool_calls", ())
+        if role not in due:
+            before = "first" if number == first + 1 else f"after {roles[number - 2]}"
+            problems.add(
+                f"turn {number} is out of order",
+                f"{role} {before}",
+                f"{' or '.join(due)}: user and assistant take turns, tools answer an assistant's "
+                "calls, a system turn may only stand before them",
+                "join turns of one speaker"
+                if number > first + 1 and role == roles[number - 2]
+                else None,
+            )
+            return False
+        named = turn.get("tool_call_id")
+        if named is not None and named not in ids:
+            problems.add(
+                f"turn {number} answers no call of the turns before it",
+                f"'tool_call_id': {shown(turn['tool_call_id'])}",
+                ", ".join(sorted(ids)) or "calls with an 'id'",
+            )
+            return False
+        due = ("tool",) if calls else _AFTER[role]
+        ids = {call["id"] for call in calls if "id" in call} if calls else ids
+    if roles[-1] != "assistant":
+        problems.add(
+            "the conversation ends without an answer",
+            f"{roles[-1]} last",
+            "an assistant's turn last: nothing else is learned",
+            "drop the turn, or the row",
+        )
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""Runs that learn which answers are better: from start to end, in parts, in two processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.numpy import load_file
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+
+PAIRED = ("dpo", "cpo", "simpo", "orpo")
+REFERENCED = ("dpo", "kto")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Files of the same answers as pairs and with labels, by objective."""
+    place = tmp_path_factory.mktemp("rows")
+    pairs = [
+        {
+            "prompt": f"Add {n}.",
+            "chosen": f"def add_{n}(x):\n    return x + {n}\n",
+            "rejected": "no idea " * (1 + n % 3),
+        }
+        for n in range(60)
+    ]
+    labelled = [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for row in pairs
+        for side in ("chosen", "rejected")
+    ]
+    for name, made in (("pairs", pairs), ("labelled", labelled)):
+        text = "".join(json.dumps(row) + "\n" for row in made)
+        (place / f"{name}.jsonl").write_text(text, "utf-8")
+    return {
+        **dict.fromkeys(PAIRED, f"data.path={place / 'pairs.jsonl'}"),
+        "kto": f"data.path={place / 'labelled.jsonl'}",
+    }
+
+
+def events(run, name):
+    return [event["payload"] for event in read_events(run.telemetry) if event["event"] == name]
+
+
+def tensors(run):
+    return load_file(run.adapter / "adapter.safetensors")
+
+
+@pytest.mark.parametrize("objective", [*PAIRED, "kto"])
+def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
+    """NF4, packed: after eight steps they have more reward than the others, and the loss is lower.
+
+    The data contract holds, with the author of every token known.
+    """
+    beta = {"simpo": 2.0, "orpo": 2.0}.get(objective, 0.1)
+    settings = (f"objective={objective}", f"objective.beta={beta}", "trainer.max_steps=8")
+    run = train_in(tmp_path / "run", *settings, rows[objective])
+    manifest = Manifest.read(run.manifest)
+    base, tuned = events(run, "validation")
+    assert tuned["val/loss"] < base["val/loss"]
+    margins = [one["val/chosen_reward"] - one["val/rejected_reward"] for one in (base, tuned)]
+    assert margins[1] > margins[0] + 1e-3
+    if objective != "kto":
+        assert margins[1] == pytest.approx(tuned["val/reward_margin"])
+    if objective in {"cpo", "orpo"}:  # which imitate
+        assert tuned["val/chosen_nll"] < base["val/chosen_nll"]
+    if objective in REFERENCED:
+        assert margins[0] == pytest.approx(0, abs=1e-6)
+    assert all("train/chosen_reward" in one for one in events(run, "step")[:1])
+    found = manifest.data_contract["tokens"]
+    assert found["trained_by_role"]["end_marker"] == found["documents"]
+    assert (found["trained_by_role"]["user"] > 0) is (objective == "orpo")
+    assert "no likelihood" in manifest.unknown["results.tuned_val_bits_per_byte"]
+    assert manifest.contract["settings"]["objective.beta"] == beta
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
+def test_a_run_in_parts_ends_with_the_bits_of_one(objective, rows, train_in, tmp_path):
+    """Two steps and two more; padded, so that no block has several pairs."""
+    settings = (f"objective={objective}", rows[objective], "data.packing=false")
+    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
+    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
+    whole = train_in(tmp_path / "whole", *settings)
+    for name, values in tensors(whole).items():
+        assert (tensors(parts)[name] == values).all()
+    for mine, its in zip(events(parts, "step"), events(whole, "step"), strict=True):
+        assert mine["train/loss"] == its["train/loss"]
+        assert mine["train/chosen_reward"] == its["train/chosen_reward"]
+
+
+@pytest.mark.parametrize("objective", REFERENCED)
+def test_two_processes_take_the_course_of_one(objective, rows, train_in, tmp_path):
+    """The same batches; losses, rewards and their means over pairs within rounding."""
+    settings = (f"objective={objective}", rows[objective], "quant.compute_dtype=f32")
+    one = train_in(tmp_path / "one", *settings)
+    two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
+    assert Manifest.read(two.manifest).facts["processes"] == 2
+    for kind, names in (
+        ("step", ("train/loss", "train/chosen_reward", "train/rejected_reward")),
+        ("validation", ("val/loss", "val/chosen_reward", "val/rejected_reward")),
+    ):
+        for mine, its in zip(events(two, kind), events(one, kind), strict=True):
+            assert mine.get("batches_sha256") == its.get("batches_sha256")
+            for name in names:
+                assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-6)
+
+
+def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path):
+    """DPO keeps the base's states and computes more than CPO; the rest of their memory is equal."""
+    plans = {}
+    for objective in ("dpo", "cpo"):
+        run = train_in(tmp_path / objective, "task=plan", f"objective={objective}", rows["dpo"])
+        plans[objective] = json.loads(run.plan.read_text("utf-8"))
+    parts = {name: plan["memory_bytes"]["components"] for name, plan in plans.items()}
+    assert parts["dpo"].pop("reference") == 192 * 64 * 2
+    measured = "as earlier runs here"
+    own = [{n: v for n, v in one.items() if n != measured} for one in parts.values()]
+    assert own[0] == own[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("objective=assistant",), "objective=dpo, which learns from both answers"),
+        (("objective=kto",), "objective=dpo, which learns from both answers"),
+        (
+            ("objective=dpo", "backend=full", "quant=none", "optim.lr=1e-4"),
+            "a backend whose base is frozen: qlora, lora or proxy",
+        ),
+        (
+            ("objective=dpo", "objective.loss=hinge", "objective.label_smoothing=0.1"),
+            "objective.label_smoothing",
+        ),
+        (
+            ("objective=dpo", "objective.loss=ipo", "objective.length_normalised=true"),
+            "which compares means over tokens",
+        ),
+        (("objective=dpo", "objective.loss=robust"), "objective.label_smoothing above 0"),
+        (("objective=dpo", "objective.label_smoothing=0.5"), "objective.label_smoothing"),
+        (("objective=simpo", "objective.loss=ipo"), "objective.loss"),
+        (("objective=orpo", "objective.nll_weight=1"), "objective.nll_weight"),
+        (("objective=kto", "objective.wanted_weight=0"), "objective.wanted_weight"),
+        (("objective=dpo", "data.format=unpaired"), "the row has no 'label'"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path, capsys):
+    """With exit code 2, before anything is trained."""
+    run = train_in(tmp_path / "run", rows["dpo"], *words, code=2)
+    assert said in capsys.readouterr().err
+    assert not run.adapter.exists()
+
+
+def test_rows_without_a_rejected_answer_are_refused(rows_file, train_in, tmp_path, capsys):
+    """They would be compared with nothing."""
+    train_in(tmp_path / "run", "objective=dpo", f"data.path={rows_file}", code=2)
+    assert "no rejected answer" in capsys.readouterr().err
+
+
+def test_other_names_of_columns_are_given(rows, train_in, tmp_path):
+    """As for other rows; the chosen answer alone is an ordinary row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"q": f"Add {n}.", "good": f"x + {n}", "bad": f"{n}", "source": "s"}) + "\n"
+            for n in range(40)
+        ),
+        "utf-8",
+    )
+    both = "data.columns={prompt:q,chosen:good,rejected:bad}"
+    run = train_in(tmp_path / "both", "objective=dpo", f"data.path={path}", both)
+    (file,) = Manifest.read(run.manifest).inputs["data"]["files"].values()
+    assert file["form"] == "preference"
+    alone = "data.columns={prompt:q,response:good}"
+    train_in(tmp_path / "alone", "objective=assistant", f"data.path={path}", alone)

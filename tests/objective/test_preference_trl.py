@@ -1,0 +1,440 @@
+"""Losses, rewards and gradients of preference objectives compared with TRL's own trainers.
+
+TRL renders, tokenizes and collates the rows with code of its own, and computes its loss with its
+own trainer class on the same model and adapter, in f32.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from live_adapters import fill_b
+
+from mens_exp.corpus.source import labelling_of
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.rows.encode import encode
+from mens_exp.rows.parse import parse_row
+from mens_exp.tokenizer.load import load_tokenizer
+from mens_exp.training.build import _objective, build_backend
+from mens_exp.training.module import TrainingModule
+
+CLOSE = 1e-5
+# No newline after the last answer, which TRL would learn too.
+TEMPLATE = (
+    "{% for message in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+ROWS = [
+    {
+        "prompt": [user(f"Add {n}.")],
+        "chosen": [said(f"def add_{n}(x):\n    return x + {n}")],
+        "rejected": [said("no idea, " * (1 + n % 3))],
+    }
+    for n in range(4)
+]
+ROWS += [
+    {
+        "prompt": [
+            {"role": "system", "content": "Be terse."},
+            user("Hi."),
+            said("Yes?"),
+            user("4"),
+        ],
+        "chosen": [said("four")],
+        "rejected": [said("It is the number that follows three.")],
+    }
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Our settings, TRL's for the same loss, and the pairs of a micro-batch of TRL's."""
+
+    ours: tuple[str, ...]
+    theirs: dict[str, object] = field(default_factory=dict)
+    at_once: int = len(ROWS)
+    packing: bool = True
+    scale: float = 1.0  # of the adapter's B
+
+
+DPO = {
+    "sigmoid": Case(("objective.beta=0.3",), {"beta": 0.3}),
+    "sigmoid, padded": Case((), {}, packing=False),
+    "ipo": Case(("objective.loss=ipo",), {"loss_type": ["ipo"]}),
+    "hinge": Case(("objective.loss=hinge",), {"loss_type": ["hinge"]}),
+    "robust": Case(
+        ("objective.loss=robust", "objective.label_smoothing=0.2"),
+        {"loss_type": ["robust"], "label_smoothing": 0.2},
+    ),
+    # AOT of one pair, whose sorting changes nothing, is the conservative DPO loss.
+    "label smoothing": Case(
+        ("objective.label_smoothing=0.2",), {"loss_type": ["aot"], "label_smoothing": 0.2}, 1
+    ),
+    "length normalised": Case(
+        ("objective.length_normalised=true",), {"loss_type": ["sigmoid_norm"]}
+    ),
+    # TRL takes the mean over the tokens of a micro-batch, we take that of each pair.
+    "NLL term": Case(
+        ("objective.nll_weight=0.7",),
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0.7]},
+        1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    place = tmp_path_factory.mktemp("template")
+    (place / "chat.jinja").write_text(TEMPLATE, "utf-8")
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), "utf-8")
+    return [
+        "backend=lora",
+        "quant=none",
+        "quant.compute_dtype=f32",
+        *("lora.r=4", "lora.alpha=8", "lora.dropout=0"),
+        f"tokenizer.chat_template={place / 'chat.jinja'}",
+        "data=jsonl",
+        f"data.path={place / 'rows.jsonl'}",
+        "data.seq_len=1024",
+    ]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Ids of the answers, loss, what is reported, and gradient."""
+
+    ids: list[list[int]]
+    loss: float
+    metrics: dict[str, float]
+    gradient: dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def ours(tiny_config, tiny_base, settings):
+    """Compute a case with our module."""
+
+    def computed(objective, case, rows=ROWS):
+        config = tiny_config(*settings, f"objective={objective}", *case.ours)
+        backend = fill_b(build_backend(config, tiny_base))
+        for name, parameter in backend.trainable().items():
+            if name.endswith("lora_b"):
+                parameter.data.mul_(case.scale)
+        module = TrainingModule(config, backend, _objective(config), total_steps=1).train()
+        tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
+        pairs = [parse_row(row, "rows.jsonl:1") for row in rows]
+        documents = encode(pairs, tokenizer, labelling_of(config))
+        everything = range(len(documents))
+        batch = (
+            packed_batch(documents, [everything], 0, multiple=32)
+            if case.packing
+            else padded_batch(documents, [everything], 0, pad_id=tokenizer.pad_id)
+        )
+        _, loss = module.passed(batch)
+        loss.total.backward()
+        bounds = zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
+        return backend, Computed(
+            ids=[documents.ids[a:b].tolist() for a, b in bounds],
+            loss=float(loss.total.detach()) / loss.count,
+            metrics={
+                name: float(value) / float(loss.counts.get(name, loss.count))
+                for name, value in loss.metrics.items()
+            },
+            gradient={name: p.grad / loss.count for name, p in backend.trainable().items()},
+        )
+
+    return computed
+
+
+PROJECTIONS = {
+    **{one: f"self_attn.{one}_proj" for one in "qkvo"},
+    **{one: f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+}
+
+
+def peft_name(name):
+    """Return PEFT's name of a parameter of ours, such as `l0.q.lora_a`."""
+    layer, projection, side = name.split(".")
+    number, letter = layer.removeprefix("l"), side[-1].upper()
+    module = f"base_model.model.model.layers.{number}.{PROJECTIONS[projection]}"
+    return f"{module}.lora_{letter}.default.weight"
+
+
+@pytest.fixture
+def trainer_of(tiny_base, tmp_path):
+    """Build a trainer of TRL's on the base, with the weights of an adapter of ours."""
+
+    def built(trainer, config, backend, rows, **settings):
+        from datasets import Dataset
+        from peft import LoraConfig
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tiny_base.directory)
+        tokenizer.chat_template = TEMPLATE
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TRL and transformers among themselves
+            made = trainer(
+                model=AutoModelForCausalLM.from_pretrained(
+                    tiny_base.directory, dtype=torch.float32
+                ),
+                args=config(
+                    output_dir=str(tmp_path),
+                    max_length=1024,
+                    gradient_checkpointing=False,
+                    bf16=False,
+                    use_cpu=True,
+                    report_to="none",
+                    **settings,
+                ),
+                train_dataset=Dataset.from_list(rows),
+                processing_class=tokenizer,
+                peft_config=LoraConfig(
+                    r=4,
+                    lora_alpha=8,
+                    lora_dropout=0.0,
+                    target_modules=[name.rpartition(".")[2] for name in PROJECTIONS.values()],
+                    task_type="CAUSAL_LM",
+                ),
+            )
+        theirs = dict(made.model.named_parameters())
+        with torch.no_grad():
+            for name, value in backend.trainable().items():
+                theirs[peft_name(name)].copy_(value)
+        made.model.train()
+        return made
+
+    return built
+
+
+def gradient_of(trainer, backend):
+    theirs = dict(trainer.model.named_parameters())
+    return {name: theirs[peft_name(name)].grad for name in backend.trainable()}
+
+
+def parts(rows, at_once):
+    return [rows[i : i + at_once] for i in range(0, len(rows), at_once)]
+
+
+def same(found, expected):
+    """Hold two computations against each other."""
+    assert found.ids == expected.ids
+    assert found.loss == pytest.approx(expected.loss, rel=CLOSE, abs=CLOSE)
+    for name, value in expected.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=CLOSE, abs=CLOSE), name
+    lengths = [torch.cat([g.flatten() for g in one.gradient.values()]) for one in (found, expected)]
+    assert lengths[1].norm() > 1e-3
+    assert (lengths[0] - lengths[1]).norm() <= CLOSE * lengths[1].norm()
+
+
+def by_dpo(trainer_of, backend, case):
+    """Compute a case with TRL's DPOTrainer."""
+    from trl import DPOConfig, DPOTrainer
+
+    trainer = trainer_of(DPOTrainer, DPOConfig, backend, ROWS, **case.theirs)
+    batches = [
+        trainer.data_collator(some) for some in parts(list(trainer.train_dataset), case.at_once)
+    ]
+    total = 0.0
+    for batch in batches:
+        loss = trainer.compute_loss(trainer.model, batch) / len(batches)
+        loss.backward()
+        total += float(loss.detach())
+    logged = {name: sum(v) / len(v) for name, v in trainer._metrics["train"].items()}
+    ids = [
+        [sample["prompt_ids"] + sample[f"{one}_ids"] for one in ("chosen", "rejected")]
+        for sample in trainer.train_dataset
+    ]
+    return Computed(
+        ids=[one for both in ids for one in both],
+        loss=total,
+        metrics={
+            "chosen_reward": logged["rewards/chosen"],
+            "rejected_reward": logged["rewards/rejected"],
+            "reward_margin": logged["rewards/margins"],
+            "reward_accuracy": logged["rewards/accuracies"],
+        },
+        gradient=gradient_of(trainer, backend),
+    )
+
+
+@pytest.mark.parametrize("name", DPO)
+def test_dpo_is_that_of_trl(name, ours, trainer_of):
+    """Loss, rewards, margins, accuracies and the gradient of every adapter to 1e-5."""
+    backend, found = ours("dpo", DPO[name])
+    same(found, by_dpo(trainer_of, backend, DPO[name]))
+
+
+def test_another_beta_is_not_trl_s(ours, trainer_of):
+    """The comparison can fail."""
+    backend, found = ours("dpo", Case(("objective.beta=0.11",)))
+    with pytest.raises(AssertionError):
+        same(found, by_dpo(trainer_of, backend, Case(())))
+
+
+CPO = {
+    "cpo": Case((), {"loss_type": "sigmoid"}, 1),
+    "cpo without NLL, smoothed": Case(
+        ("objective.nll_weight=0", "objective.label_smoothing=0.1"),
+        {"loss_type": "sigmoid", "cpo_alpha": 0.0, "label_smoothing": 0.1},
+    ),
+    "cpo hinge": Case(
+        ("objective.nll_weight=0", "objective.loss=hinge"),
+        {"loss_type": "hinge", "cpo_alpha": 0.0},
+    ),
+    "cpo ipo": Case(
+        ("objective.nll_weight=0", "objective.loss=ipo"), {"loss_type": "ipo", "cpo_alpha": 0.0}
+    ),
+    "simpo": Case(
+        ("objective.beta=2.5", "objective.target=0.5"),
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.5, "simpo_gamma": 0.5},
+    ),
+    "simpo with NLL, smoothed": Case(
+        ("objective.nll_weight=0.3", "objective.label_smoothing=0.1"),
+        {
+            "loss_type": "simpo",
+            "cpo_alpha": 0.3,
+            "beta": 2.0,
+            "simpo_gamma": 1.0,
+            "label_smoothing": 0.1,
+        },
+        1,
+    ),
+    "orpo": Case(("objective.beta=0.4",), {"beta": 0.4}, 1),
+}
+
+
+def tokenized(rows, tokenizer):
+    """Return the rows as TRL's trainers of pairs collate them, tokenized by transformers."""
+    found = []
+    for row in rows:
+        asked = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        sides = {}
+        for side in ("chosen", "rejected"):
+            ids = tokenizer.apply_chat_template(row["prompt"] + row[side], return_dict=True)
+            ids = ids["input_ids"]
+            sides[f"{side}_input_ids"] = ids
+            sides[f"{side}_labels"] = [-100] * len(asked) + ids[len(asked) :]
+        found.append(sides)
+    return found
+
+
+def padded(samples):
+    """Pad samples on the right, each side to its longest."""
+    batch = {}
+    for name in samples[0]:
+        fill = -100 if name.endswith("labels") else 0
+        width = max(len(one[name]) for one in samples)
+        batch[name] = torch.tensor(
+            [one[name] + [fill] * (width - len(one[name])) for one in samples]
+        )
+        if name.endswith("input_ids"):
+            lengths = torch.tensor([[len(one[name])] for one in samples])
+            mask = (torch.arange(width)[None] < lengths).long()
+            batch[name.replace("input_ids", "attention_mask")] = mask
+    return batch
+
+
+def by_reference_free(objective, trainer_of, backend, case):
+    """Compute a case with TRL's CPOTrainer or ORPOTrainer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are experimental
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+    classes = (ORPOTrainer, ORPOConfig) if objective == "orpo" else (CPOTrainer, CPOConfig)
+    texts = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
+    trainer = trainer_of(*classes, backend, texts, **case.theirs)
+    samples = tokenized(ROWS, trainer.processing_class)
+    batches = [padded(some) for some in parts(samples, case.at_once)]
+    total, logged = 0.0, {}
+    for batch in batches:
+        loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
+        (loss / len(batches)).backward()
+        total += float(loss.detach()) / len(batches)
+        for name, value in metrics.items():
+            logged[name] = logged.get(name, 0.0) + value / len(batches)
+    return Computed(
+        ids=[one[f"{side}_input_ids"] for one in samples for side in ("chosen", "rejected")],
+        loss=total,
+        metrics={
+            "chosen_reward": logged["rewards/chosen"],
+            "rejected_reward": logged["rewards/rejected"],
+            "reward_margin": logged["rewards/margins"],
+            "reward_accuracy": logged["rewards/accuracies"],
+            **({"chosen_nll": logged["nll_loss"]} if case.theirs.get("cpo_alpha") else {}),
+        },
+        gradient=gradient_of(trainer, backend),
+    )
+
+
+@pytest.mark.parametrize("name", CPO)
+def test_objectives_without_reference_are_those_of_trl(name, ours, trainer_of):
+    """CPO, SimPO and ORPO: loss, rewards, margins, accuracies and gradient to 1e-5."""
+    objective = name.partition(" ")[0]
+    backend, found = ours(objective, CPO[name])
+    same(found, by_reference_free(objective, trainer_of, backend, CPO[name]))
+
+
+LABELLED = [
+    {
+        "prompt": row["prompt"],
+        "completion": row["chosen" if n % 2 else "rejected"],
+        "label": n % 2 == 1,
+    }
+    for n, row in enumerate(ROWS)
+]
+WEIGHTS = ("objective.wanted_weight=1.5", "objective.unwanted_weight=0.8")
+KTO = {
+    "weights": Case(WEIGHTS, {"desirable_weight": 1.5, "undesirable_weight": 0.8}, scale=-0.3),
+    "padded, KL below 0": Case((), packing=False),
+}
+
+
+def by_kto(trainer_of, backend, case, rows):
+    """Compute a case with TRL's KTOTrainer."""
+    from trl import KTOConfig, KTOTrainer
+
+    size = {"per_device_train_batch_size": len(rows)}
+    trainer = trainer_of(KTOTrainer, KTOConfig, backend, rows, **size, **case.theirs)
+    samples = list(trainer.train_dataset)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(samples))
+    loss.backward()
+    logged = {name: value for name, (value,) in trainer._metrics["train"].items()}
+    ids = [
+        [one["prompt_ids"] + one[name] for name in ("completion_ids", "KL_completion_ids")]
+        for one in samples
+    ]
+    return Computed(
+        ids=[one for both in ids for one in both],
+        loss=float(loss.detach()),
+        metrics={
+            "chosen_reward": logged["rewards/chosen"],
+            "rejected_reward": logged["rewards/rejected"],
+            "kl": logged["kl"],
+        },
+        gradient=gradient_of(trainer, backend),
+    )
+
+
+@pytest.mark.parametrize("name", KTO)
+def test_kto_is_that_of_trl(name, ours, trainer_of):
+    """Loss, rewards, the KL of mismatched answers, and the gradient to 1e-5."""
+    backend, found = ours("kto", KTO[name], LABELLED)
+    expected = by_kto(trainer_of, backend, KTO[name], LABELLED)
+    assert (expected.metrics["kl"] > 1e-3) is (KTO[name].scale < 0)
+    same(found, expected)
