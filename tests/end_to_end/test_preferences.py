@@ -70,6 +70,10 @@ def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
     if objective in REFERENCED:
         assert margins[0] == pytest.approx(0, abs=1e-6)
     assert all("train/chosen_reward" in one for one in events(run, "step")[:1])
+    page = run.report.read_text("utf-8")
+    assert "Metrics of the objective" in page
+    assert "callbacks and modules" not in page
+    assert f"per {'answer' if objective == 'kto' else 'pair'}" in page
     found = manifest.data_contract["tokens"]
     assert found["trained_by_role"]["end_marker"] == found["documents"]
     assert (found["trained_by_role"]["user"] > 0) is (objective == "orpo")

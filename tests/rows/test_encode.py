@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -80,15 +82,22 @@ def test_learned_text_is_exactly_the_answer(tokenizer, prompt, response, system)
     assert whole(tokenizer, documents) == asked + f"{response}<|im_end|>"
 
 
+def fields_of(rows):
+    """Return a value for each further field that a row must have."""
+    return tuple((name, {"rejected": "no", "label": 1}[name]) for name in sorted(rows.fields))
+
+
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), limit=st.integers(8, 80))
 def test_first_token_is_never_learned(tokenizer, texts, limit):
     """Nothing stands before it to predict it from, under either objective."""
-    pairs = [TrainingPair(prompt=prompt, response=response) for prompt, response in texts]
+    plain = [TrainingPair(prompt=prompt, response=response) for prompt, response in texts]
     for objective in OBJECTIVES.built_in:
+        rows = Labelling(objective=objective, seq_len=limit).rows
+        pairs = [replace(pair, fields=fields_of(rows)) for pair in plain]
         documents = encoded(tokenizer, *pairs, objective=objective, seq_len=limit)
         assert not documents.supervised[documents.offsets[:-1]].any()
-        assert (documents.lengths <= limit).all()
-        assert len(documents) + documents.dropped == len(pairs)
+        assert (documents.lengths <= limit // rows.together).all()
+        assert len(documents) + documents.dropped == rows.together * len(pairs)
         each = np.split(documents.supervised, documents.offsets[1:-1])
         assert all(mask.any() for mask in each) or not len(documents)
 
@@ -109,7 +118,9 @@ def test_unknown_objective_is_refused(tokenizer):
 @pytest.mark.parametrize("objective", list(OBJECTIVES.built_in))
 def test_objectives_of_the_configuration_are_known(tokenizer, objective):
     """What validation accepts, encoding does."""
-    assert len(encoded(tokenizer, objective=objective)) == 1
+    rows = Labelling(objective=objective, seq_len=100).rows
+    pair = replace(PAIR, fields=fields_of(rows))
+    assert len(encoded(tokenizer, pair, objective=objective)) == rows.together
 
 
 def test_long_document_is_cut_on_the_right(tokenizer):
