@@ -74,6 +74,8 @@ def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
     assert "Metrics of the objective" in page
     assert "callbacks and modules" not in page
     assert f"per {'answer' if objective == 'kto' else 'pair'}" in page
+    sides = (f"{side}_rows" for side in ("train", "val", "heldout"))
+    assert sum(manifest.inputs["data"][side] for side in sides) == 60 * (1 + (objective == "kto"))
     found = manifest.data_contract["tokens"]
     assert found["trained_by_role"]["end_marker"] == found["documents"]
     assert (found["trained_by_role"]["user"] > 0) is (objective == "orpo")

@@ -276,6 +276,14 @@ def test_losses_of_preferences_with_other_settings_get_no_verdict(study, compare
     assert record.factors == ["objective.beta"]
 
 
+def test_losses_of_preferences_are_those_of_pairs(study, compare):
+    """A hinge has no nats; a likelihood keeps them."""
+    for objective, unit in (("dpo", "per pair"), ("kto", "per answer"), ("causal", "nats/token")):
+        arms = [[f"objective={objective}", f"lora.r={rank}"] for rank in (8, 16)]
+        record = compare(study(arms=arms, seeds=[1, 2]))
+        assert record.contrasts[0]["kpis"]["val_loss"]["unit"] == unit
+
+
 def test_what_changes_no_answer_confounds_nothing(study, compare):
     """Without drawing, top_p and seed mean nothing; products in f32 do not depend on the batch."""
     told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}

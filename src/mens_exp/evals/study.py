@@ -26,6 +26,7 @@ from mens_exp.evals.arms import (
     arms_of,
     factors_in,
     inner_differences,
+    loss_unit,
     measured_otherwise,
     seed_labels,
     unlike_losses,
@@ -187,6 +188,10 @@ def _record(
         }
         for arm in arms[1:]
     ]
+    if (unit := loss_unit(reference)) is not None:
+        for one in contrasts:
+            if "val_loss" in one["kpis"]:
+                one["kpis"]["val_loss"]["unit"] = unit
     judge([one["kpis"][primary] for one in contrasts], rule)
     scatter = {
         run.record["run_id"]: _scatter(run, seen[name], primary)

@@ -130,8 +130,9 @@ def _from_hub(base: BaseModel) -> dict[str, Any]:
 
 def _encoded(data: RowsDataModule) -> dict[str, Any]:
     labelling = labelling_of(data.config)
+    together = labelling.rows.together
     train = {
-        "train_rows": data.train_counts.documents,
+        "train_rows": data.train_counts.documents // together,
         "train_sha256": data.train_counts.sha256,
         "train_truncated": data.train_counts.truncated,
         "train_dropped": data.train_counts.dropped,
@@ -140,7 +141,7 @@ def _encoded(data: RowsDataModule) -> dict[str, Any]:
     }
     return {
         **({"first_window": train} if data.rows.streamed else train),
-        "val_rows": data.val_counts.documents,
+        "val_rows": data.val_counts.documents // together,
         "val_sha256": data.val_counts.sha256,
         "truncation": labelling.truncation,
         "turns": labelling.turns,
