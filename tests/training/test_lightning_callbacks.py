@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 
@@ -48,6 +49,13 @@ class Logs(Callback):
         run.log({"key": 7, "nested": {"value": 8}})
 
 
+class Direct(Callback):
+    def on_train_end(self, trainer, pl_module):
+        pl_module.logger.log_metrics({"direct": 3.5}, step=trainer.global_step)
+        pl_module.logger.log_hyperparams({"tried": 7})
+        trainer.logger.experiment.log({"said": 2.5})
+
+
 class Media(Callback):
     def on_train_end(self, trainer, pl_module):
         logger = trainer.logger
@@ -69,7 +77,7 @@ def lab(tmp_path, monkeypatch, train_in):
     folder.mkdir(parents=True)
     for name, text in DOCUMENTED.items():
         (folder / f"{name}.yaml").write_text(f"_target_: {LIGHTNING}{text}\n", "utf-8")
-    for name in ("Logs", "Media"):
+    for name in ("Logs", "Media", "Direct"):
         (folder / f"{name.lower()}.yaml").write_text(f"_target_: {module}.{name}\n", "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -148,6 +156,27 @@ def test_without_a_logger_telemetry_has_what_callbacks_log(lab):
     assert found[4, "key"] == [7.0]
     steps = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
     assert [payload["probe/recall"] for payload in steps] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("loggers", ["none", "wandb", "[wandb,csv]"])
+def test_what_a_logger_is_called_with_is_in_telemetry_and_in_all_loggers(lab, mirrored, loggers):
+    """As Lightning's docs call `self.logger`; each number once."""
+    run = lab("callbacks=[default,direct]", f"logger={loggers}")
+    found = logged(run)
+    assert (found[4, "direct"], found[4, "said"]) == ([3.5], [2.5])
+    assert Manifest.read(run.manifest).facts["hyperparameters"]["tried"] == 7
+    if "wandb" in loggers:
+        rows = mirrored(run, "history")
+        values = [row["item"] for row in rows if "item" in row]
+        assert [row["direct"] for row in values if "direct" in row] == [3.5]
+        assert [row["said"] for row in values if "said" in row] == [2.5]
+    if "csv" in loggers:
+        (file,) = run.csv.rglob("metrics.csv")
+        with file.open(encoding="utf-8", newline="") as opened:
+            lines = list(csv.DictReader(opened))
+        for name, value in (("direct", "3.5"), ("said", "2.5")):
+            assert [line[name] for line in lines if line.get(name)] == [value]
+        assert "tried: 7" in (file.parent / "hparams.yaml").read_text("utf-8")
 
 
 # The callbacks of Lightning that change what a run promises: the promise, and what to do instead.

@@ -14,6 +14,7 @@ that its number is one less while a step is in progress.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -58,6 +59,7 @@ class RecordLogger(Logger):
         self.run = run
         self.step = 0
         self.condition = "tuned"
+        self.others: list[MirroredLogger] = []  # besides the W&B mirror
         self._not_finite: set[str] = set()
 
     @property
@@ -190,7 +192,11 @@ class RecordedRun:
     def log(self, data: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log numbers and media in the step in progress."""
         del step, options  # rows are those of the record
-        if media := self._record.log(data):
+        media = self._record.log(data)
+        numbers = {name: value for name, value in _flat(data) if name not in media}
+        for other in self._record.others:
+            other.log_metrics(numbers)
+        if media:
             self._sink.log(media, step=self._record.step)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
@@ -301,7 +307,9 @@ def build_loggers(config: RunConfig, run: RunRecord, rank: Rank) -> list[Logger]
     """
     record = RecordLogger(run)
     chosen = config.loggers.items() if rank.is_first else ()
-    return [record, *(_built(sink, node, record, config) for sink, node in chosen)]
+    made = [_built(sink, node, record, config) for sink, node in chosen]
+    record.others = [one for one in made if isinstance(one, MirroredLogger)]
+    return [record, *made]
 
 
 def _built(sink: str, node: LoggerConfig, record: RecordLogger, config: RunConfig) -> Logger:
@@ -453,13 +461,34 @@ class RunTrainer(Trainer):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger of the user's; the record if there is none."""
+        """The first logger of the user's, or the record if there is none.
+
+        Users call it directly, where Lightning goes through `loggers`: what is logged to it goes to
+        all of them.
+        """
         own = [one for one in self.loggers if not isinstance(one, RecordLogger)]
-        return next(iter(own or self.loggers), None)
+        first = next(iter(own or self.loggers), None)
+        return first if first is None or not own else _for_users(first, self.loggers)
 
     @logger.setter
     def logger(self, logger: Logger | None) -> None:
         self.loggers = [] if logger is None else [logger]
+
+
+def _for_users(logger: Logger, loggers: Sequence[Logger]) -> Logger:
+    """Return a logger as it is, except that metrics and hyperparameters go to several."""
+
+    def to_all(name: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            for one in loggers:
+                getattr(one, name)(*args, **kwargs)
+
+        return call
+
+    made = copy.copy(logger)
+    for name in ("log_metrics", "log_hyperparams"):
+        setattr(made, name, to_all(name))
+    return made
 
 
 def first_record(loggers: Sequence[Logger]) -> RecordLogger:
