@@ -67,11 +67,13 @@ def render_page(records: Records) -> str:
     return html.page(run_page.document(records))
 
 
-def render_card(records: Records) -> str:
+def render_card(records: Records, *, beside_adapter: bool = False) -> str:
     """Render the model card of one run.
 
     Args:
         records: the run; a value that it never reached is named with its reason.
+        beside_adapter: whether the card is in the directory of an exported PEFT adapter, instead of
+            the run's.
 
     Returns:
         Markdown that opens with a YAML block; the same records give the same text.
@@ -90,6 +92,8 @@ def render_card(records: Records) -> str:
         "method": _method(records),
         "kind": "model" if _artifact(records) == "weights" else "adapter",
         "artifact": _artifact(records),
+        "place": "." if beside_adapter else "adapter/peft",
+        "of_place": "this directory" if beside_adapter else "inside the run directory",
         "quant": "" if quant == "none" else quant,
         "results": markdown(run_page.results(records).parts[:1]).strip(),
         "unsafe": summary.unsafe(records),

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import refuse_changed_model, sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.backends.saved_model import copy_tokenizer
 from mens_exp.config.task import ExportFormat, MergeDtype, OllamaForm
 from mens_exp.errors import RequestError
 from mens_exp.export import gguf
 from mens_exp.export.adapter import find, read, write
-from mens_exp.export.certificate import hashes_of
+from mens_exp.export.certificate import CARD_NAME, hashes_of
 from mens_exp.export.gguf import GGUF_FILE as GGUF
 from mens_exp.export.gguf import export_gguf
 from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write_vllm
@@ -30,6 +31,8 @@ from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal, wording
 from mens_exp.report.document import Note, Step
 from mens_exp.report.evidence_views import card_section, certificate_document, verdict
+from mens_exp.report.summary import load
+from mens_exp.report.write import render_card
 from mens_exp.tasks.inputs import describe, own_template, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.training.wandb_mirror import mirror
@@ -255,7 +258,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     manifest, tensors = read(asked.place, asked.base, asked.quant)
     with atomic.directory(out) as temporary:
         write(manifest, tensors, config.format, temporary, asked.base)
-        _add_template(config, asked.place.run, temporary)
+        _complete(config, asked.place.run, temporary)
         settle_certified(run, temporary, out, certify_adapter(config, asked, temporary))
     written = find(out)
     after, _ = read(written, asked.base, asked.quant)
@@ -290,13 +293,17 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     terminal.say(f"Adapter: {out}")
 
 
-def _add_template(config: RunConfig, subject: RunDir | None, out: Path) -> None:
-    """Copy the chat template next to a PEFT adapter, because users need it to format prompts."""
+def _complete(config: RunConfig, subject: RunDir | None, out: Path) -> None:
+    """Add what a run's PEFT adapter is used with: tokenizer, chat template, and its model card."""
     if config.format is not ExportFormat.peft or subject is None:
         return
+    if subject.peft.is_dir():
+        copy_tokenizer(subject.peft, out)
     template = own_template(subject)
     if template is not None:
         atomic.write_text(out / template.name, template.read_text("utf-8"))
+    card = render_card(load(subject), beside_adapter=True)
+    atomic.write_text(out / CARD_NAME, card)
 
 
 def export_model(config: RunConfig, run: Run) -> None:
