@@ -319,7 +319,7 @@ def test_ctrl_c_before_a_run_is_open_exits_with_130(monkeypatch, capsys):
     """Without a traceback."""
     from mens_exp.tasks import resolve_references
 
-    def interrupted(_config):
+    def interrupted(_config, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(resolve_references, "preflight", interrupted)
