@@ -240,6 +240,16 @@ def same(found, expected):
     assert (lengths[0] - lengths[1]).norm() <= CLOSE * lengths[1].norm()
 
 
+def rewards_in(logged):
+    """Name what a trainer of TRL logs as we do."""
+    return {
+        "chosen_reward": logged["rewards/chosen"],
+        "rejected_reward": logged["rewards/rejected"],
+        "reward_margin": logged["rewards/margins"],
+        "reward_accuracy": logged["rewards/accuracies"],
+    }
+
+
 def by_dpo(trainer_of, backend, case):
     """Compute a case with TRL's DPOTrainer."""
     from trl import DPOConfig, DPOTrainer
@@ -261,12 +271,7 @@ def by_dpo(trainer_of, backend, case):
     return Computed(
         ids=[one for both in ids for one in both],
         loss=total,
-        metrics={
-            "chosen_reward": logged["rewards/chosen"],
-            "rejected_reward": logged["rewards/rejected"],
-            "reward_margin": logged["rewards/margins"],
-            "reward_accuracy": logged["rewards/accuracies"],
-        },
+        metrics=rewards_in(logged),
         gradient=gradient_of(trainer, backend),
     )
 
@@ -371,13 +376,8 @@ def by_reference_free(objective, trainer_of, backend, case):
     return Computed(
         ids=[one[f"{side}_input_ids"] for one in samples for side in ("chosen", "rejected")],
         loss=total,
-        metrics={
-            "chosen_reward": logged["rewards/chosen"],
-            "rejected_reward": logged["rewards/rejected"],
-            "reward_margin": logged["rewards/margins"],
-            "reward_accuracy": logged["rewards/accuracies"],
-            **({"chosen_nll": logged["nll_loss"]} if case.theirs.get("cpo_alpha") else {}),
-        },
+        metrics=rewards_in(logged)
+        | ({"chosen_nll": logged["nll_loss"]} if case.theirs.get("cpo_alpha") else {}),
         gradient=gradient_of(trainer, backend),
     )
 

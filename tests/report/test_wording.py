@@ -45,7 +45,7 @@ def test_visible_shows_controls_instead_of_obeying_them():
 
 def test_visible_replaces_a_lone_surrogate():
     """JSON can carry a lone surrogate and UTF-8 cannot."""
-    wording.visible("\ud800").encode("utf-8")
+    assert wording.visible("a\ud800b") == "a\ufffd\ufffd\ufffdb"
 
 
 def test_as_text_tells_units_by_the_key():

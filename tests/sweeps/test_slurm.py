@@ -241,7 +241,7 @@ def test_a_submission_waits_for_a_slurm_that_does_not_answer(executor, queue):
     lost, other = executor._record.jobs
     queue.error = "sbatch: error: Batch job submission failed: Unable to contact slurm controller"
     assert executor.start([lost, other]) == []
-    assert str(lost["reason"]).startswith("Slurm does not answer: sbatch: error")
+    assert str(lost["reason"]).startswith("Slurm does not take it yet: sbatch: error")
     executor.poll()
     assert executor.start([lost, other]) == []
     queue.error = None

@@ -149,6 +149,11 @@ _BETA_NOTE = "of the margin between the answers"
 _NLL_NOTE = "of the chosen answer's mean negative log-likelihood per token that is added"
 
 
+def _label_smoothing(**facts: Any) -> Any:
+    doc = "Share of pairs whose answers are taken to be exchanged."
+    return setting(0.0, doc, ge=0, lt=0.5, example="0.1", **facts)
+
+
 @dataclass(kw_only=True, slots=True)
 class PairObjective(CrossEntropyConfig):
     """Settings common to the losses of pairs of answers."""
@@ -163,14 +168,7 @@ class PairObjective(CrossEntropyConfig):
         "wrong (arXiv:2403.00409).",
         aliases={"pref_loss": "LLaMA-Factory"},
     )
-    label_smoothing: float = setting(
-        0.0,
-        "Share of pairs whose answers are taken to be exchanged.",
-        ge=0,
-        lt=0.5,
-        only_if=when("objective.loss", "sigmoid", "robust"),
-        example="0.1",
-    )
+    label_smoothing: float = _label_smoothing(only_if=when("objective.loss", "sigmoid", "robust"))
     length_normalised: bool = setting(
         False,  # as in the paper of DPO
         "Compare means over the answers' tokens instead of sums; ipo always does.",
@@ -212,13 +210,7 @@ class SimpoObjective(CrossEntropyConfig):
         ge=0,
         aliases={"simpo_gamma": "TRL and LLaMA-Factory"},
     )
-    label_smoothing: float = setting(
-        0.0,
-        "Share of pairs whose answers are taken to be exchanged.",
-        ge=0,
-        lt=0.5,
-        example="0.1",
-    )
+    label_smoothing: float = _label_smoothing()
     nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (0 as in the paper).", ge=0)
 
 
@@ -289,6 +281,11 @@ class ObjectiveSpec:
     adds_up: bool = True
     counted: str = "token"
     metrics: tuple[Metric, ...] = ()
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of its loss, in words."""
+        return "nats per token" if self.is_likelihood else f"per {self.counted}"
 
     def selected(self, settings: Any) -> dict[str, Any]:
         """Return the settings that select tokens, as plain values; they are part of a cache key."""

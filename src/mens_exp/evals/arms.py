@@ -242,7 +242,7 @@ def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
 def loss_unit(arm: Arm) -> str | None:
     """Return the unit of an arm's losses if they are no likelihoods of tokens."""
     spec = OBJECTIVES.known(str(arm.trials[0].settings.get("objective.name")))
-    return None if spec is None or spec.is_likelihood else f"per {spec.counted}"
+    return None if spec is None or spec.is_likelihood else spec.loss_unit
 
 
 _CHUNK = "objective.chunk_tokens"  # which changes memory alone

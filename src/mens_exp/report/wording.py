@@ -108,7 +108,7 @@ def objective_of(manifest: Manifest) -> ObjectiveSpec | None:
 def loss_unit(manifest: Manifest) -> str:
     """Name the unit of a run's loss."""
     spec = objective_of(manifest)
-    return "nats per token" if spec is None or spec.is_likelihood else f"per {spec.counted}"
+    return "nats per token" if spec is None else spec.loss_unit
 
 
 def rate(value: float) -> str:

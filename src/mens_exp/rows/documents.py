@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
+# Rows that are encoded together: their texts are in memory, and RowDocuments.prepared sees them, so
+# that the documents of objective=kto depend on it. Unverified guess.
+ROWS_TOGETHER: Final = 2048
 _ARRAYS: Final = ("ids", "supervised", "offsets")
 _EXTRA: Final = "extra_"  # before the name of a further value, as an array is stored
 
@@ -307,7 +310,7 @@ class _WholePair(_Pair):
 
 
 _MISMATCHED: Final = "mismatched"
-_TRIED: Final = 64  # rows before a row that are looked at for one with another prompt
+_TRIED: Final = 64  # rows that are searched for one with another prompt; unverified guess
 
 
 class _Labelled(_Pair):

@@ -31,7 +31,15 @@ import numpy as np
 
 from mens_exp.errors import DataError, MensError, Problems, SetupError
 from mens_exp.rows import files
-from mens_exp.rows.documents import Document, Encoded, Ending, Labelling, arrays_of, opened
+from mens_exp.rows.documents import (
+    ROWS_TOGETHER,
+    Document,
+    Encoded,
+    Ending,
+    Labelling,
+    arrays_of,
+    opened,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +49,6 @@ if TYPE_CHECKING:
     from mens_exp.rows.schema import TrainingPair
 
 ENCODING_VERSION = 4  # increment when ids, masks or counts of the same row change
-_ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
 _MOST_PROBLEMS = 20
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
 
@@ -65,10 +72,10 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
         SetupError: an installed objective cannot be used.
     """
     parts, rows = [], labelling.rows
-    for start in range(0, len(pairs), _ROWS_AT_ONCE):
-        read = list(pairs[start : start + _ROWS_AT_ONCE])  # this reads rows that are on disk
+    for start in range(0, len(pairs), ROWS_TOGETHER):
+        read = list(pairs[start : start + ROWS_TOGETHER])  # this reads rows that are on disk
         for pair in read:
-            rows.check(pair)
+            rows.check(pair)  # one message: the others lack, or have unread, the same
         some = rows.prepared(read)
         documents: list[Document] = []
         unrolled = 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mens_exp.rows.answers import TextEncoder
+from mens_exp.rows.documents import ROWS_TOGETHER
 from mens_exp.rows.encode import encode, text_parts
 from mens_exp.rows.files import release_pages
 from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from mens_exp.rows.documents import Encoded, Labelling, RowDocuments
     from mens_exp.rows.schema import TrainingPair
 
-_ROWS_AT_ONCE = 2048  # rows whose texts are in memory together; unverified guess
 _ROLES = len(Role)
 
 
@@ -114,8 +114,8 @@ def role_counts(
         labelling: the labelling, as used by `encode`.
     """
     counter = _Counter(documents, encoder, labelling)
-    for start in range(0, len(pairs), _ROWS_AT_ONCE):
-        counter.take(start, list(pairs[start : start + _ROWS_AT_ONCE]))
+    for start in range(0, len(pairs), ROWS_TOGETHER):
+        counter.take(start, list(pairs[start : start + ROWS_TOGETHER]))
         release_pages(documents.ids, documents.supervised)
     found = counter.found
     if found.why_unknown is None and found.documents < len(documents):
@@ -130,7 +130,7 @@ def supervised_tokens(
     """Count the tokens of rows that would be supervised without a length limit."""
     endless = dataclasses.replace(labelling, seq_len=2**31 - 1)
     rest, total = iter(pairs), 0
-    while some := list(itertools.islice(rest, _ROWS_AT_ONCE)):
+    while some := list(itertools.islice(rest, ROWS_TOGETHER)):
         total += int(encode(some, encoder, endless).supervised.sum())
     return total
 

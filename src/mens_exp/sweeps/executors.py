@@ -28,7 +28,7 @@ from mens_exp.sweeps.job import ACCEPT_CHANGES
 from mens_exp.sweeps.process import VISIBLE, Ended, Found, Stop, environment_of, start
 from mens_exp.sweeps.slurm_commands import (
     call,
-    is_silence,
+    is_passing,
     queue_of,
     refused,
     script,
@@ -171,10 +171,10 @@ class SlurmExecutor:
         try:
             array = call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
         except OSError as error:
-            if is_silence(str(error)):
+            if is_passing(str(error)):
                 self._is_unsure, self.has_answered = True, False
                 for job in jobs:
-                    job["reason"] = f"Slurm does not answer: {error}"
+                    job["reason"] = f"Slurm does not take it yet: {error}"
                 return []
             return [(job, f"Slurm did not take it: {error}") for job in jobs]
         self.poll()
@@ -218,7 +218,7 @@ class SlurmExecutor:
         try:
             call(["scancel", queue_id])
         except OSError as error:  # otherwise it has ended by itself
-            if is_silence(str(error)):
+            if is_passing(str(error)):
                 self._unwanted.add(queue_id)
 
     def cancel(self, works: Sequence[Work], number: int) -> None:

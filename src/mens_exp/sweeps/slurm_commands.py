@@ -154,11 +154,11 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
         )
 
 
-def is_silence(said: str) -> bool:
-    """Return whether a Slurm command failed because Slurm did not answer, which may pass.
+def is_passing(said: str) -> bool:
+    """Return whether the failure of a Slurm command may pass: no answer, or nodes that are away.
 
-    Without the nodes that have not registered yet with a controller that has just started, or are
-    out of service, it says that there are none (measured on 22.05).
+    A controller says that no node fits while those that fit are out of service, or have not
+    registered with it since it was started (measured on 22.05).
     """
     return any(text in said for text in _SILENCE) or (_NO_SUCH_NODE in said and _lacks_nodes())
 
@@ -174,16 +174,14 @@ def _lacks_nodes() -> bool:
 
 def refused(said: str) -> MensError:
     """Return the error for a Slurm command's message: about Slurm, or about the request."""
-    if is_silence(said):
-        nodes = _NO_SUCH_NODE in said
-        return SetupError(
-            "Slurm lacks nodes for the jobs at the moment" if nodes else "Slurm does not answer",
-            where="hydra/launcher",
-            found=said,
-            remedy="try again when `sinfo` shows all nodes in service, or correct the setting"
-            if nodes
-            else "see what `sinfo` says, or run the sweep with hydra/launcher=local",
-        )
+    if is_passing(said):
+        if _NO_SUCH_NODE in said:
+            what = "Slurm lacks nodes for the jobs at the moment"
+            remedy = "try again when `sinfo` shows all nodes in service, or correct the setting"
+        else:
+            what = "Slurm does not answer"
+            remedy = "see what `sinfo` says, or run the sweep with hydra/launcher=local"
+        return SetupError(what, where="hydra/launcher", found=said, remedy=remedy)
     return RequestError(
         "Slurm would not take the jobs",
         where="hydra.launcher",

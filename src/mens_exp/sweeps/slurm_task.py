@@ -21,7 +21,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, SweepDir, SweepRecord
 from mens_exp.sweeps.job import ACCEPT_CHANGES, NODES, OF_TASKS
 from mens_exp.sweeps.process import Ended, environment_of, start
-from mens_exp.sweeps.slurm_commands import call, is_silence
+from mens_exp.sweeps.slurm_commands import call, is_passing
 from mens_exp.tasks.run import CANCELLED
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _passed_on(process: Process, number: int, is_across: bool) -> bool:
     try:
         call(["scancel", f"--signal={number}", os.environ["SLURM_JOB_ID"]])
     except OSError as error:
-        return not is_silence(str(error))
+        return not is_passing(str(error))
     return True
 
 

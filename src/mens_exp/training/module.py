@@ -76,10 +76,9 @@ def for_processes(checkpoint: dict[str, Any], world_size: int) -> None:
         return
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["current"], progress["total"]):
-        ready = counts["ready"] * saved // world_size
+        taken = counts["ready"]
         for name, value in counts.items():
-            counts[name] = ready - (counts["ready"] - value) if name != "ready" else value
-        counts["ready"] = ready
+            counts[name] = taken * saved // world_size - (taken - value)
 
 
 @dataclass(frozen=True, slots=True)
