@@ -49,6 +49,14 @@ class SweepDir:
         """Return the log of attempts at a job that the launcher does not start itself."""
         return self.batch / f"attempts_{number}.jsonl"
 
+    def unwanted(self, number: int) -> Path:
+        """Return the file by which a job of a Hydra plugin's launcher hears that it is to end."""
+        return self.batch / f"unwanted_{number}"
+
+    def alive(self, number: int) -> Path:
+        """Return the file that such a job touches every few seconds."""
+        return self.batch / f"alive_{number}"
+
     @property
     def journal(self) -> Path:
         """In a search, Optuna's journal of its trials."""

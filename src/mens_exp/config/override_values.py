@@ -28,7 +28,7 @@ from mens_exp.config.loader import SET_BY_OPTION, is_open
 from mens_exp.config.root import MOVED, moved_to
 from mens_exp.config.suggestions import options_with, unknown_key
 from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, SLURM, LocalLauncher
-from mens_exp.config.user_config import group_options
+from mens_exp.config.user_config import group_options, hydra_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
@@ -236,6 +236,12 @@ def _accepted(node: Any, value: Any) -> str:
 
 IN_PROCESS = "basic"
 _JOBLIB = "joblib"  # a launcher of earlier releases
+_PACKAGES = {  # Hydra's own plugins
+    "ray": "hydra-ray-launcher",
+    "ray_aws": "hydra-ray-launcher",
+    "rq": "hydra-rq-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+}
 _PLUGINS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
 _PREFIXES = ("sweep.", "hydra.launcher.", "hydra.sweeper.")
 _OF_LOCAL = {field.name for field in fields(LocalLauncher)}
@@ -262,10 +268,12 @@ def with_nodes(texts: Sequence[str], *, multirun: bool) -> list[str]:
 def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:
     """Refuse the launcher `joblib`, and rewrite the command for `local`, its equivalent.
 
+    With hydra-joblib-launcher installed, the command stays as it is.
+
     Returns:
         The overrides for `local`, so that the rest of the command is checked too, and the refusal.
     """
-    if launcher_of(texts, multirun=multirun) != _JOBLIB:
+    if launcher_of(texts, multirun=multirun) != _JOBLIB or _JOBLIB in hydra_options("launcher"):
         return list(texts), []
     keys = {text: text.lstrip("+").partition("=")[0] for text in texts}
     settings = [text for text in texts if keys[text].startswith("hydra.launcher.")]
@@ -336,13 +344,18 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             found=line,
             remedy="start one sweep for each value",
         )
-    elif key == "hydra/launcher" and launcher not in {*LAUNCHERS, IN_PROCESS}:
+    elif key == "hydra/launcher" and not (
+        launcher in {*LAUNCHERS, IN_PROCESS} or launcher in hydra_options("launcher")
+    ):
+        others = sorted(hydra_options("launcher") - {*LAUNCHERS, *EARLIER, IN_PROCESS})
+        package = _PACKAGES.get(launcher)
         yield ConfigError(
-            "is no launcher that starts jobs here",
+            "there is no such launcher",
             where=key,
             found=launcher,
-            expected=f"{', '.join(LAUNCHERS)}, a process for each job; or {IN_PROCESS}, which runs "
-            "them one after the other in the launcher's own process",
+            expected=f"{', '.join([*LAUNCHERS, *others])}, a process for each job; or "
+            f"{IN_PROCESS}, which runs them one after the other in the launcher's own process",
+            remedy=f"install its plugin: pip install {package}" if package else None,
         )
     elif launcher == IN_PROCESS and line == f"hydra/sweeper={OPTUNA}":
         yield NoEffectError(

@@ -158,9 +158,22 @@ class SlurmLauncher:
     )
 
 
-Launcher = LocalLauncher | SlurmLauncher
+@dataclass(kw_only=True, slots=True)
+class PluginLauncher:
+    """A launcher of an installed Hydra plugin, such as `hydra/launcher=submitit_local`.
 
-LAUNCHERS: dict[str, type[Launcher]] = {
+    Attributes:
+        option: its option of hydra/launcher.
+        settings: its node of Hydra's configuration; interpolations are resolved where it runs.
+    """
+
+    option: str
+    settings: dict[str, Any]
+
+
+Launcher = LocalLauncher | SlurmLauncher | PluginLauncher
+
+LAUNCHERS: dict[str, type[LocalLauncher | SlurmLauncher]] = {
     LOCAL_LAUNCHER: LocalLauncher,
     SLURM: SlurmLauncher,
 }
@@ -173,17 +186,29 @@ def launcher_settings(values: dict[str, Any], name: str) -> Launcher:
         values: Hydra's launcher node, or the values stored by `launcher_values`.
         name: the option of hydra/launcher; earlier names are accepted.
     """
-    schema = LAUNCHERS[EARLIER.get(name, name)]
+    name = EARLIER.get(name, name)
+    if name not in LAUNCHERS:
+        return PluginLauncher(option=name, settings=dict(values))
+    schema = LAUNCHERS[name]
     given = {field.name: values[field.name] for field in _settable(schema) if field.name in values}
     return schema(**given)
 
 
 def launcher_values(launcher: Launcher) -> dict[str, Any]:
     """Return the settings of a launcher in the form stored in records."""
+    if isinstance(launcher, PluginLauncher):
+        return dict(launcher.settings)
     return {field.name: getattr(launcher, field.name) for field in _settable(type(launcher))}
 
 
-def _settable(schema: type[Launcher]) -> list[dataclasses.Field[Any]]:
+def launcher_option(launcher: Launcher) -> str:
+    """Return a launcher's option of hydra/launcher."""
+    if isinstance(launcher, PluginLauncher):
+        return launcher.option
+    return next(name for name, kind in LAUNCHERS.items() if isinstance(launcher, kind))
+
+
+def _settable(schema: type[Any]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(schema) if field.name != "_target_"]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
@@ -262,6 +263,20 @@ def group_options() -> dict[str, tuple[str, ...]]:
         group: (*options, *(option for option in own.get(group, ()) if option not in options))
         for group, options in our_options().items()
     }
+
+
+def hydra_options(kind: str) -> frozenset[str]:
+    """Return the options of `hydra/launcher` or `hydra/sweeper` that plugins or the user add.
+
+    Args:
+        kind: ``launcher`` or ``sweeper``.
+    """
+    Plugins.instance()  # imports the plugins, which store their options
+    group = f"hydra/{kind}"
+    store: Any = ConfigStore.instance().repo.get("hydra", {})
+    stored = {name.removesuffix(".yaml") for name in store.get(kind, {})}
+    own = {file.stem for _, file in _own_files() if file.parent.as_posix() == group}
+    return frozenset(stored | own)
 
 
 def _own_files() -> list[tuple[Path, Path]]:

@@ -1,4 +1,4 @@
-"""Executors of a sweep: Slurm or local processes, selected by hydra/launcher.
+"""Executors of a sweep: Slurm, local processes or a plugin, selected by hydra/launcher.
 
 Each executor checks its requirements before anything is started. Only Slurm knows whether a job is
 running, because jobs run on other machines and may outlive the launcher. A job that reaches its
@@ -22,9 +22,10 @@ from mens_exp.artifacts.host import lock_holder
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, JobAttempt, JobState
-from mens_exp.config.sweep import SlurmLauncher, launcher_settings
+from mens_exp.config.sweep import LocalLauncher, PluginLauncher, SlurmLauncher, launcher_settings
 from mens_exp.errors import ConfigError
 from mens_exp.sweeps.job import ACCEPT_CHANGES
+from mens_exp.sweeps.plugin_executor import PluginExecutor
 from mens_exp.sweeps.process import VISIBLE, Ended, Found, Stop, environment_of, start
 from mens_exp.sweeps.slurm_commands import (
     call,
@@ -367,6 +368,8 @@ def executor_of(directory: SweepDir, record: SweepRecord) -> Executor:
     launcher = launcher_settings(record.launcher_settings, record.launcher)
     if isinstance(launcher, SlurmLauncher):
         return SlurmExecutor(directory, record, launcher)
+    if isinstance(launcher, PluginLauncher):
+        return PluginExecutor(directory, record)
     return LocalExecutor(directory, record)
 
 
@@ -379,7 +382,7 @@ def executor_problems(launcher: Launcher, many: int) -> list[MensError]:
     """
     if isinstance(launcher, SlurmLauncher):
         return slurm_problems(launcher, many)
-    if launcher.n_jobs == 0:
+    if isinstance(launcher, LocalLauncher) and launcher.n_jobs == 0:
         return [
             ConfigError(
                 "out of range",

@@ -11,7 +11,7 @@ from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import Job, JobState, SweepDir, SweepJob, SweepRecord
 from mens_exp.config.compose import config_digest, to_yaml
-from mens_exp.config.sweep import LAUNCHERS, SlurmLauncher, launcher_values
+from mens_exp.config.sweep import LocalLauncher, launcher_option, launcher_values
 from mens_exp.errors import Problems
 from mens_exp.planning import machine
 from mens_exp.planning.checks import classes
@@ -162,7 +162,7 @@ def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) ->
         n_jobs=jobs_at_a_time(launcher),
         threads=threads_per_job(launcher),
         **_devices(launcher, cells),
-        launcher=next(name for name, kind in LAUNCHERS.items() if isinstance(launcher, kind)),
+        launcher=launcher_option(launcher),
         launcher_settings=launcher_values(launcher),
         retries=asked.settings.retries,
         changes=asked.settings.changes.value,
@@ -173,7 +173,7 @@ def new_record(asked: Asked, overrides: Sequence[str], cells: Sequence[Cell]) ->
 
 def _devices(launcher: LauncherSettings, cells: Sequence[Cell]) -> dict[str, Any]:
     """Return the GPUs that jobs share, and the number of GPUs per job."""
-    if isinstance(launcher, SlurmLauncher):  # Slurm assigns GPUs to each job
+    if not isinstance(launcher, LocalLauncher):  # Slurm, or a plugin, assigns GPUs to each job
         return {}
     each = gpus_per_job(cells)
     return {"gpus": list(machine.gpu_ids()), "gpus_per_job": each} if each else {}

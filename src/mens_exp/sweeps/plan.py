@@ -13,7 +13,13 @@ from mens_exp.artifacts.sweep import LeftOut, SweepDir
 from mens_exp.config.compose import config_digest
 from mens_exp.config.fields import range_problems
 from mens_exp.config.overrides import check
-from mens_exp.config.sweep import Invalid, SlurmLauncher, launcher_settings
+from mens_exp.config.sweep import (
+    Invalid,
+    LocalLauncher,
+    PluginLauncher,
+    SlurmLauncher,
+    launcher_settings,
+)
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.planning import machine
 from mens_exp.planning.contract import contract_of, recorded_settings
@@ -309,6 +315,8 @@ def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> lis
     """
     if isinstance(launcher, SlurmLauncher):
         return list(_slurm_problems(cells, launcher))
+    if isinstance(launcher, PluginLauncher):  # it gives each job its devices
+        return []
     return gpu_problems(machine.gpu_ids(), gpus_per_job(cells), min(many, jobs_at_a_time(launcher)))
 
 
@@ -351,7 +359,7 @@ def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) ->
         RequestError: even the low estimates of the concurrent jobs exceed the machine.
     """
     notes = _asked_for(jobs, launcher) if isinstance(launcher, SlurmLauncher) else []
-    if not isinstance(launcher, SlurmLauncher):  # its jobs run on other machines
+    if isinstance(launcher, LocalLauncher):  # other jobs run on other machines, or may do so
         notes += _memory_notes(jobs, jobs_at_a_time(launcher))
         notes += _core_notes(jobs, jobs_at_a_time(launcher))
     needed = sum(job.estimate["disk_bytes"] or 0 for job in jobs)

@@ -17,7 +17,7 @@ import psutil
 
 from mens_exp.artifacts import host
 from mens_exp.artifacts.host import is_alive, peak_rss_bytes
-from mens_exp.config.sweep import SlurmLauncher
+from mens_exp.config.sweep import LocalLauncher, SlurmLauncher
 from mens_exp.errors import MensError, RequestError
 from mens_exp.planning.machine import cores
 from mens_exp.tasks import coordinator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.sweep import JobState, SweepJob
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
-    from mens_exp.config.sweep import Launcher
+    from mens_exp.config.sweep import Launcher, PluginLauncher
 
 _KIB = 1024
 _LOOK_S = 1.0  # polling interval for the memory of processes; the system keeps their peaks
@@ -263,17 +263,27 @@ def jobs_at_a_time(launcher: Launcher) -> int:
     """Return the maximum number of concurrent jobs."""
     if isinstance(launcher, SlurmLauncher):
         return launcher.array_parallelism
-    if launcher.n_jobs > 0:
-        return launcher.n_jobs
-    return max(1, cores() + 1 + launcher.n_jobs)
+    many = launcher.n_jobs if isinstance(launcher, LocalLauncher) else _n_jobs_of(launcher)
+    return many if many > 0 else max(1, cores() + 1 + many)
+
+
+def _n_jobs_of(launcher: PluginLauncher) -> int:
+    """Return the plugin's own setting, counted as joblib does, or one job for each core."""
+    given = launcher.settings.get("n_jobs")
+    return given if isinstance(given, int) and given else -1
 
 
 def threads_per_job(launcher: Launcher) -> int:
     """Return the threads per job: the user's setting, or the cores divided by concurrent jobs."""
     if isinstance(launcher, SlurmLauncher):
         return launcher.cpus_per_task
-    if launcher.threads is not None:
-        return launcher.threads
+    asked = (
+        launcher.threads
+        if isinstance(launcher, LocalLauncher)
+        else launcher.settings.get("cpus_per_task")
+    )
+    if isinstance(asked, int):
+        return asked
     given = os.environ.get(_THREADS[0], "")
     if given.isdecimal() and int(given) > 0:
         return int(given)

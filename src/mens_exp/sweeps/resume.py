@@ -52,12 +52,12 @@ def resume_sweep(overrides: Sequence[str]) -> int:
         MensError: there is no such sweep, its launcher is still alive, the code has changed since
             the launch, or an override cannot be changed.
     """
-    directory, launcher = _launched(overrides)
-    _refuse_others(overrides, launcher)
+    directory, launched = _launched(overrides)
+    _refuse_others(overrides, launched)
     trials = [text for text in overrides if text.startswith(f"{_TRIALS}=")]
     overrides = [text for text in overrides if text not in trials]
     # Use the launcher of the original launch, so that its settings are known.
-    checked = check([f"hydra/launcher={launcher}", *overrides], multirun=True)
+    checked = check([f"hydra/launcher={launched.launcher}", *overrides], multirun=True)
     Problems.raise_if(checked.problems)
     asked = checked.cells[0]
     with locked(directory, "sweep.resume"):
@@ -144,8 +144,8 @@ def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
         frozen.write(run.job)
 
 
-def _launched(overrides: Sequence[str]) -> tuple[SweepDir, str]:
-    """Return the directory of the sweep, and its launcher."""
+def _launched(overrides: Sequence[str]) -> tuple[SweepDir, SweepRecord]:
+    """Return the directory of the sweep, and its record as it was left."""
     plain = [text for text in overrides if _key(text) == "sweep.resume"]
     checked = check(plain, multirun=True)
     Problems.raise_if(checked.problems)
@@ -158,16 +158,18 @@ def _launched(overrides: Sequence[str]) -> tuple[SweepDir, str]:
             found=str(directory.path),
             remedy=f"write {shlex.join(['python', '-m', 'mens_exp', *record.command])}",
         )
-    return directory, record.launcher
+    return directory, record
 
 
 def _key(text: str) -> str:
     return text.lstrip("+~").partition("=")[0]
 
 
-def _refuse_others(overrides: Sequence[str], launcher: str) -> None:
+def _refuse_others(overrides: Sequence[str], record: SweepRecord) -> None:
     """Refuse overrides that must not change; a launcher's resources per job may, except threads."""
-    settings = {f"hydra.launcher.{name}" for name in launcher_values(LAUNCHERS[launcher]())}
+    schema = LAUNCHERS.get(record.launcher)
+    names = record.launcher_settings if schema is None else launcher_values(schema())
+    settings = {f"hydra.launcher.{name}" for name in names if name != "_target_"}
     may = _MAY_CHANGE | (settings - _STAYS)
     Problems.raise_if(
         [

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     job = next(one for one in record.jobs if one["number"] == number)
     processes = job.get("processes", 1)
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
-    environment = _environment(record.threads, processes)
+    environment = environment_on_node(record.threads, processes)
     across = _srun(given.nodes, processes, record.threads) if given.nodes > 1 else []
     if across:
         environment |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(_free_port())}
@@ -102,7 +102,7 @@ def supervise(
         environment: environment of the job.
         log: log of its attempts.
         processes: number of processes of the job, including workers.
-        queue_id: Slurm's id of the job.
+        queue_id: the batch system's id of the job.
         signals: returns the signals to forward to the job, each once.
         before: the command that starts its processes on several nodes.
 
@@ -113,10 +113,14 @@ def supervise(
     process.has_others = processes > 1
     log.began(process.pid, process.started, host=socket.gethostname(), queue_id=queue_id)
     pending: list[int] = []
-    while (ended := process.ended()) is None:
-        pending += signals()
-        pending = [number for number in pending if not _passed_on(process, number, bool(before))]
-        time.sleep(_HEAR_S)
+    try:
+        while (ended := process.ended()) is None:
+            pending += signals()
+            pending = [one for one in pending if not _passed_on(process, one, bool(before))]
+            time.sleep(_HEAR_S)
+    except BaseException:  # a handler of someone else's signal ends this process
+        process.pass_on(signal.SIGTERM)
+        raise
     if not before:
         return ended
     code = ended.exit_code
@@ -177,7 +181,13 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _environment(threads: int, processes: int) -> dict[str, str]:
+def environment_on_node(threads: int, processes: int) -> dict[str, str]:
+    """Return the environment of a job that a batch system has given its devices.
+
+    Args:
+        threads: threads of the job.
+        processes: number of processes of the job.
+    """
     made = environment_of(0, threads=threads, gpus=[], processes=processes)
     return {name: value for name, value in made.items() if name not in OF_TASKS}
 
