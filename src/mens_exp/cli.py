@@ -301,12 +301,18 @@ def _sweep(overrides: Sequence[str]) -> int:
         from mens_exp.sweeps.resume import resume_sweep
 
         return resume_sweep(overrides)
-    from mens_exp.config.sweep import is_search
+    from mens_exp.config.overrides import chosen_sweeper
+    from mens_exp.config.sweep import IN_ORDER, OPTUNA
 
-    if is_search(list(overrides)):
+    sweeper = chosen_sweeper(overrides)
+    if sweeper == OPTUNA:
         from mens_exp.sweeps.searching import launch_search
 
         return launch_search(overrides)
+    if sweeper != IN_ORDER:
+        from mens_exp.sweeps.plugin_sweeper import launch_by_sweeper
+
+        return launch_by_sweeper(overrides)
     from mens_exp.sweeps.multirun import launch
 
     return launch(overrides)

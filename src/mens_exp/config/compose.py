@@ -201,6 +201,18 @@ def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
         show(config_name=primary_config(), args_parser=parser, args=parsed)
 
 
+@contextmanager
+def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
+    """Provide what Hydra sets its plugins up with: our loader, and the configured callbacks.
+
+    Args:
+        config: a composed configuration with Hydra's node.
+    """
+    with _hydra():
+        loader = GlobalHydra.instance().config_loader()
+        yield HydraContext(config_loader=loader, callbacks=Callbacks(config))
+
+
 def run_composed(
     one: Composed, task: Callable[[Path], int], *, configures_logging: bool = True
 ) -> int:
@@ -229,15 +241,13 @@ def run_composed(
                 found=str(error),
                 remedy="name a directory that you may write to",
             ) from error
-    with _hydra():
+    with hydra_context(config) as context:
         with read_write(config):
             config.hydra.mode = RunMode.RUN
-        callbacks = Callbacks(config)
+        callbacks = context.callbacks
         callbacks.on_run_start(config=config, config_name=primary_config())
         done = run_job(
-            hydra_context=HydraContext(
-                config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks
-            ),
+            hydra_context=context,
             task_function=lambda _: task(Path(HydraConfig.get().runtime.output_dir)),
             config=config,
             job_dir_key="hydra.run.dir",

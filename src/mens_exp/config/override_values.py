@@ -27,7 +27,15 @@ from mens_exp.config.fields import shown
 from mens_exp.config.loader import SET_BY_OPTION, is_open
 from mens_exp.config.root import MOVED, moved_to
 from mens_exp.config.suggestions import options_with, unknown_key
-from mens_exp.config.sweep import EARLIER, LAUNCHERS, LOCAL_LAUNCHER, OPTUNA, SLURM, LocalLauncher
+from mens_exp.config.sweep import (
+    EARLIER,
+    IN_ORDER,
+    LAUNCHERS,
+    LOCAL_LAUNCHER,
+    OPTUNA,
+    SLURM,
+    LocalLauncher,
+)
 from mens_exp.config.user_config import group_options, hydra_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
@@ -316,12 +324,15 @@ def with_moved_keys(texts: Sequence[str], *, multirun: bool) -> tuple[list[str],
     return written, [ConfigError(what, remedy=f"write {command}")]
 
 
-def sweep_override_problems(override: Override, *, launcher: str | None) -> Iterator[ConfigError]:
+def sweep_override_problems(
+    override: Override, *, launcher: str | None, sweeper: str = IN_ORDER
+) -> Iterator[ConfigError]:
     """Yield the problems of an override that applies to a whole sweep.
 
     Args:
         override: any override of the command.
         launcher: launcher of the sweep; None if there is none.
+        sweeper: its sweeper.
     """
     key, line = override.key_or_group, str(override.input_line)
     if key == "hydra.mode":
@@ -344,20 +355,16 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             found=line,
             remedy="start one sweep for each value",
         )
-    elif key == "hydra/launcher" and not (
-        launcher in {*LAUNCHERS, IN_PROCESS} or launcher in hydra_options("launcher")
-    ):
-        others = sorted(hydra_options("launcher") - {*LAUNCHERS, *EARLIER, IN_PROCESS})
-        package = _PACKAGES.get(launcher)
-        yield ConfigError(
-            "there is no such launcher",
+    elif key in {"hydra/launcher", "hydra/sweeper"} and (there := _unknown_plugin(key, override)):
+        yield there
+    elif key == "sweep.objectives" and sweeper in {IN_ORDER, OPTUNA}:
+        yield NoEffectError(
+            f"with hydra/sweeper={sweeper}",
             where=key,
-            found=launcher,
-            expected=f"{', '.join([*LAUNCHERS, *others])}, a process for each job; or "
-            f"{IN_PROCESS}, which runs them one after the other in the launcher's own process",
-            remedy=f"install its plugin: pip install {package}" if package else None,
+            found=line,
+            remedy="give hydra.sweeper.objectives" if sweeper == OPTUNA else f"drop {key}",
         )
-    elif launcher == IN_PROCESS and line == f"hydra/sweeper={OPTUNA}":
+    elif launcher == IN_PROCESS and key == "hydra/sweeper" and sweeper != IN_ORDER:
         yield NoEffectError(
             f"with hydra/launcher={IN_PROCESS}, which takes the cells as they stand",
             where=key,
@@ -372,3 +379,21 @@ def sweep_override_problems(override: Override, *, launcher: str | None) -> Iter
             found=line,
             remedy=f"drop {key}, or hydra/launcher={IN_PROCESS}",
         )
+
+
+def _unknown_plugin(group: str, override: Override) -> ConfigError | None:
+    """Refuse a launcher or sweeper that neither we nor an installed plugin have."""
+    kind, chosen = group.partition("/")[2], str(override.value())
+    ours = [*LAUNCHERS, IN_PROCESS] if kind == "launcher" else [IN_ORDER, OPTUNA]
+    there = hydra_options(kind)
+    if chosen in ours or chosen in there:
+        return None
+    others = sorted(there - {*ours, *EARLIER})
+    package = _PACKAGES.get(chosen)
+    return ConfigError(
+        f"there is no such {kind}",
+        where=group,
+        found=chosen,
+        expected=", ".join([*ours, *others]),
+        remedy=f"pip install {package}" if package else f"install the Hydra plugin of {chosen}",
+    )

@@ -33,6 +33,7 @@ from mens_exp.config.override_values import (
 )
 from mens_exp.config.root import RunConfig
 from mens_exp.config.suggestions import meant_by
+from mens_exp.config.sweep import IN_ORDER, sweeper_of
 from mens_exp.config.user_config import (
     Sources,
     group_options,
@@ -139,7 +140,7 @@ def check(
     good = []
     for override in overrides:
         problems = found[_line(override)]
-        problems += sweep_override_problems(override, launcher=launcher)
+        problems += sweep_override_problems(override, launcher=launcher, sweeper=sweeper_of(texts))
         if not (_is_group(override) or _is_hydra(override)):
             problems += value_problems(override, references, unsure)
         if not problems and _has_place(override, references):
@@ -197,6 +198,18 @@ def _swept_by_config(texts: Sequence[str]) -> list[str]:
     params = sweeper.get("params") if sweeper["name"] == "basic" else None
     given = {_key(text) for text in texts}
     return [f"{key}={shown(value)}" for key, value in (params or {}).items() if key not in given]
+
+
+def chosen_sweeper(texts: Sequence[str]) -> str:
+    """Return the option of hydra/sweeper that a command selects, be it by its experiment."""
+    if any(text.startswith("hydra/sweeper=") for text in texts):
+        return sweeper_of(texts)
+    parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
+    plain = [_line(override) for override in parsed if not override.is_sweep_override()]
+    try:
+        return str(compose([plain])[0].sweeper["name"])
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return IN_ORDER  # reported when the command is checked
 
 
 def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:

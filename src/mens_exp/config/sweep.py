@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import setting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LOCAL_LAUNCHER = "local"
 
@@ -51,6 +54,12 @@ class SweepConfig:
         Changes.refuse,
         "refuse: a job that finds other code or other rows than at launch fails; accept: it runs "
         "all the same, and the record says so.",
+    )
+    objectives: list[str] = setting(
+        ["val_loss"],
+        "KPIs of a job that the sweeper of a Hydra plugin gets as its result, named as "
+        "task=compare names them: one as a number, several in a list.",
+        example="[val_loss,peak_bytes]",
     )
 
 
@@ -269,7 +278,10 @@ def search_settings(node: dict[str, Any]) -> OptunaSweeper:
     return OptunaSweeper(**{one.name: node[one.name] for one in fields(OptunaSweeper)})
 
 
-def is_search(texts: list[str]) -> bool:
-    """Return whether the overrides select the sweeper that searches."""
+IN_ORDER = "basic"  # the sweeper that takes the cells of the command, in its order
+
+
+def sweeper_of(texts: Sequence[str]) -> str:
+    """Return the option of hydra/sweeper that the overrides select."""
     chosen = [text.partition("=")[2] for text in texts if text.startswith("hydra/sweeper=")]
-    return bool(chosen) and chosen[-1] == OPTUNA
+    return chosen[-1] if chosen else IN_ORDER

@@ -91,12 +91,13 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     return plan_cells(check(overrides, multirun=True))
 
 
-def plan_cells(checked: Checked, *, is_new: bool = True) -> PlannedSweep:
+def plan_cells(checked: Checked, *, is_new: bool = True, by_sweeper: bool = False) -> PlannedSweep:
     """Plan the cells of a checked command; see :func:`plan_sweep`.
 
     Args:
         checked: the cells, and what is wrong with them.
         is_new: whether their directories have to be empty.
+        by_sweeper: whether a plugin's sweeper has chosen them, as hydra/sweeper says.
 
     Raises:
         MensError: as there.
@@ -120,7 +121,7 @@ def plan_cells(checked: Checked, *, is_new: bool = True) -> PlannedSweep:
     if not general:
         general += executor_problems(launcher, 1 + max(cell.number for cell in checked.cells))
     general += place_problems(root, checked.cells) if is_new else []
-    general += _sweeper_problems(first)
+    general += [] if by_sweeper else _sweeper_problems(first)
     good = [cell for cell in checked.cells if cell.number not in bad]
     if general or not good or (bad and settings.invalid is Invalid.error):
         refuse(general, bad, names)

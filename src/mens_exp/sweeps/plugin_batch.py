@@ -177,6 +177,6 @@ def _search_path() -> Any:
 
 if __name__ == "__main__":
     # Workers of a plugin import the task by name, which `__main__` would not be to them.
-    from mens_exp.sweeps import plugin_batch
+    from mens_exp.sweeps import plugin_batch  # noqa: PLW0406
 
     sys.exit(plugin_batch.main(sys.argv[1:]))

@@ -14,8 +14,15 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import Job, JobAttempt, JobState, SweepDir, SweepRecord
 from mens_exp.config.compose import config_digest, from_yaml, to_yaml, typed
 from mens_exp.config.fields import range_problems
-from mens_exp.config.overrides import check
-from mens_exp.config.sweep import LAUNCHERS, SLURM, Changes, launcher_settings, launcher_values
+from mens_exp.config.overrides import check, chosen_sweeper
+from mens_exp.config.sweep import (
+    IN_ORDER,
+    LAUNCHERS,
+    SLURM,
+    Changes,
+    launcher_settings,
+    launcher_values,
+)
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
 from mens_exp.planning import machine
@@ -72,6 +79,10 @@ def resume_sweep(overrides: Sequence[str]) -> int:
             return resume_search(directory, record, console, trials[-1:])
         with writing("sweep.resume"):
             record.write(directory.record)
+        if chosen_sweeper(record.command) != IN_ORDER:
+            from mens_exp.sweeps.plugin_sweeper import resume_by_sweeper
+
+            return resume_by_sweeper(directory, record, console)
         return finish(Launcher(directory, record, console))
 
 

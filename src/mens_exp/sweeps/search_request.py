@@ -325,21 +325,44 @@ def read_request(overrides: Sequence[str]) -> Request:
 
 def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[ConfigError]:
     """Yield objectives that these runs do not measure, and invalid directions."""
-    where = "hydra.sweeper.objectives"
-    if not search.objectives:
-        yield ConfigError("there is none", where=where, expected="a KPI, such as [val_loss]")
-    if len(set(search.objectives)) < len(search.objectives):
-        yield ConfigError("names one twice", where=where, found=", ".join(search.objectives))
+    yield from objective_problems("hydra.sweeper.objectives", search.objectives, cells)
     for name in search.objectives:
-        if name not in KPIS:
-            yield ConfigError(
-                "no such KPI", where=where, found=name, expected=expected_name(name, KPIS)
-            )
-        elif KPIS[name].direction is Direction.NONE and not search.directions:
+        if name in KPIS and KPIS[name].direction is Direction.NONE and not search.directions:
             yield ConfigError(
                 f"more {name} are neither better nor worse",
                 where="hydra.sweeper.directions",
                 expected="minimize or maximize, for each objective",
+            )
+    known = set(_DIRECTIONS.values())
+    if search.directions and (
+        len(search.directions) != len(search.objectives) or not set(search.directions) <= known
+    ):
+        yield ConfigError(
+            "not one for each objective",
+            where="hydra.sweeper.directions",
+            found=", ".join(search.directions),
+            expected="minimize or maximize, for each objective, in their order",
+        )
+
+
+def objective_problems(
+    where: str, names: Sequence[str], cells: Sequence[Cell]
+) -> Iterator[ConfigError]:
+    """Yield objectives that runs do not measure.
+
+    Args:
+        where: the setting that names them.
+        names: KPIs.
+        cells: the runs.
+    """
+    if not names:
+        yield ConfigError("there is none", where=where, expected="a KPI, such as [val_loss]")
+    if len(set(names)) < len(names):
+        yield ConfigError("names one twice", where=where, found=", ".join(names))
+    for name in names:
+        if name not in KPIS:
+            yield ConfigError(
+                "no such KPI", where=where, found=name, expected=expected_name(name, KPIS)
             )
         elif _is_of_items(name) and not any(cell.config.suite.spec.scores for cell in cells):
             yield ConfigError(
@@ -355,16 +378,6 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
             where="task",
             found=", ".join(sorted(tasks - _MEASURED)),
             expected="train or evaluate",
-        )
-    known = set(_DIRECTIONS.values())
-    if search.directions and (
-        len(search.directions) != len(search.objectives) or not set(search.directions) <= known
-    ):
-        yield ConfigError(
-            "not one for each objective",
-            where="hydra.sweeper.directions",
-            found=", ".join(search.directions),
-            expected="minimize or maximize, for each objective, in their order",
         )
 
 

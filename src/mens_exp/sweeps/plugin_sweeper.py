@@ -1,0 +1,320 @@
+"""A sweep whose cells the sweeper of an installed Hydra plugin chooses (hydra/sweeper=…).
+
+A sweeper hands lists of overrides to Hydra's launcher, once or round after round, and gets what
+each job returned. `Rounds` stands in for that launcher: every cell is checked and frozen as those
+of any other sweep, the jobs run where hydra/launcher says, and the sweeper gets their KPIs.
+
+Sweepers keep no state that could go on. A sweep that goes on asks its sweeper again from the start,
+and answers with the results on record as long as it proposes the same cells.
+"""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher as HydraLauncher
+from hydra.types import RunMode
+from omegaconf import open_dict, read_write
+
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import JobState, LeftOut, SweepDir
+from mens_exp.config.compose import config_digest, hydra_context
+from mens_exp.config.fields import range_problems
+from mens_exp.config.overrides import Checked, check, parsed_override
+from mens_exp.config.sweep import Invalid
+from mens_exp.errors import Problems, RequestError, SetupError
+from mens_exp.report import sweep_view, terminal
+from mens_exp.sweeps.executors import executor_problems
+from mens_exp.sweeps.launcher import Launcher, locked, writing
+from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record
+from mens_exp.sweeps.plan import PlannedSweep, launcher_of_cell, place_problems, plan_cells
+from mens_exp.sweeps.search_request import objective_problems
+from mens_exp.sweeps.search_study import objective_values
+from mens_exp.tasks.run import CANCELLED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hydra.types import HydraContext, TaskFunction
+    from omegaconf import DictConfig
+    from rich.console import Console
+
+    from mens_exp.artifacts.sweep import SweepJob, SweepRecord
+    from mens_exp.config.overrides import Cell
+    from mens_exp.errors import MensError
+
+
+def launch_by_sweeper(overrides: Sequence[str]) -> int:
+    """Let the sweeper choose the cells, run them, and report the outcome.
+
+    Args:
+        overrides: the command's, as typed.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        MensError: the command is invalid, or the sweeper proposed cells that cannot run.
+    """
+    first = _example(overrides)
+    asked = PlannedSweep(
+        root=Path(str(first.composed.sweep_root)),
+        launcher=launcher_of_cell(first),
+        settings=first.config.sweep,
+        jobs=(),
+        left_out=(),
+        notes=(),
+    )
+    general: list[MensError] = [
+        *range_problems(asked.launcher, "hydra.launcher."),
+        *range_problems(asked.settings, "sweep."),
+        *objective_problems("sweep.objectives", asked.settings.objectives, [first]),
+        *executor_problems(asked.launcher, 1),
+        *place_problems(asked.root, ()),
+    ]
+    Problems.raise_if(general)
+    directory = SweepDir(asked.root)
+    with locked(directory, PLACE):
+        Problems.raise_if(place_problems(asked.root, ()))  # another launcher was faster
+        record = new_record(asked, overrides, [first])
+        with writing(PLACE):
+            record.write(directory.record)
+        return Rounds(directory, record, first, terminal.console(stderr=True)).run()
+
+
+def resume_by_sweeper(directory: SweepDir, record: SweepRecord, console: Console) -> int:
+    """Go on with such a sweep, whose lock the caller holds and whose jobs are settled."""
+    root = f"{PLACE}={directory.path}"
+    return Rounds(directory, record, _example([*record.command, root]), console).run()
+
+
+def _example(overrides: Sequence[str]) -> Cell:
+    """Compose the command without what it sweeps, for the settings of sweep and plugins.
+
+    Raises:
+        Problems: it cannot be composed.
+    """
+    swept = [
+        text for text in overrides if (one := parsed_override(text, [])) and one.is_sweep_override()
+    ]
+    checked = check([text for text in overrides if text not in swept], multirun=True)
+    Problems.raise_if(list(checked.general or (() if checked.cells else checked.problems)))
+    return checked.cells[0]
+
+
+class _Stopped(BaseException):
+    """Ends a sweeper that would go on; no `except Exception` of its code may hold it."""
+
+
+class Rounds:
+    """Runs what a sweeper proposes, and returns results to it."""
+
+    def __init__(
+        self, directory: SweepDir, record: SweepRecord, first: Cell, console: Console
+    ) -> None:
+        """Use a sweep whose lock the caller holds.
+
+        Args:
+            directory: its directory.
+            record: its record, with the jobs of an earlier launcher.
+            first: the command without what it sweeps.
+            console: console for messages.
+        """
+        self._directory, self._record, self._first = directory, record, first
+        self._launcher = Launcher(directory, record, console)
+        self._console = console
+        self._next = 0  # number of the next cell
+        self._refused: BaseException | None = None
+
+    def run(self) -> int:
+        """Ask the sweeper until it ends; return the sweep's exit code.
+
+        Raises:
+            MensError: it proposed cells that cannot run, or failed itself.
+        """
+        option = self._first.composed.sweeper["name"]
+        try:
+            self._ask()
+        except _Stopped:
+            pass
+        except Exception as error:
+            if self._refused is None:
+                told = traceback.extract_tb(error.__traceback__)[-1]
+                raise SetupError(
+                    f"the sweeper {option} failed",
+                    where="hydra/sweeper",
+                    found=f"{type(error).__name__}: {error} ({told.filename}:{told.lineno})",
+                    remedy="mend its settings or its plugin, then go on with "
+                    f"sweep.resume={self._directory.path}",
+                ) from error
+        if self._refused is not None:
+            raise self._refused
+        return finish(self._launcher)
+
+    def _ask(self) -> None:
+        config = self._first.composed.whole
+        assert config is not None, "it was composed here"
+        texts = self._record.command
+        with read_write(config), open_dict(config):
+            config.hydra.mode = RunMode.MULTIRUN
+        with hydra_context(config) as context, _handing(_Handed(self._round)):
+            sweeper = Plugins.instance().instantiate_sweeper(
+                hydra_context=context, task_function=_never, config=config
+            )
+            sweeper.sweep([text for text in texts if not _is_of_hydra(text)])
+
+    def _round(self, lists: Sequence[Sequence[str]]) -> list[JobReturn]:
+        """Run one list of cells; called by the sweeper by way of `_Handed`."""
+        first, self._next = self._next, self._next + len(lists)
+        try:
+            planned = self._planned(lists, first)
+            new = self._taken(planned)
+            if new:
+                terminal.show(*sweep_view.planned_parts(self._record), on=self._console)
+            with writing(PLACE):
+                for job in planned.jobs:
+                    if job.cell.number in new:
+                        place = self._directory.path / job.directory
+                        freeze(job, place, self._record.code_sha256)
+                self._record.write(self._directory.record)
+            code = self._launcher.run()
+        except BaseException as error:
+            self._refused = error
+            raise
+        if code == CANCELLED:
+            raise _Stopped
+        return [self._returned(first + at, list(texts)) for at, texts in enumerate(lists)]
+
+    def _planned(self, lists: Sequence[Sequence[str]], first: int) -> PlannedSweep:
+        """Check and plan cells; with sweep.invalid=skip, cells that cannot run are left out."""
+        fixed = [text for text in self._record.command if _is_kept(text)]
+        fixed.append(f"{PLACE}={self._directory.path}")
+        found = [
+            check([*fixed, *texts], multirun=True, first=number)
+            for number, texts in enumerate(lists, start=first)
+        ]
+        checked = Checked(
+            cells=tuple(cell for one in found for cell in one.cells),
+            problems=tuple(problem for one in found for problem in one.problems),
+            general=tuple(problem for one in found for problem in one.general),
+            faulty={number: it for one in found for number, it in one.faulty.items()},
+        )
+        try:
+            return plan_cells(checked, is_new=False, by_sweeper=True)
+        except Problems as error:
+            if checked.general or self._first.config.sweep.invalid is Invalid.error:
+                raise
+            why = "; ".join(map(str, error.problems))
+            left_out = [
+                LeftOut(number=number, differs=list(texts), why=why, same_as=None)
+                for number, texts in enumerate(lists, start=first)
+            ]
+            return PlannedSweep(
+                root=self._directory.path,
+                launcher=launcher_of_cell(self._first),
+                settings=self._first.config.sweep,
+                jobs=(),
+                left_out=tuple(left_out),
+                notes=(),
+            )
+
+    def _taken(self, planned: PlannedSweep) -> set[int]:
+        """Add what is planned to the record; return the numbers of jobs that it does not have yet.
+
+        Raises:
+            RequestError: a cell is another one than before.
+        """
+        here = {job["number"]: job for job in self._record.jobs}
+        out = {one["number"] for one in self._record.left_out}
+        new = set()
+        for job in planned.jobs:
+            made, known = job_record(job), here.get(job.cell.number)
+            if known is None:
+                self._record.jobs.append(made)
+                new.add(made["number"])
+            elif known["config_digest"] != config_digest(job.cell.composed.values):
+                raise RequestError(
+                    f"the sweeper proposes another cell {known['number']} than when it was "
+                    "launched, so results on record are none of it",
+                    where="sweep.resume",
+                    found=" ".join(made["differs"]),
+                    expected=" ".join(known["differs"]),
+                    remedy="start a new sweep, with a seed in the sweeper's settings",
+                )
+        self._record.left_out += [one for one in planned.left_out if one["number"] not in out]
+        self._record.notes += [one for one in planned.notes if one not in self._record.notes]
+        return new
+
+    def _returned(self, number: int, texts: list[str]) -> JobReturn:
+        """Return a cell's result in Hydra's form."""
+        same = {one["number"]: one["same_as"] for one in self._record.left_out}
+        target = same.get(number, number)
+        job = next((one for one in self._record.jobs if one["number"] == target), None)
+        result = JobReturn(overrides=texts, task_name="mens_exp", status=JobStatus.FAILED)
+        if job is None:
+            left = next(one for one in self._record.left_out if one["number"] == number)
+            result.return_value = RequestError(f"cell {number} cannot run: {left['why']}")
+            return result
+        result.working_dir = str(self._directory.path / job["directory"])
+        values, why = self._values(job)
+        if values is None:
+            result.return_value = RequestError(f"cell {number} has no result: {why}")
+        else:
+            result.status = JobStatus.COMPLETED
+            result.return_value = values[0] if len(values) == 1 else tuple(values)
+        return result
+
+    def _values(self, job: SweepJob) -> tuple[list[float] | None, str | None]:
+        if job["state"] != JobState.SUCCEEDED:
+            return None, job["reason"]
+        names = self._first.config.sweep.objectives
+        return objective_values(RunDir(self._directory.path / job["directory"]), names)
+
+
+def _never(config: DictConfig) -> None:
+    """Stand for Hydra's task, which runs in processes of its own."""
+    raise AssertionError(f"a sweeper ran {config.hydra.job.name} by itself")
+
+
+def _is_of_hydra(text: str) -> bool:
+    return text.lstrip("+~").startswith(("hydra/", "hydra."))
+
+
+def _is_kept(text: str) -> bool:
+    """Return whether an override of Hydra's own holds for each cell, too."""
+    return _is_of_hydra(text) and not text.lstrip("+~").startswith(f"{PLACE}=")
+
+
+class _Handed(HydraLauncher):
+    """The launcher that a sweeper gets: it passes each list of cells on."""
+
+    def __init__(self, run_round: Callable[[Sequence[Sequence[str]]], list[JobReturn]]) -> None:
+        self._round = run_round
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Do nothing: a round needs nothing of it."""
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run one list of cells, which are numbered on; return the result of each."""
+        del initial_job_idx  # sweepers count in their own ways
+        return self._round([list(map(str, texts)) for texts in job_overrides])
+
+
+@contextmanager
+def _handing(launcher: _Handed) -> Iterator[None]:
+    """Give a launcher to whatever sweeper asks for that of its configuration."""
+    plugins: Any = Plugins.instance()
+    plugins.instantiate_launcher = lambda *_, **__: launcher
+    try:
+        yield
+    finally:
+        del plugins.instantiate_launcher  # the class's own method again
