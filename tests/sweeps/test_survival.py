@@ -20,7 +20,7 @@ import pytest
 from mens_exp.artifacts import host
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, SweepRecord
-from mens_exp.config.sweep import SLURM
+from mens_exp.config.sweep import LOCAL_LAUNCHER, SLURM
 from mens_exp.sweeps import resume
 
 pytestmark = pytest.mark.skipif(
@@ -31,9 +31,24 @@ LIMIT_S = 120
 LAUNCHERS = {
     "local": {},
     "slurm": {"launcher": "slurm", "launcher_settings": {"poll_s": 0.1}},
+    "joblib": {
+        "launcher": "joblib",
+        "launcher_settings": {
+            "_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
+            "n_jobs": 2,
+        },
+    },
+    "submitit_local": {
+        "launcher": "submitit_local",
+        "launcher_settings": {
+            "_target_": "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
+            "submitit_folder": "${hydra.sweep.dir}/.submitit/%j",
+        },
+    },
 }
 # The interpreter of launchers, and of tasks that Slurm starts: any job is the stand-in.
 PYTHON = """#!/bin/bash
+if [ "$1" = -u ]; then shift; fi
 if [ "$2" = mens_exp.sweeps.job ]; then shift 2; exec {python} -S {stand_in} "$@"; fi
 exec {python} -c 'import runpy, sys
 sys.executable = sys.argv[1]
@@ -67,7 +82,8 @@ class Disturbed:
 
     def __init__(self, directory, python, environment):
         self.directory, self.place = directory, directory.path
-        self.is_slurm = SweepRecord.read(directory.record).launcher == SLURM
+        # Slurm and plugins are given all jobs at once, and log how each attempt ends.
+        self.is_local = SweepRecord.read(directory.record).launcher == LOCAL_LAUNCHER
         self._python = python
         self.environment = environment
         self.launchers = []
@@ -127,7 +143,14 @@ class Disturbed:
         return queue_id, int((self.place / "slurm" / f"{queue_id}.pid").read_text("ascii"))
 
 
-@pytest.fixture(params=LAUNCHERS)
+# Each start of one of submitit's jobs is a true start of Python: `make soak` runs these.
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.soak if name == "submitit_local" else ())
+    for name in LAUNCHERS
+]
+
+
+@pytest.fixture(params=PARAMS)
 def disturbed(request, scripted, stand_in, tmp_path):
     """Make a sweep of a launcher."""
     python, commands = tmp_path / "python", Path(__file__).with_name("fake_slurm.py")
@@ -194,7 +217,7 @@ def test_a_killed_launcher_leaves_its_job_at_work(disturbed):
     disturbed.let_go()
     assert second.wait(LIMIT_S) == 0
     assert disturbed.states() == ["succeeded", "succeeded"]
-    assert disturbed.codes() == [[0 if disturbed.is_slurm else None], [0]]
+    assert disturbed.codes() == [[None if disturbed.is_local else 0], [0]]
 
 
 def test_a_killed_launcher_and_job_go_on_together(disturbed):
@@ -209,17 +232,17 @@ def test_a_killed_launcher_and_job_go_on_together(disturbed):
     disturbed.let_go()
     assert second.wait(LIMIT_S) == 0
     assert disturbed.states() == ["succeeded", "succeeded"]
-    assert disturbed.codes() == [[KILLED if disturbed.is_slurm else None, 0], [0]]
+    assert disturbed.codes() == [[None if disturbed.is_local else KILLED, 0], [0]]
 
 
 def test_ctrl_c_cancels_what_is_at_work(disturbed):
     """What waits does not begin, and the sweep goes on afterwards, as many at a time as asked."""
     launcher = disturbed.go_on()
-    pids = [disturbed.listens(number) for number in range(1 + disturbed.is_slurm)]
+    pids = [disturbed.listens(number) for number in range(1 if disturbed.is_local else 2)]
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(LIMIT_S) == 130
     assert disturbed.states() == ["cancelled", "cancelled"]
-    assert disturbed.codes() == [[130], [130] if disturbed.is_slurm else []]
+    assert disturbed.codes() == [[130], [] if disturbed.is_local else [130]]
     assert not any(map(psutil.pid_exists, pids))
     assert disturbed.finish(n_jobs=2) == 0
     assert disturbed.states() == ["succeeded", "succeeded"]

@@ -7,10 +7,11 @@ own (`plugin_batch`). What happens to a job meanwhile is read from the log of it
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts import atomic
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _SILENT_S = 60.0  # a dozen beats; a shared file system may show them late
 _SILENT_HERE_S = 10.0  # on this machine
+_RETURNS_S = 10.0  # a plugin returns within a second of its last job
+_LOOK_S = 0.05
 _MODULE = "mens_exp.sweeps.plugin_batch"
 
 
@@ -50,11 +53,24 @@ class _Batch:
     output: Path
     process: Process
     _ended: Ended | None = None
+    _have_ended: set[int] = field(default_factory=set)
 
     def is_over(self) -> bool:
         """Return whether the plugin has returned, or failed."""
         self._ended = self._ended or self.process.ended()
         return self._ended is not None
+
+    def note_end(self, number: int) -> None:
+        """Note that a job has ended; wait for the plugin after the last, and end it if it stays."""
+        self._have_ended.add(number)
+        if self._have_ended < set(self.jobs):
+            return
+        until = time.monotonic() + _RETURNS_S
+        while not self.is_over():
+            if time.monotonic() > until:
+                self.process.pass_on(signal.SIGTERM)
+                return
+            time.sleep(_LOOK_S)
 
     def said(self) -> str:
         """Return the last line that the plugin printed, or its exit code."""
@@ -81,6 +97,12 @@ class PluginWork:
 
     def ended(self) -> Ended | None:
         """Return how the job ended; None while it runs or waits."""
+        ended = self._ended()
+        if ended is not None:
+            self._batch.note_end(self._job["number"])
+        return ended
+
+    def _ended(self) -> Ended | None:
         is_over = self._batch.is_over()  # before its attempts are read, so that none is missed
         mine = self._attempts()
         if mine and mine[-1]["ended_utc"] is not None:

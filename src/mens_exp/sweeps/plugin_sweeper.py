@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,7 @@ class Rounds:
         self._directory, self._record, self._first = directory, record, first
         self._launcher = Launcher(directory, record, console)
         self._console = console
+        self._shared = {_meaning(text) for text in record.command}
         self._next = 0  # number of the next cell
         self._refused: BaseException | None = None
 
@@ -170,12 +172,16 @@ class Rounds:
 
     def _round(self, lists: Sequence[Sequence[str]]) -> list[JobReturn]:
         """Run one list of cells; called by the sweeper by way of `_Handed`."""
+        if not lists:
+            return []
         first, self._next = self._next, self._next + len(lists)
         try:
             planned = self._planned(lists, first)
             new = self._taken(planned)
             if new:
-                terminal.show(*sweep_view.planned_parts(self._record), on=self._console)
+                jobs = [job for job in self._record.jobs if job["number"] in new]
+                shown = replace(self._record, jobs=jobs)
+                terminal.show(*sweep_view.planned_parts(shown), on=self._console)
             with writing(PLACE):
                 for job in planned.jobs:
                     if job.cell.number in new:
@@ -205,7 +211,14 @@ class Rounds:
             faulty={number: it for one in found for number, it in one.faulty.items()},
         )
         try:
-            return plan_cells(checked, is_new=False, by_sweeper=True)
+            planned = plan_cells(checked, is_new=False, by_sweeper=True)
+            # What differs in one round alone says little: rounds of one cell are usual.
+            own = {
+                number: tuple(text for text in texts if _meaning(text) not in self._shared)
+                for number, texts in enumerate(lists, start=first)
+            }
+            jobs = [replace(job, differs=own[job.cell.number]) for job in planned.jobs]
+            return replace(planned, jobs=tuple(jobs))
         except Problems as error:
             if checked.general or self._first.config.sweep.invalid is Invalid.error:
                 raise
@@ -274,6 +287,12 @@ class Rounds:
             return None, job["reason"]
         names = self._first.config.sweep.objectives
         return objective_values(RunDir(self._directory.path / job["directory"]), names)
+
+
+def _meaning(text: str) -> tuple[str, str]:
+    """Return the key and value of an override; sweepers write numbers in their own ways."""
+    override = parsed_override(text, [])
+    return ("", text) if override is None else (override.key_or_group, repr(override.value()))
 
 
 def _never(config: DictConfig) -> None:

@@ -333,6 +333,14 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
                 where="hydra.sweeper.directions",
                 expected="minimize or maximize, for each objective",
             )
+    tasks = {cell.config.task.name for cell in cells}
+    if not tasks <= _MEASURED:
+        yield ConfigError(
+            "measures no objective",
+            where="task",
+            found=", ".join(sorted(tasks - _MEASURED)),
+            expected="train or evaluate",
+        )
     known = set(_DIRECTIONS.values())
     if search.directions and (
         len(search.directions) != len(search.objectives) or not set(search.directions) <= known
@@ -371,14 +379,6 @@ def objective_problems(
                 found=name,
                 remedy="choose one with suite=…",
             )
-    tasks = {cell.config.task.name for cell in cells}
-    if not tasks <= _MEASURED:
-        yield ConfigError(
-            "measures no objective",
-            where="task",
-            found=", ".join(sorted(tasks - _MEASURED)),
-            expected="train or evaluate",
-        )
 
 
 def _is_of_items(name: str) -> bool:

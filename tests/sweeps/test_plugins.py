@@ -1,0 +1,253 @@
+"""Launchers and sweepers of Hydra's plugins: hydra-submitit-launcher, hydra-list-sweeper, others.
+
+The launcher of hydra-joblib-launcher goes through every event of test_survival.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.plugins.sweeper import Sweeper
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import SweepDir, SweepRecord
+from mens_exp.config import override_values
+from mens_exp.config.overrides import check
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
+
+# As the page of hydra-list-sweeper writes it, in an experiment.
+PAIRS = """# @package _global_
+defaults:
+  - override /hydra/sweeper: list
+hydra:
+  sweeper:
+    list_params:
+      lora.r: 2, 4
+      lora.alpha: [4, 8]
+"""
+
+
+def record_of(place):
+    return SweepRecord.read(SweepDir(place).record)
+
+
+def runs_of(place):
+    return [RunDir(place / job["directory"]) for job in record_of(place).jobs]
+
+
+def adapters(place):
+    return [weights(run.path) for run in runs_of(place)]
+
+
+def weights(run):
+    return [path.read_bytes() for path in sorted(run.glob("adapter/**/*.safetensors"))]
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    """A working directory with an experiment whose cells a plugin lists."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "conf" / "experiment" / "pairs.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(PAIRS, "utf-8")
+    return path
+
+
+def test_plugins_run_what_local_runs(pairs, tiny_run, tmp_path, capsys):
+    """hydra-list-sweeper pairs the values, and hydra-submitit-launcher starts the jobs.
+
+    The oracle is a sweep of our own launcher over the same two cells. The sweep goes on by asking
+    its sweeper again, and refuses results that are of other cells.
+    """
+    usual = [text for text in tiny_run if not text.startswith("lora.")]
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    given = ["-m", "experiment=pairs", "hydra/launcher=submitit_local", *usual]
+    assert cli.main([*given, f"hydra.sweep.dir={theirs}"]) == 0
+    for r, alpha in ((2, 4), (4, 8)):
+        cell = [f"lora.r={r}", f"lora.alpha={alpha}", f"hydra.run.dir={ours}/{r}"]
+        assert cli.main([*usual, *cell]) == 0
+    singles = [weights(ours / r) for r in "24"]
+    assert adapters(theirs) == singles
+    assert all(singles)
+    jobs = record_of(theirs).jobs
+    assert [job["differs"] for job in jobs] == [
+        ["lora.r=2", "lora.alpha=4"],
+        ["lora.r=4", "lora.alpha=8"],
+    ]
+    for job in jobs:
+        (attempt,) = job["attempts"]
+        assert attempt["queue_id"].startswith("submitit_local:1:")
+        assert attempt["exit_code"] == 0
+
+    assert cli.main([f"sweep.resume={theirs}"]) == 0
+    assert [len(job["attempts"]) for job in record_of(theirs).jobs] == [1, 1]
+    pairs.write_text(PAIRS.replace("[4, 8]", "[4, 16]"), "utf-8")
+    capsys.readouterr()
+    assert cli.main([f"sweep.resume={theirs}"]) == 2
+    assert "another cell 1 than when it was launched" in capsys.readouterr().err
+    assert adapters(theirs) == singles
+
+
+class Halving(Sweeper):
+    """A sweeper of two rounds: the second one is about the better cell of the first."""
+
+    def __init__(self):
+        self.returned = []
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        first = self.ask(arguments, [1e-6, 1e-2])
+        better = [1e-6, 1e-2][first.index(min(first))]
+        self.ask(arguments, [better, better / 2])
+
+    def ask(self, arguments, rates):
+        lists = [[*arguments, f"optim.lr={rate}"] for rate in rates]
+        returned = self.launcher.launch(lists, initial_job_idx=0)  # each round counts from zero
+        self.returned += returned
+        return [one.return_value for one in returned if one.status is JobStatus.COMPLETED]
+
+
+@pytest.fixture
+def asking(monkeypatch, tmp_path):
+    """Let the plugin `list` be a sweeper of the test."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(sweeper):
+        def instantiate(*, hydra_context, task_function, config):
+            sweeper.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+            return sweeper
+
+        monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate, raising=False)
+        return sweeper
+
+    return made
+
+
+def test_a_sweeper_gets_the_losses_round_by_round(asking, tiny_run, tmp_path):
+    """Each is that of the run's record; a rate that comes again runs again under its own number."""
+    place, sweeper = tmp_path / "sweep", asking(Halving())
+    words = ["-m", "hydra/sweeper=list", "hydra.launcher.n_jobs=2", f"hydra.sweep.dir={place}"]
+    assert cli.main([*words, *tiny_run]) == 0
+    losses = [Manifest.read(run.manifest).results["tuned_val_loss"] for run in runs_of(place)]
+    assert [one.return_value for one in sweeper.returned] == losses
+    assert losses[1] == losses[2] < losses[0]
+    assert [job["differs"] for job in record_of(place).jobs] == [
+        [f"optim.lr={rate}"] for rate in (1e-06, 0.01, 0.01, 0.005)
+    ]
+    assert [job["number"] for job in record_of(place).jobs] == [0, 1, 2, 3]
+
+    again = asking(Halving())
+    assert cli.main([f"sweep.resume={place}"]) == 0
+    assert [one.return_value for one in again.returned] == losses
+    assert [len(job["attempts"]) for job in record_of(place).jobs] == [1, 1, 1, 1]
+
+
+class Listed(Sweeper):
+    """A sweeper of one round."""
+
+    def __init__(self, *cells, error=None):
+        self.cells, self.error = cells, error
+
+    setup = Halving.setup
+
+    def sweep(self, arguments):
+        lists = [[*arguments, *cell] for cell in self.cells]
+        self.returned = self.launcher.launch(lists, initial_job_idx=0)
+        if self.error is not None:
+            raise self.error
+
+
+def test_cells_that_cannot_run_are_refused_or_left_out(asking, tmp_path, capsys):
+    """All of them, or, with sweep.invalid=skip, with the reason as their result."""
+    place = tmp_path / "sweep"
+    words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
+    words += [f"hydra.sweep.dir={place}"]
+    asking(Listed(["lora.r=0"], ["lora.r=4"]))
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert "lora.r: out of range" in said
+    assert "1 of 2 cells cannot run, so none does" in said
+    assert record_of(place).jobs == []
+
+    sweeper = asking(Listed(["lora.r=0"], ["lora.r=-1"]))
+    skipping = [*words[:-1], f"{words[-1]}_2", "sweep.invalid=skip"]
+    assert cli.main(skipping) == 0
+    assert [one.status for one in sweeper.returned] == [JobStatus.FAILED] * 2
+    with pytest.raises(Exception, match=r"cell 1 cannot run: .*lora\.r: out of range"):
+        _ = sweeper.returned[1].return_value
+
+
+def test_a_sweeper_that_fails_is_named(asking, tmp_path, capsys):
+    """With its own error, and how to go on."""
+    asking(Listed(error=ZeroDivisionError("no volume is left")))
+    place = tmp_path / "sweep"
+    words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
+    assert cli.main([*words, f"hydra.sweep.dir={place}"]) == 3
+    said = capsys.readouterr().err
+    assert "the sweeper list failed" in said
+    assert "ZeroDivisionError: no volume is left (" in said
+    assert f"sweep.resume={place}" in said.replace("\n", "").replace(" ", "")
+
+
+def test_a_plugin_that_starts_nothing_is_quoted(tmp_path, monkeypatch):
+    """The reason of each job is the last thing that it said."""
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "sweep"
+    words = ["-m", "task=plan", "model=tiny_llama", "trainer=cpu", "seed=1,2"]
+    words += ["hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=/dev/null/jobs"]
+    words += [f"hydra.sweep.dir={place}"]
+    assert cli.main(words) == 1
+    reasons = {job["reason"] for job in record_of(place).jobs}
+    (reason,) = reasons
+    assert reason.startswith("submitit_local did not start it: NotADirectoryError")
+
+
+def refused(*texts):
+    return check(["-m", *texts][1:], multirun=True).problems
+
+
+def test_what_no_plugin_has_is_refused(monkeypatch):
+    """With the package that would have it, where Hydra's own is known."""
+    (problem,) = refused("seed=1,2", "hydra/launcher=rq")
+    assert problem.remedy == "pip install hydra-rq-launcher"
+    (problem,) = refused("seed=1,2", "hydra/sweeper=nothing")
+    assert problem.expected.startswith("basic, optuna")
+    monkeypatch.setattr(override_values, "hydra_options", lambda kind: frozenset())
+    (problem,) = refused("seed=1,2", "hydra/launcher=submitit_local")
+    assert problem.remedy == "pip install hydra-submitit-launcher"
+
+
+def test_objectives_are_a_plugins(tmp_path, capsys):
+    """Elsewhere they have no effect; KPIs that do not exist are refused before anything runs."""
+    (problem,) = refused("seed=1,2", "sweep.objectives=[val_loss]")
+    assert "has no effect with hydra/sweeper=basic" in str(problem)
+    (problem,) = refused("lora.r=2,4", "hydra/sweeper=optuna", "sweep.objectives=[val_loss]")
+    assert problem.remedy == "give hydra.sweeper.objectives"
+    place = tmp_path / "sweep"
+    words = ["-m", "hydra/sweeper=list", "model=tiny_llama", "trainer=cpu"]
+    words += ["sweep.objectives=[val_los]", f"hydra.sweep.dir={place}"]
+    assert cli.main(words) == 2
+    assert "no such KPI" in capsys.readouterr().err
+    assert not place.exists()
+
+
+def test_one_missing_value_is_a_failed_result(asking, tmp_path):
+    """A plan measures no loss, and `math.nan` would be taken for one."""
+    place, sweeper = tmp_path / "sweep", asking(Listed(["seed=1"]))
+    words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
+    assert cli.main([*words, f"hydra.sweep.dir={place}"]) == 0
+    (returned,) = sweeper.returned
+    assert returned.status is JobStatus.FAILED
+    with pytest.raises(Exception, match="cell 0 has no result: val_loss"):
+        assert not math.isnan(returned.return_value)
