@@ -72,6 +72,8 @@ MAY_NAME = {"corpus/hub_rows.py": {"datasets"}}
 KNOWS_OMEGACONF = (
     "cli.py",
     "config/",
+    "sweeps/plugin_batch.py",  # hands jobs to a Hydra launcher
+    "sweeps/plugin_sweeper.py",  # asks a Hydra sweeper
     "tasks/run.py",  # writes the composed configuration into the record
     "tasks/train.py",  # lengthens a stored one
     "training/build.py",  # instantiates what the configuration names

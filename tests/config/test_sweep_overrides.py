@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from mens_exp.config import override_values
 from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import LAUNCHERS, launcher_settings, launcher_values
@@ -60,6 +61,12 @@ def test_a_launcher_that_is_none_here_is_refused():
     assert any("local, slurm" in problem for problem in problems)
 
 
+@pytest.fixture
+def without_plugins(monkeypatch):
+    """Hide the Hydra plugins of the development environment, one of which is a joblib."""
+    monkeypatch.setattr(override_values, "hydra_options", lambda kind: frozenset())
+
+
 @pytest.mark.parametrize(
     ("given", "instead", "gone"),
     [
@@ -70,6 +77,7 @@ def test_a_launcher_that_is_none_here_is_refused():
     ],
 )
 @pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=optuna"]])
+@pytest.mark.usefixtures("without_plugins")
 def test_joblib_is_refused_with_what_to_write_instead(given, instead, gone, sweeper):
     """Its settings are carried over; what a user then writes is accepted."""
     usual = ["seed=1,2", *sweeper]
@@ -81,6 +89,7 @@ def test_joblib_is_refused_with_what_to_write_instead(given, instead, gone, swee
     assert said(*usual, *ours, multirun=True) == []
 
 
+@pytest.mark.usefixtures("without_plugins")
 def test_joblib_hides_nothing_else_that_is_wrong():
     """Its sweep is judged as one of local; without a sweep there is no launcher to replace."""
     problems = said("hydra/launcher=joblib", "lora.r=0", "nonsense=1", multirun=True)
