@@ -271,19 +271,31 @@ def test_logical_names_lead_to_the_checkpoint_and_back(
 
 
 @families
+@pytest.mark.parametrize("shared", [0, 20])
 def test_prompts_are_continued_as_by_transformers(
     name,
     family_backend,
     family_base,
     family_config,
+    shared,
 ):
-    """Greedily, together and padded, the ids of `generate` on eager attention, prompt by prompt."""
+    """Greedily, two at a time, the ids of `generate` on eager attention, prompt by prompt.
+
+    Answers of other lengths make room for other prompts, one of which comes twice; with a prefix
+    that all have, that is read once.
+    """
     generator = torch.Generator().manual_seed(1)
+    prefix = torch.randint(3, 259, (shared,), generator=generator).tolist()
     prompts = [
-        torch.randint(3, 259, (length,), generator=generator).tolist() for length in (4, 13, 1)
+        prefix + torch.randint(3, 259, (length,), generator=generator).tolist()
+        for length in (4, 13, 1, 9, 30)
     ]
+    prompts.insert(2, prompts[1])
     backend = family_backend(name, live=False)
-    ours = backend.generate(prompts, max_new_tokens=10, end_ids={319}, pad_id=0)
+    free = backend.generate(prompts, max_new_tokens=10, end_ids={319}, batch_size=2)
+    ends = {319, *free[0][2:3], *free[3][6:7]}
+    ours = backend.generate(prompts, max_new_tokens=10, end_ids=ends, batch_size=2)
+    assert min(map(len, ours)) < 10
     reference = eager(family_base(name), family_config(name))
     for prompt, completion in zip(prompts, ours, strict=True):
         with torch.no_grad(), quiet():
@@ -292,7 +304,7 @@ def test_prompts_are_continued_as_by_transformers(
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 max_new_tokens=10,
                 do_sample=False,
-                eos_token_id=319,
+                eos_token_id=sorted(ends),
                 pad_token_id=0,
             )
         assert completion == ids[0, len(prompt) :].tolist()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ def backend(tiny_backend):
 
 
 def complete(backend, prompts, *, limit=12, end_ids=NO_END):
-    return backend.generate(prompts, max_new_tokens=limit, end_ids=end_ids, pad_id=0)
+    return backend.generate(prompts, max_new_tokens=limit, end_ids=end_ids)
 
 
 def test_each_prompt_is_continued_as_if_it_were_alone(backend):
@@ -25,6 +27,62 @@ def test_each_prompt_is_continued_as_if_it_were_alone(backend):
     together = complete(backend, PROMPTS)
     assert together == [complete(backend, [prompt])[0] for prompt in PROMPTS]
     assert [len(ids) for ids in together] == [12, 12, 12]
+
+
+def test_answers_make_room_for_prompts_as_they_end(backend, monkeypatch):
+    """Two at a time need fewer passes than batches that wait for their longest answer.
+
+    Each prompt is read once, copies of it with it; no prompt waits once there is room.
+    """
+    prompts = [[20 + n, 5, 6, 7] for n in range(8)]
+    free = complete(backend, prompts, limit=24)
+    ends = {free[n][0] for n in range(1, 8)} - set(free[0])
+    expected = [complete(backend, [prompt], limit=24, end_ids=ends)[0] for prompt in prompts]
+    lengths = [len(ids) for ids in expected]
+    assert max(lengths) > 2 * sorted(lengths)[4]
+    passes = []
+    model, forward = type(backend.causal_lm), type(backend.causal_lm).forward
+
+    @functools.wraps(forward)
+    def counted(self, *args, **named):
+        passes.append(named["input_ids"].shape)
+        return forward(self, *args, **named)
+
+    monkeypatch.setattr(model, "forward", counted)
+    times = {}
+    ours = backend.generate(
+        prompts, max_new_tokens=24, end_ids=ends, batch_size=2, on_end=times.__setitem__
+    )
+    assert ours == expected
+    assert sum(rows * width for rows, width in passes if width > 1) == 4 * len(prompts)
+    waiting = sum(max(lengths[at : at + 2]) for at in range(0, 8, 2))
+    assert sum(width == 1 for _, width in passes) < waiting - 8
+    assert all(rows <= 2 for rows, _ in passes)
+    assert sorted(times) == list(range(8))
+    assert all(seconds > 0 for seconds in times.values())
+
+    passes.clear()
+    twice = backend.generate([prompts[0]] * 3, max_new_tokens=4, end_ids=NO_END)
+    assert twice == [expected[0][:4]] * 3 or len(expected[0]) < 4
+    assert passes[0] == (1, 4)
+
+
+def test_a_prefix_that_all_have_is_read_once(backend, monkeypatch):
+    """Seventeen ids of a system prompt, say; each answer is that of its prompt alone."""
+    prefix = list(range(30, 47))
+    prompts = [[*prefix, 5], [*prefix, 6, 7, 8], [*prefix, 9, 10]]
+    expected = [complete(backend, [prompt])[0] for prompt in prompts]
+    read = []
+    model, forward = type(backend.causal_lm), type(backend.causal_lm).forward
+
+    @functools.wraps(forward)
+    def counted(self, *args, **named):
+        read.append(named["input_ids"].numel())
+        return forward(self, *args, **named)
+
+    monkeypatch.setattr(model, "forward", counted)
+    assert complete(backend, prompts) == expected
+    assert read[:2] == [17, 9]
 
 
 def test_every_id_is_the_most_likely_next_one(backend, documents_of):
@@ -138,5 +196,5 @@ def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(backend, 
 
 def test_a_limit_of_one_token_gives_one(backend):
     """The shortest completion there is."""
-    ids = greedy(backend.causal_lm, [PROMPTS[0]], max_new_tokens=1, end_ids=NO_END, pad_id=0)
+    ids = greedy(backend.causal_lm, [PROMPTS[0]], max_new_tokens=1, end_ids=NO_END)
     assert [len(row) for row in ids] == [1]

@@ -196,9 +196,9 @@ def test_generation_follows_the_arg_max_of_the_last_token(
         return int(by_definition(backend, "tiny_llama", token).argmax())
 
     first = [follow(41), follow(7)]
-    made = backend.generate([[5, 41], [7]], max_new_tokens=3, end_ids=set(), pad_id=0)
+    made = backend.generate([[5, 41], [7]], max_new_tokens=3, end_ids=set())
     assert made == [[t, follow(t), follow(follow(t))] for t in first]
-    ended = backend.generate([[5, 41], [7]], max_new_tokens=3, end_ids={first[0]}, pad_id=0)
+    ended = backend.generate([[5, 41], [7]], max_new_tokens=3, end_ids={first[0]})
     assert ended[0] == [first[0]]
 
 

@@ -63,7 +63,7 @@ def backend(request, tiny_backend):
 
 def completed(backend, rows, **options):
     prompts = [PROMPTS[row] for row in rows]
-    return backend.generate(prompts, max_new_tokens=8, end_ids=NO_END, pad_id=0, **options)
+    return backend.generate(prompts, max_new_tokens=8, end_ids=NO_END, **options)
 
 
 def sampling(rows, seed=0):

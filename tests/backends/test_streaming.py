@@ -26,15 +26,15 @@ def stream(backend, prompt=PROMPT, **options):
 
 def test_tokens_come_as_transformers_generates_them(backend):
     """Its own generate(), without our cache and loop, gives the same ids."""
-    (expected,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END, pad_id=0)
+    (expected,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END)
     assert finished(stream(backend)) == expected
 
 
 def test_base_and_tuned_take_turns_without_touching_each_other(backend):
     """A token each in turn gives what each gives alone."""
     with backend.base_only():
-        (base,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END, pad_id=0)
-    (tuned,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END, pad_id=0)
+        (base,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END)
+    (tuned,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END)
     assert base != tuned
     two = [stream(backend, condition=backend.base_only), stream(backend)]
     for _ in range(12):

@@ -163,13 +163,15 @@ class Scripted:
         self.answers = answers
         self.asked = []
 
-    def generate(self, prompts, **options):
+    def generate(self, prompts, *, on_end, **options):
         self.asked.append((len(prompts), options))
+        for at in range(len(prompts)):
+            on_end(at, 0.25)
         return [self.answers[tuple(prompt)] for prompt in prompts]
 
 
 def test_each_item_is_judged_by_its_own_completion(tokenizer):
-    """Three items in batches of two: one ends well, one is cut off, one is broken."""
+    """Three items, two at a time: one ends well, one is cut off, one is broken."""
     suite = HeldoutSyntaxSuite(max_new_tokens=30, batch_size=2)
     items = choose_items(pairs("a", "b", "c"), tokenizer, suite, max_positions=2048)
     texts = ["```python\ndef f(): pass\n```<|im_end|>", "def f(): pass", "def f(<|im_end|>"]
@@ -177,12 +179,8 @@ def test_each_item_is_judged_by_its_own_completion(tokenizer):
     prompts = tokenizer.encode_prompts([list(item.messages) for item in items])
     backend = Scripted({tuple(p): a for p, a in zip(prompts, ids, strict=True)})
     events = answered(items, backend, tokenizer, suite)
-    assert [count for count, _ in backend.asked] == [2, 1]
-    assert backend.asked[0][1] == {
-        "max_new_tokens": 30,
-        "end_ids": tokenizer.end_ids,
-        "pad_id": tokenizer.pad_id,
-    }
+    expected = {"max_new_tokens": 30, "end_ids": tokenizer.end_ids, "batch_size": 2}
+    assert backend.asked == [(3, expected)]
     assert [(e["parses"], e["finished"], e["tokens_out"]) for e in events] == [
         (True, True, 28),
         (True, False, 13),
@@ -193,6 +191,7 @@ def test_each_item_is_judged_by_its_own_completion(tokenizer):
     assert events[2]["error"] is not None
     assert events[0]["error"] is events[1]["error"] is None
     assert {e["condition"] for e in events} == {"tuned"}
+    assert {e["latency_ms"] for e in events} == {250.0}
     assert [e["tokens_in"] for e in events] == [len(prompt) for prompt in prompts]
 
 

@@ -59,7 +59,7 @@ def test_bf16_learns_and_goes_back_to_its_base(
     loss = CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head)
     loss.total.backward()
     assert all(p.grad is not None for p in backend.trainable().values())
-    made = backend.generate([[5, 6], [7]], max_new_tokens=3, end_ids=set(), pad_id=0)
+    made = backend.generate([[5, 6], [7]], max_new_tokens=3, end_ids=set())
     assert [len(ids) for ids in made] == [3, 3]
     with backend.base_only():
-        backend.generate([[5]], max_new_tokens=1, end_ids=set(), pad_id=0)
+        backend.generate([[5]], max_new_tokens=1, end_ids=set())

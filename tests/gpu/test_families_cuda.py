@@ -51,6 +51,6 @@ def test_prompts_are_continued_together_as_alone(family_backend, name):
     prompts = [[5, 6, 7, 8], list(range(9, 22)), [16]]
 
     def complete(some):
-        return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
+        return backend.generate(some, max_new_tokens=8, end_ids={319})
 
     assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]

@@ -148,7 +148,7 @@ def test_prompts_are_continued_on_the_gpu_as_alone(
     backend, prompts = cuda_backend(F32), [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14], [16]]
 
     def complete(some):
-        return backend.generate(some, max_new_tokens=8, end_ids={319}, pad_id=0)
+        return backend.generate(some, max_new_tokens=8, end_ids={319})
 
     assert complete(prompts) == [complete([prompt])[0] for prompt in prompts]
 

@@ -65,7 +65,9 @@ class Answers:
     def __exit__(self, *_):
         self._is_base = False
 
-    def generate(self, prompts, **_):
+    def generate(self, prompts, *, on_end, **_):
+        for at in range(len(prompts)):
+            on_end(at, 0.5)
         return [self._ids[self._is_base] for _ in prompts]
 
 
@@ -105,9 +107,7 @@ def test_a_real_graph_answers_as_base_and_as_tuned(
     prompt = tokenizer.encode_all(
         [tokenizer.render([{"role": "user", "content": ROW.prompt}], add_generation_prompt=True)]
     )
-    ids = plain.generate(
-        prompt, max_new_tokens=16, end_ids=tokenizer.end_ids, pad_id=tokenizer.pad_id
-    )
+    ids = plain.generate(prompt, max_new_tokens=16, end_ids=tokenizer.end_ids)
     assert base == tokenizer.decode(ids[0])
     assert tuned != base
 

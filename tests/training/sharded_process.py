@@ -56,7 +56,7 @@ def main(port, number, file):
         averaged(list(gradients.values()))
         with torch.no_grad(), backend.base_only():
             base_MD = backend(given["batch"])
-        answer = backend.generate([[5, 6, 7]], max_new_tokens=4, end_ids=set(), pad_id=0)
+        answer = backend.generate([[5, 6, 7]], max_new_tokens=4, end_ids=set())
         torch.save(
             {
                 **seen,

@@ -63,7 +63,7 @@ def test_parts_compute_what_the_whole_does(in_two, overrides):
     gradients = {n: p.grad for n, p in whole.trainable().items() if p.grad is not None}
     with torch.no_grad(), whole.base_only():
         base_MD = whole(batch)
-    answer = whole.generate([[5, 6, 7]], max_new_tokens=4, end_ids=set(), pad_id=0)
+    answer = whole.generate([[5, 6, 7]], max_new_tokens=4, end_ids=set())
     tensors = whole.adapter(whole_config(overrides))[1]
     for one in found:
         holds_its_part(whole, one)

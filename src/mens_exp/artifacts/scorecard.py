@@ -70,7 +70,7 @@ class ItemEvent(_LintEvent):
         repair_depth: number of attempts before the first valid one; null if there is none.
         repair_stalled: two consecutive attempts have the same errors.
         error_count: number of errors in all attempts.
-        latency_ms: time until the answer, over all attempts; each item of a batch has the batch's.
+        latency_ms: time until the answer, over all attempts.
         time_to_first_valid_ms: time until the first valid attempt.
         placeholder_marker_hits: number of markers of unfinished code.
         trivial_placeholder_output: it consists only of placeholders.

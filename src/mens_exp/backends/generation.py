@@ -9,6 +9,8 @@ Shapes: B prompts, T tokens of the longest or of the document, D hidden width, V
 
 from __future__ import annotations
 
+import inspect
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -132,89 +134,305 @@ def greedy(
     *,
     max_new_tokens: int,
     end_ids: set[int],
-    pad_id: int,
     sampling: Sampling | None = None,
     stops: Stops | None = None,
+    batch_size: int | None = None,
+    on_end: Callable[[int, float], None] | None = None,
 ) -> list[list[int]]:
-    """Continue left-padded prompts until an end id, a stop text or the limit.
+    """Continue prompts until an end id, a stop text or the limit.
 
-    Dropout is off in any mode of the model. Sampling settings in the model's files (a repetition
-    penalty, for example) are ignored.
+    Prompts of like length are read together, and an answer that has ended makes room for the next
+    prompt, so that no answer waits for a longer one. Dropout is off in any mode of the model.
+    Generation settings in the model's files (a repetition penalty, for example) are ignored.
 
     Args:
         model: a transformers model.
         prompts: the ids of each prompt.
         max_new_tokens: maximum length of an answer.
         end_ids: ids that end an answer.
-        pad_id: pads shorter prompts on the left.
         sampling: sampling settings; None is greedy decoding.
         stops: texts that end an answer.
+        batch_size: answers under way at a time; None is all of them.
+        on_end: called with the index of a prompt whose answer has ended, and the seconds since it
+            was first read.
 
     Returns:
         The new ids of each prompt, including the end id or stop text that ended it.
     """
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-    width = max(map(len, prompts))
-    ids_BT = torch.full((len(prompts), width), pad_id, dtype=torch.long)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, prompt in enumerate(prompts):
-        ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask_BT[row, width - len(prompt) :] = 1
+    batch = _Batch(model, prompts)
+    draw = Draw(sampling) if sampling is not None else None
     watch = StopWatch(stops) if stops is not None else None
-    processors: Any = LogitsProcessorList([Draw(sampling).as_processor] if sampling else [])
-    criteria: Any = StoppingCriteriaList([_criterion(watch, width)] if watch else [])
-    model.generation_config = GenerationConfig()  # or its values would fill in what we leave unset
+    made: list[list[int]] = [[] for _ in prompts]
+    began: dict[int, float] = {}
+    pending = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row]))
+    most = batch_size or len(prompts)
+
+    def take(rows: list[int], logits_BV: torch.Tensor) -> list[int]:
+        """Append a token to answers; return the rows whose answer has not ended."""
+        chosen_B = logits_BV.argmax(-1) if draw is None else draw(logits_BV, rows)
+        going = []
+        for row, token in zip(rows, chosen_B.tolist(), strict=True):
+            made[row].append(token)
+            is_over = token in end_ids or len(made[row]) == max_new_tokens
+            if is_over or (watch is not None and watch.has_stopped(row, made[row])):
+                if on_end is not None:
+                    on_end(row, time.perf_counter() - began[row])
+            else:
+                going.append(row)
+        return going
+
     with torch.inference_mode(), evaluating(model), quiet():
-        output = model.generate(
-            input_ids=ids_BT.to(model.device),
-            attention_mask=mask_BT.to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(end_ids),
-            pad_token_id=pad_id,
-            logits_processor=processors,
-            stopping_criteria=criteria,
-            past_key_values=_cache(model, width + max_new_tokens),
-            disable_compile=True,  # a static cache would start it on a GPU, for minutes
-        )
-    lengths = watch.lengths if watch is not None else {}
-    return [
-        _until(ids[: lengths.get(row)], end_ids)
-        for row, ids in enumerate(output[:, width:].tolist())
-    ]
+        going: list[int] = []
+        while going or pending:
+            room = most - len(going)
+            if pending and (not going or room >= max(1, most // _REFILL)):
+                new, pending = pending[:room], pending[room:]
+                began |= dict.fromkeys(new, time.perf_counter())
+                batch.keep(going)
+                going += take(new, batch.read(new))
+            elif len(going) * _REFILL <= len(batch.rows) * (_REFILL - 1):
+                batch.keep(going)
+            if going:
+                last = [made[row][-1] for row in batch.rows]
+                logits_BV = batch.step(last)
+                place = {row: at for at, row in enumerate(batch.rows)}
+                going = take(going, logits_BV[[place[row] for row in going]])
+    return made
 
 
-def _cache(model: Any, tokens: int) -> Any:
-    """Return a cache of fixed size; a growing cache left gigabytes of fragmented memory.
+# Room is made for new prompts when a quarter of a batch has ended: each reading costs one pass over
+# the weights, and each change of the rows a copy of the cache.
+_REFILL = 4
+_GROWTH = 64  # columns by which a cache grows
+_PREFIX = 16  # tokens that all prompts must share before they are read once
 
-    When an f32 model runs under autocast, keys leave the rotary embedding in f32 and values leave
-    their projection in bf16, but transformers' cache accepts a single dtype.
+
+class _Batch:
+    """The prompts whose answers are under way: their keys and values, aligned at the last token.
+
+    Attributes:
+        rows: the prompt of each row; some of them may have ended.
     """
-    from transformers import StaticCache
 
-    class OneFormat(StaticCache):  # type: ignore[misc]  # untyped to mypy
-        def update(self, key_states: Any, value_states: Any, *rest: Any, **named: Any) -> Any:
-            return super().update(key_states, value_states.to(key_states.dtype), *rest, **named)
+    def __init__(self, model: Any, prompts: Sequence[list[int]]) -> None:
+        """Start without rows."""
+        self._model, self._prompts = model, prompts
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._cache: Any = None
+        self._starts_B = torch.zeros(0, dtype=torch.long, device=model.device)
+        self._prefix: Any = None
+        self._shared = 0 if _has_windows(model) else _shared_prefix(prompts)
+        self.rows: list[int] = []
 
-    return OneFormat(config=model.config, max_cache_len=tokens)
+    def keep(self, rows: list[int]) -> None:
+        """Keep only some of the rows, and the columns that they need."""
+        if rows == self.rows:
+            return
+        at = [self.rows.index(row) for row in rows]
+        self.rows = rows.copy()
+        if not rows:
+            self._cache = None
+            return
+        starts_B = self._starts_B[at]
+        width = self._cache.get_seq_length() - int(starts_B.min())
+        self._starts_B = starts_B - starts_B.min()
+        for layer in self._cache.layers:
+            layer.keep(at, width)
+
+    def read(self, rows: list[int]) -> torch.Tensor:
+        """Read new prompts, and add them; return the logits of their next tokens, ``[B, V]``."""
+        unique = list(dict.fromkeys(tuple(self._prompts[row]) for row in rows))
+        which = [unique.index(tuple(self._prompts[row])) for row in rows]
+        shared = self._shared if len(unique) > 1 or self._prefix is not None else 0
+        if shared and self._prefix is None:
+            self._prefix = _new_cache()
+            ids_1T = torch.tensor([unique[0][:shared]], device=self._model.device)
+            self._forward(ids_1T, torch.ones_like(ids_1T), self._prefix)
+        width = max(map(len, unique)) - shared
+        ids_BT = torch.zeros(len(unique), width, dtype=torch.long)  # padding is masked
+        mask_BT = torch.ones(len(unique), shared + width, dtype=torch.long)
+        for row, prompt in enumerate(unique):
+            own = len(prompt) - shared
+            ids_BT[row, width - own :] = torch.tensor(prompt[shared:])
+            mask_BT[row, shared : shared + width - own] = 0
+        cache = _new_cache()
+        if shared:
+            for layer, of_prefix in zip(self._layers(cache), self._prefix.layers, strict=True):
+                layer.start_with(of_prefix, len(unique))
+        device = self._model.device
+        logits_BV = self._forward(ids_BT.to(device), mask_BT.to(device), cache)
+        gaps = [width + shared - len(self._prompts[row]) for row in rows]
+        self._add(cache, which, gaps, shared)
+        self.rows = [*self.rows, *rows]
+        return logits_BV[which]
+
+    def step(self, last: list[int]) -> torch.Tensor:
+        """Read one more token of every row; return the logits of the next one, ``[B, V]``."""
+        ids_B1 = torch.tensor(last, device=self._model.device)[:, None]
+        columns_T = torch.arange(self._cache.get_seq_length() + 1, device=self._model.device)
+        mask_BT = (columns_T >= self._starts_B[:, None]).long()
+        return self._forward(ids_B1, mask_BT, self._cache)
+
+    def _forward(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: Any) -> torch.Tensor:
+        positions = {}
+        if self._takes_positions:
+            places_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+            positions = {"position_ids": places_BT[:, -ids_BT.shape[1] :]}
+        output = self._model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            past_key_values=cache,
+            use_cache=True,
+            **positions,
+            **self._last_only,
+        )
+        logits_BV: torch.Tensor = output.logits[:, -1].float()
+        return logits_BV
+
+    def _layers(self, cache: Any) -> list[Any]:
+        while len(cache.layers) < len(self._prefix.layers):
+            cache.layers.append(cache.layer_class_to_replicate())
+        return list(cache.layers)
+
+    def _add(self, cache: Any, which: list[int], gaps: list[int], shared: int) -> None:
+        """Add rows of another cache, without the padding between a shared prefix and the rest."""
+        for layer in cache.layers:
+            layer.close_gaps(which, gaps, shared)
+        starts_B = torch.tensor(gaps, device=self._model.device)
+        if self._cache is None:
+            self._cache, self._starts_B = cache, starts_B
+            return
+        ours, theirs = self._cache.get_seq_length(), cache.get_seq_length()
+        width = max(ours, theirs)
+        for layer, other in zip(self._cache.layers, cache.layers, strict=True):
+            layer.add(other, width)
+        self._starts_B = torch.cat([self._starts_B + width - ours, starts_B + width - theirs])
 
 
-def _criterion(watch: StopWatch, width: int) -> Any:
-    """Return a transformers stopping criterion for prompts that reached a stop text."""
+def _shared_prefix(prompts: Sequence[list[int]]) -> int:
+    """Return the length of what all prompts begin with, short of their last tokens; 0 if little."""
+    first, last = min(prompts, default=[]), max(prompts, default=[])
+    same = next(
+        (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
+        min(len(first), len(last)),
+    )
+    same = min(same, min(map(len, prompts), default=1) - 1)
+    return same if same >= _PREFIX and first != last else 0
 
-    def stopped(ids_BT: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        del scores
-        new = ids_BT[:, width:].tolist()
-        done = [watch.has_stopped(row, ids) for row, ids in enumerate(new)]
-        return torch.tensor(done, device=ids_BT.device)
 
-    return stopped
+def _has_windows(model: Any) -> bool:
+    """Return whether attention is bounded by a distance in columns, which padding would stretch."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or []
+    return bool(getattr(config, "sliding_window", None)) or any(
+        kind != "full_attention" for kind in kinds
+    )
 
 
-def _until(ids: list[int], end_ids: set[int]) -> list[int]:
-    end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids) - 1)
-    return ids[: end + 1]
+class _Layer:
+    """Keys and values of one layer, ``[B, H, T, D]``, in buffers that grow by chunks.
+
+    A cache that grew by one column per token left gigabytes of fragmented memory.
+    """
+
+    is_initialized = is_sliding = is_compileable = False
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self) -> None:
+        """Start without rows."""
+        self.length = 0
+
+    def update(self, keys: Any, values: Any, *rest: Any, **named: Any) -> Any:
+        """Append columns; under autocast, values come in another dtype than keys."""
+        del rest, named
+        new = self.length + keys.shape[-2]
+        if not self.is_initialized:
+            self.is_initialized = True
+            self.keys = _wider(keys[:, :, :0], new)
+            self.values = _wider(values[:, :, :0].to(keys.dtype), new)
+        elif new > self.keys.shape[-2]:
+            self.keys = _wider(self.keys[:, :, : self.length], new)
+            self.values = _wider(self.values[:, :, : self.length], new)
+        self.keys[:, :, self.length : new] = keys
+        self.values[:, :, self.length : new] = values
+        self.length = new
+        return self.keys[:, :, :new], self.values[:, :, :new]
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the columns that new tokens attend to, and the first of them."""
+        return self.length + query_length, 0
+
+    def keep(self, rows: list[int], width: int) -> None:
+        """Keep some rows and the last columns."""
+        self._change(lambda all_BHTD: all_BHTD[rows, :, self.length - width : self.length])
+        self.length = width
+
+    def start_with(self, prefix: Any, rows: int) -> None:
+        """Begin each of several rows with a prefix of one row."""
+        shape = (rows, -1, -1, -1)
+        self.update(
+            prefix.keys[:, :, : prefix.length].expand(shape),
+            prefix.values[:, :, : prefix.length].expand(shape),
+        )
+
+    def close_gaps(self, rows: list[int], gaps: list[int], shared: int) -> None:
+        """Take rows, with repeats, and move the shared prefix of each to the rest of it.
+
+        Args:
+            rows: of this cache.
+            gaps: columns of padding between prefix and rest.
+            shared: columns of the prefix.
+        """
+
+        def moved(all_BHTD: torch.Tensor) -> torch.Tensor:
+            taken_BHTD = all_BHTD[rows, :, : self.length].clone()
+            for row, gap in enumerate(gaps):
+                if shared and gap:
+                    prefix_HTD = all_BHTD[rows[row], :, :shared]
+                    taken_BHTD[row, :, gap : gap + shared] = prefix_HTD
+            return taken_BHTD
+
+        self._change(moved)
+
+    def add(self, other: Any, width: int) -> None:
+        """Add the rows of another cache, aligned at the last column."""
+        for name in ("keys", "values"):
+            parts = [
+                torch.nn.functional.pad(
+                    getattr(one, name)[:, :, : one.length], (0, 0, width - one.length, 0)
+                )
+                for one in (self, other)
+            ]
+            setattr(self, name, _wider(torch.cat(parts), width))
+        self.length = width
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.keys, self.values = change(self.keys), change(self.values)
+
+
+def _wider(all_BHTD: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a copy with room for more columns than ``width``; what is not written is zero.
+
+    Masked columns count with weight zero, which would not cancel what is not finite.
+    """
+    rows, heads, filled, size = all_BHTD.shape
+    made_BHTD = all_BHTD.new_zeros((rows, heads, width + _GROWTH, size))
+    made_BHTD[:, :, :filled] = all_BHTD
+    return made_BHTD
+
+
+def _new_cache() -> Any:
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    CacheLayerMixin.register(_Layer)
+    return Cache(layer_class_to_replicate=_Layer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

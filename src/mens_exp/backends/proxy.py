@@ -11,6 +11,7 @@ V vocabulary, n middle projections.
 from __future__ import annotations
 
 import math
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from mens_exp.quant.bnb import compute_dtype, quantizer_named
 from mens_exp.quant.round_trip import round_trip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -241,12 +242,14 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         *,
         max_new_tokens: int,
         end_ids: set[int],
-        pad_id: int,
         sampling: Sampling | None = None,
         stops: Stops | None = None,
+        batch_size: int | None = None,
+        on_end: Callable[[int, float], None] | None = None,
     ) -> list[list[int]]:
         """Continue prompts; each token depends only on the one before it. See `greedy`."""
-        del pad_id  # no padding is needed: only last tokens are used
+        del batch_size  # nothing is kept of the tokens before the last
+        began = time.perf_counter()
         made: list[list[int]] = [[] for _ in prompts]
         draw = Draw(sampling) if sampling is not None else None
         watch = StopWatch(stops) if stops is not None else None
@@ -265,6 +268,8 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
                 chosen = logits.argmax(-1) if draw is None else draw(logits, open_rows)
                 for i, token in zip(open_rows, chosen.tolist(), strict=True):
                     made[i].append(token)
+                    if on_end is not None:  # the last call of a row counts
+                        on_end(i, time.perf_counter() - began)
         return made
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:

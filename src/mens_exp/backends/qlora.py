@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.backends.generation import Sampling, Stops, Trace
+    from mens_exp.backends.generation import Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.sources import BaseModel
@@ -196,27 +196,10 @@ class QloraBackend(torch.nn.Module):
         finally:
             self.residuals.use(plain=False)
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        *,
-        max_new_tokens: int,
-        end_ids: set[int],
-        pad_id: int,
-        sampling: Sampling | None = None,
-        stops: Stops | None = None,
-    ) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts until an end id, a stop text or the limit; see :func:`greedy`."""
         with self._compute():
-            return greedy(
-                self.causal_lm,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                end_ids=end_ids,
-                pad_id=pad_id,
-                sampling=sampling,
-                stops=stops,
-            )
+            return greedy(self.causal_lm, prompts, **options)
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
         """Return the logits ``[V]``, f32, after ids, and the cache extended by them."""

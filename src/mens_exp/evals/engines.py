@@ -70,7 +70,8 @@ class Completion:
         tokens_in: tokens of the prompt; None if not counted.
         tokens_out: tokens generated, the end marker included; None as above.
         is_finished: whether it ended by itself, or at a stop text.
-        latency_ms: until it was there; of a batch, all of it; None where it was there before.
+        latency_ms: from the reading of the prompt to the end of the answer; of a batch of vLLM, all
+            of it; None where it was there before.
         problem: why there is none; None where there is one.
     """
 
@@ -133,23 +134,23 @@ class GraphEngine:
         self.backend, self.tokenizer, self.generation = backend, tokenizer, generation
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answer each of them, as many at once as a batch has."""
+        """Answer each of them; one that ends makes room for the next."""
         prompts = self.tokenizer.encode_prompts([list(one.messages) for one in requests])
         room = self.backend.max_positions - self.generation.max_new_tokens
-        return in_batches(requests, prompts, room, self.generation.batch_size, self._batch)
+        return in_batches(requests, prompts, room, max(1, len(requests)), self._answers)
 
-    def _batch(self, requests: list[Request], prompts: list[list[int]]) -> list[Completion]:
-        began = time.perf_counter()
+    def _answers(self, requests: list[Request], prompts: list[list[int]]) -> list[Completion]:
+        seconds: dict[int, float] = {}
         outputs = self.backend.generate(
             prompts,
             max_new_tokens=self.generation.max_new_tokens,
             end_ids=self.tokenizer.end_ids,
-            pad_id=self.tokenizer.pad_id,
+            batch_size=self.generation.batch_size,
+            on_end=seconds.__setitem__,
             **self._options(requests),
         )
-        latency_ms = 1000 * (time.perf_counter() - began)
         completions = []
-        for request, prompt, ids in zip(requests, prompts, outputs, strict=True):
+        for at, (request, prompt, ids) in enumerate(zip(requests, prompts, outputs, strict=True)):
             text, is_stopped = cut(self.tokenizer.decode(ids), request.stop)
             completions.append(
                 Completion(
@@ -157,7 +158,7 @@ class GraphEngine:
                     tokens_in=len(prompt),
                     tokens_out=len(ids),
                     is_finished=is_stopped or bool(ids and ids[-1] in self.tokenizer.end_ids),
-                    latency_ms=latency_ms,
+                    latency_ms=1000 * seconds[at],
                 )
             )
         return completions

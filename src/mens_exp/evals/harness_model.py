@@ -240,23 +240,24 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
             for one, place in zip(requests, places, strict=True)
         ]
         drawing = Sampling(temperature=temperature, top_p=top_p, seeds=seeds)
-        began = time.perf_counter()
+        seconds: dict[int, float] = {}
         outputs = self.graph.generate(
             prompts,
             max_new_tokens=longest,
             end_ids=self.texts.end_ids,
-            pad_id=self.texts.pad_id,
+            on_end=seconds.__setitem__,
             sampling=drawing if temperature > 0 else None,
             stops=Stops(texts=stops, decode=self.texts.decode),
         )
-        latency_ms = 1000 * (time.perf_counter() - began)
         answers = []
-        for request, prompt, ids, stop in zip(requests, prompts, outputs, stops, strict=True):
+        for at, (request, prompt, ids, stop) in enumerate(
+            zip(requests, prompts, outputs, stops, strict=True)
+        ):
             text, is_stopped = cut(self.texts.decode(ids), [one for one in stop if one])
             one = self._of(request)
             one.tokens_in += len(prompt)
             one.tokens_out += len(ids)
-            one.latency_ms += latency_ms
+            one.latency_ms += 1000 * seconds[at]
             one.is_finished = is_stopped or bool(ids and ids[-1] in self.texts.end_ids)
             answers.append(text)
         return answers
