@@ -21,7 +21,7 @@ from mens_exp.config.suite import MiniPythonSuite
 from mens_exp.evals.program_suite import mini_python
 
 QUESTION = "How fast are a suite's answers made, beside transformers' own generation?"
-ITEMS, TOKENS, BATCH, TURNS = 48, 96, 16, 3
+ITEMS, TOKENS, BATCH, TURNS = 16, 160, 8, 2
 FORMS = {
     "f32": ["backend=lora", "quant.compute_dtype=f32"],
     "nf4": ["backend=qlora", "quant.compute_dtype=bf16"],
