@@ -309,6 +309,19 @@ def test_answers_in_batches_or_caches_of_two_sizes_confound_unless_in_f32(
     assert f"suite.{name} is 8 and 16" in found
 
 
+def test_answers_of_two_releases_confound_unless_in_f32(study, compare):
+    """An earlier one waited for the longest answer of a batch, and said nothing of it."""
+    for dtype, confounds in (("bf16", True), ("f32", False)):
+        arms = [[f"quant.compute_dtype={dtype}"], [f"quant.compute_dtype={dtype}", WITHOUT]]
+        made = [{"batch_size": 8}, {"batch_size": 8, "batching": 2}]
+        path = study(dtype, arms=arms, answering=lambda arm, made=made: made[arm])
+        found = compare(path).contrasts[0]["confounded_by"]
+        assert any("in the ways of two releases" in one for one in found) is confounds
+    both = [{"batch_size": 8, "batching": 2}] * 2
+    path = study("both", arms=[[], [WITHOUT]], answering=lambda arm: both[arm])
+    assert compare(path).contrasts[0]["confounded_by"] == []
+
+
 def test_one_arm_in_bf16_confounds_batches_of_two_sizes(study, compare):
     """The format is the declared factor; that the other arm is in f32 does not help."""
     sizes = [{"batch_size": 8}, {"batch_size": 16}]

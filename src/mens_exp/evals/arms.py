@@ -26,6 +26,7 @@ _ASKED = {"engine": "hf", "temperature": 0.0, "top_p": 1.0, "samples": 1, "max_r
 _GRADED = 2  # the version of grading before scorecards recorded it
 # What the shape of a matrix product depends on while answers are made, and its rounding in bf16.
 _SIZES = ("batch_size", "max_new_tokens")
+_BATCHING = 1  # before scorecards recorded how prompts share batches
 _SAYS_FORMAT = frozenset({"hf", "vllm"})  # engines that compute in quant.compute_dtype
 _LOSS_TOKENS = "data.val_max_tokens"
 _LOSS_LIMIT = "trainer.limit_val_batches"
@@ -197,7 +198,11 @@ def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
     """List differences in the batches and caches used for generation."""
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     told = {name: _told(one.get(name) for one in made) for name in _SIZES}
-    return [f"suite.{name} is {values}" for name, values in told.items() if values]
+    found = [f"suite.{name} is {values}" for name, values in told.items() if values]
+    here = [one for one in made if one.get("engine", _ASKED["engine"]) == _ASKED["engine"]]
+    if len({one.get("batching", _BATCHING) for one in here}) > 1:
+        found.append("prompts shared batches in the ways of two releases")
+    return found
 
 
 def _told(values: Iterable[Any]) -> str:

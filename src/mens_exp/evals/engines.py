@@ -126,6 +126,11 @@ def in_batches(
     return [made[i] for i in range(len(requests))]
 
 
+# The way in which prompts share batches, for scorecards: until 1, each batch waited for its longest
+# answer; now an answer that ends makes room for the next prompt.
+BATCHING = 2
+
+
 class GraphEngine:
     """``eval.engine=hf``: the model in this process, with its adapter or inside ``base_only``."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.scorecard import Condition, Sample, Samples, write_item_events
+from mens_exp.config.evaluation import EngineKind, EvalConfig
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import Selection
 from mens_exp.corpus.source import load_rows
@@ -24,7 +25,7 @@ from mens_exp.evals.attempts import (
     measure,
     to_scorecard,
 )
-from mens_exp.evals.engines import Generation, GraphEngine, Request
+from mens_exp.evals.engines import BATCHING, Generation, GraphEngine, Request
 from mens_exp.evals.kpis import KPIS, KpiGroup
 from mens_exp.evals.suite import Runner, frozen_suite, suite_class
 from mens_exp.layout.shape import shape_of
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.scorecard import ItemEvent
     from mens_exp.backends.protocol import Backend
-    from mens_exp.config.evaluation import EvalConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.config.suite import SuiteConfig
     from mens_exp.evals.engines import Engine
@@ -339,8 +339,10 @@ def keep(
         figures: condition -> the suite's own figures, in addition to our KPIs.
     """
     settings, models = config.eval, suite.conditions
+    here = not models and settings.engine is EngineKind.hf
     generation: dict[str, Any] = {
         **({"conditions": models} if models else {"engine": settings.engine.value}),
+        **({"batching": BATCHING} if here else {}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         **_limits(config.suite),
