@@ -365,9 +365,13 @@ class _Layer:
         """Return the number of columns."""
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the columns that new tokens attend to, and the first of them."""
-        return self.length + query_length, 0
+    def get_mask_sizes(self, new: int | torch.Tensor) -> tuple[int, int]:
+        """Return the columns that new tokens attend to, and the first of them.
+
+        Args:
+            new: their number, or, as transformers 5.0 has it, their places.
+        """
+        return self.length + (new.shape[0] if isinstance(new, torch.Tensor) else new), 0
 
     def keep(self, rows: list[int], width: int) -> None:
         """Keep some rows and the last columns."""
