@@ -127,16 +127,17 @@ def test_filters_pass_rows_over(tmp_path):
 
 
 def test_a_wrong_row_is_told_with_its_place(files):
-    """When its window is read, with the others of that window."""
+    """When its window is read, with the others of that window; what two rows lack is told once."""
     with Path(files[0]).open("a", encoding="utf-8") as file:
         file.write('{"prompt": 3}\n{"prompt": "x"}\n')
     stream = RowStream(config_of(files), None)
     windows(stream, 2)
     with pytest.raises(Problems) as caught:
         stream.next_window()
-    assert {problem.where for problem in caught.value.problems} == {
-        f"{files[0]}:{n}" for n in (18, 19)
-    }
+    assert [(problem.where, problem.what) for problem in caught.value.problems] == [
+        (f"{files[0]}:18", "'prompt' must be a string"),
+        (f"{files[0]}:18", "the row has no 'response', here and in 1 more row at least (19)"),
+    ]
 
 
 def test_wrong_rows_are_put_aside_and_counted(files):

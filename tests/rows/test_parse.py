@@ -248,8 +248,11 @@ def test_a_row_may_end_with_calls():
 
 def test_a_row_of_a_million_keys_is_told_in_a_few_lines():
     """Naming each took time quadratic in their number: an hour for one line of ten megabytes."""
+    keys = {f"k{number}": 1 for number in range(20_000)}
+    with pytest.raises(DataError, match=r"match no known format.*'k49' and 19950 more"):
+        parse_row(keys, "rows.jsonl:1")
     with pytest.raises(Problems) as refused:
-        parse_row({f"k{number}": 1 for number in range(20_000)}, "rows.jsonl:1")
+        parse_row({"prompt": "p", "response": "r", **keys}, "rows.jsonl:1")
     told = [problem.what for problem in refused.value.problems]
     assert len(told) < 60
     assert any("unknown keys" in what for what in told)

@@ -149,9 +149,21 @@ def test_problems_of_all_lines_are_told_together(rows):
     ]
 
 
+def test_problems_of_one_kind_are_told_once(rows):
+    """The first in full, with the number of the others and the first of their lines."""
+    rows.write_bytes(b"\n".join([GOOD, *[b"no"] * 10, b'{"prompt": "p"}']))
+    with pytest.raises(Problems) as caught:
+        read_rows(rows)
+    first, second = caught.value.problems
+    assert (first.where, first.found) == (f"{rows}:2", "no")
+    assert first.what.endswith("at column 1, here and in 9 more rows (3, 4, 5, 6, 7, …)")
+    assert (second.where, second.what) == (f"{rows}:12", "the row has no 'response'")
+
+
 def test_problems_beyond_the_limit_are_counted(rows):
-    """Ten bad lines with a limit of four: four messages and "6 more"."""
-    rows.write_bytes(b"\n".join([b"no"] * 10))
+    """Ten kinds with a limit of four: four messages and "6 more"."""
+    lines = [{"prompt": "p", "response": "r", f"key_{name}": 1} for name in "abcdefghij"]
+    rows.write_text("\n".join(map(json.dumps, lines)), "utf-8")
     with pytest.raises(Problems) as caught:
         read_rows(rows, max_problems=4)
     told = caught.value.problems

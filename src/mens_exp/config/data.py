@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from omegaconf import MISSING
 
@@ -88,6 +88,18 @@ class RowFormat(Enum):
     text = "text"
     preference = "preference"
     unpaired = "unpaired"
+
+
+# The fields without which a row of a format has nothing to learn from.
+NEEDED_FIELDS: Final[dict[RowFormat, tuple[str, ...]]] = {
+    RowFormat.pair: ("prompt", "response"),
+    RowFormat.alpaca: ("prompt", "response"),
+    RowFormat.messages: ("messages",),
+    RowFormat.sharegpt: ("conversations",),
+    RowFormat.text: ("text",),
+    RowFormat.preference: ("chosen", "rejected"),
+    RowFormat.unpaired: ("completion", "label"),
+}
 
 
 class MixStop(Enum):

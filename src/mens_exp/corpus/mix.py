@@ -25,10 +25,10 @@ import numpy as np
 from mens_exp.config.data import HubData, JsonlData, MixStop, OnBadRow
 from mens_exp.corpus import hub_rows, row_files
 from mens_exp.corpus.split import Side, filtered, group_of, side_of
-from mens_exp.errors import DataError, MensError, Problems
+from mens_exp.errors import DataError, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.files import resolve_files
-from mens_exp.rows.readers import RowReader, rows_digest
+from mens_exp.rows.readers import RowReader, WrongRows, rows_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -355,19 +355,17 @@ class RowStream:
         """Read rows as those of files are read; the format is settled for each file."""
         pairs: list[TrainingPair] = []
         bad: list[BadRow] = []
-        problems: list[MensError] = []
+        wrong = WrongRows(_MOST_PROBLEMS)
         for located in rows:
             name = located.where.rpartition(":")[0]
             if self._reader is None or self._reader.name != name:
                 self._reader = RowReader(name, row_files.how(self._config, _setting(self._config)))
-            problems += self._reader.take(located)
+            wrong.add(self._reader.take(located))
             pairs += self._reader.pairs
             bad += self._reader.bad
             self._reader.pairs.clear()
             self._reader.bad.clear()
-            if len(problems) >= _MOST_PROBLEMS:
-                break
-        Problems.raise_if(problems)
+        Problems.raise_if(wrong.told((), "data", is_part=True))
         return pairs, tuple(bad)
 
     def _refuse_too_many(self, bad: Sequence[BadRow]) -> None:

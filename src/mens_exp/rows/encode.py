@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 
-from mens_exp.errors import DataError, MensError, Problems, SetupError
+from mens_exp.errors import DataError, Problems, SetupError
 from mens_exp.rows import files
 from mens_exp.rows.documents import (
     ROWS_TOGETHER,
@@ -40,6 +40,7 @@ from mens_exp.rows.documents import (
     arrays_of,
     opened,
 )
+from mens_exp.rows.readers import WrongRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,20 +96,21 @@ def _endings(
 ) -> Iterator[list[Ending]]:
     """Yield, for each row, the text up to each of its supervised answers, oldest first."""
     rows = labelling.rows
-    problems: list[MensError] = []
+    wrong, bad = WrongRows(_MOST_PROBLEMS), 0
     answers: list[Answer] = []
     counts: list[int] = []
     for pair in pairs:
         try:
             mine = rows.rendered(pair, encoder, labelling)
         except DataError as problem:
-            problems.append(problem)
+            wrong.add([problem])
+            bad += 1
             mine = []
         answers += mine
         counts.append(len(mine))
-        if len(problems) == _MOST_PROBLEMS:
+        if bad == _MOST_PROBLEMS:
             break
-    Problems.raise_if(problems)
+    Problems.raise_if(wrong.told((), "data", is_part=bad == _MOST_PROBLEMS))
     special = encoder.special_ids
     documents = (
         _ending(

@@ -7,12 +7,14 @@ dropped column something other than intended is trained.
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Mapping
 from itertools import islice
 from typing import Final
 
 from mens_exp.artifacts.digest import canonical_json
-from mens_exp.config.data import RowFormat
+from mens_exp.config.data import NEEDED_FIELDS, RowFormat
 from mens_exp.errors import DataError, nearest
 from mens_exp.rows.decode import Cell
 from mens_exp.rows.preferences import JUDGED, read_judged
@@ -21,6 +23,7 @@ from mens_exp.rows.schema import (
     KEYS,
     KEYS_OF_OTHER_TOOLS,
     LABEL,
+    PARALLEL_CALLS,
     REJECTED,
     RowProblems,
     TrainingPair,
@@ -33,14 +36,23 @@ from mens_exp.rows.turns import (
     MESSAGES,
     SHAREGPT,
     Conversation,
+    TurnKeys,
     decoded,
     read_tools,
     read_turns,
 )
 
-UNKNOWN_KEY: Final = "unknown key"
-_WHOLE: Final = ("fields", "provenance")  # keys that `data.columns` maps to no single column
+# Keys that `data.columns` maps to no single column.
+_WHOLE: Final = ("fields", "provenance", PARALLEL_CALLS)
 _LISTED_KEYS: Final = 50  # of a row; a damaged one may have a million
+_SLIP: Final = 0.6  # likeness of a misspelled key; at 0.5 'frage' is near to 'rating'
+_LIKE: Final = 0.75  # that of a column to a name in _LIKELY; at 0.6 'username' is like 'user'
+_NO_TEXT: Final = ("null", "true", "false", "nan", "inf")  # values that Hydra reads otherwise
+# Names that columns with a prompt, and with a response, often have.
+_LIKELY: Final[dict[str, tuple[str, ...]]] = {
+    "prompt": ("prompt", "instruction", "query", "user", "human", "problem"),
+    "response": ("response", "output", "reply", "assistant", "solution"),
+}
 RATINGS: Final = range(1, 6)
 DIFFICULTIES: Final = range(1, 11)
 _TURNS: Final = {
@@ -82,9 +94,108 @@ def parse_row(obj: object, where: str, form: RowFormat = RowFormat.auto) -> Trai
         Problems: it has several problems.
     """
     row = as_object(obj, where)
-    if form is RowFormat.auto:
-        form = format_of(row) or RowFormat.pair
-    return _RowReader(row, where, form).pair()
+    known = format_of(row) if form is RowFormat.auto else form
+    if known is None:
+        raise _of_no_format(row, where)
+    return _RowReader(row, where, known).pair()
+
+
+def _of_no_format(row: Mapping[str, object], where: str) -> DataError:
+    likely = likely_columns(row)
+    return DataError(
+        "the row's keys match no known format",
+        where=where,
+        found=columns_of(row),
+        expected="'prompt' and 'response', 'messages', 'conversations' or 'text'",
+        remedy=renaming(likely)
+        if likely
+        else 'write each row as {"prompt": "…", "response": "…"} or {"text": "…"}',
+    )
+
+
+def columns_of(row: Mapping[str, object]) -> str:
+    """List a row's columns for a message; of very many, the first."""
+    if not row:
+        return "no columns"
+    more = len(row) - _LISTED_KEYS
+    first = ", ".join(map(repr, islice(row, _LISTED_KEYS)))
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def renaming(columns: Mapping[str, str]) -> str:
+    """Say how columns become the fields that they hold, by new names or by `data.columns`."""
+    new = [
+        f"{column!r} to {name!r}"
+        for name, column in columns.items()
+        if ALIASES.get(column, column) != name
+    ]
+    return f"rename {' and '.join(new)}, or add {as_columns(columns)}"
+
+
+def as_columns(columns: Mapping[str, str]) -> str:
+    """Spell the override that names columns, as typed in a shell."""
+    named = {name: _value(column) for name, column in columns.items()}
+    if len(named) == 1:
+        ((name, value),) = named.items()
+        return shlex.quote(f"data.columns.{name}={value}")
+    return shlex.quote(f"data.columns={{{','.join(map(':'.join, named.items()))}}}")
+
+
+def _value(column: str) -> str:
+    """Spell a column as a value of Hydra's grammar."""
+    if re.fullmatch(r"[A-Za-z_][\w-]*", column, re.ASCII) and column.lower() not in _NO_TEXT:
+        return column
+    return '"' + re.sub(r'(\\*)("|$)', _escaped, column) + '"'
+
+
+def _escaped(before_quote: re.Match[str]) -> str:
+    r"""Escape a quote; backslashes are as they are, unless they stand before one."""
+    slashes, quote = before_quote.groups()
+    return 2 * slashes + (f"\\{quote}" if quote else "")
+
+
+def likely_columns(row: Mapping[str, object]) -> dict[str, str]:
+    """Guess from a row's names and values which columns a model can learn from.
+
+    Args:
+        row: a row whose keys tell no format.
+
+    Returns:
+        The column of each field, enough of them for one format; empty if no column holds texts.
+    """
+    some = dict(islice(row.items(), _LISTED_KEYS))
+    for column, value in some.items():
+        for name, keys in _TURNS.values():
+            if _are_turns(value, keys):
+                return {name: column}
+    free = [column for column, value in some.items() if isinstance(value, str) and value.strip()]
+    found: dict[str, str] = {}
+    for name in _LIKELY:
+        for column in [one for one in free if _is_likely(one, name)][:1]:
+            found[name] = column
+            free.remove(column)
+    # An identifier is a text as well, but rarely has a space.
+    free = [column for column in free if " " in str(some[column]).strip()] or free
+    missing = [name for name in _LIKELY if name not in found]
+    if len(free) < len(missing):
+        return {"text": [*found.values(), *free][0]} if found or free else {}
+    found |= zip(missing, free, strict=False)
+    return {name: found[name] for name in _LIKELY}
+
+
+def _are_turns(value: object, keys: TurnKeys) -> bool:
+    turns = decoded(value) if isinstance(value, Cell) else value
+    return (
+        isinstance(turns, list)
+        and bool(turns)
+        and all(isinstance(one, Mapping) and keys.role in one for one in turns)
+    )
+
+
+def _is_likely(column: str, field: str) -> bool:
+    name = column.casefold()
+    meant, _ = KEYS_OF_OTHER_TOOLS.get(name, (None, ""))
+    return field == meant if meant else nearest(name, _LIKELY[field], cutoff=_LIKE) is not None
 
 
 class _RowReader:
@@ -126,33 +237,42 @@ class _RowReader:
     def _check_keys(self) -> None:
         keys = KEYS[self._form]
         aliases = [alias for alias, name in ALIASES.items() if name in keys]
-        words = {*keys, *aliases} - {"fields"}  # which is rare, and near to "id" and "file"
+        words = sorted({*keys, *aliases} - {"fields"})  # which is rare, and near to "id" and "file"
         unknown = [name for name in self._row if name not in keys and name not in aliases]
-        for name in unknown[:_LISTED_KEYS]:
-            value = self._row[name]
+        near = {name: nearest(name.lower(), words, cutoff=_SLIP) for name in unknown[:_LISTED_KEYS]}
+        for name, close in near.items():
             expected, remedy = accepted_keys(self._form), None
             owners = [form.value for form in KEYS if ALIASES.get(name, name) in KEYS[form]]
-            if name in KEYS_OF_OTHER_TOOLS:
-                meant, remedy = KEYS_OF_OTHER_TOOLS[name]
-                self._meant.update(meant)
+            meant, note = KEYS_OF_OTHER_TOOLS.get(name, (None, ""))
+            if meant in keys:
+                self._meant.add(meant)
+                remedy = note + renaming(self._columns({meant: name}) or {meant: name})
+            elif note:
+                remedy = note
             elif owners:
                 remedy = f"{name!r} is a key of {' and '.join(owners)} rows; see data.format"
-            elif near := nearest(name.lower(), sorted(words)):
-                expected += f"; the nearest is {near!r}"
-                self._meant.add(ALIASES.get(near, near))
+            elif close:
+                expected += f"; the nearest is {close!r}"
+                self._meant.add(ALIASES.get(close, close))
             else:
-                remedy = f"drop it, or leave it out with data.columns={self._columns()}"
-            self._problems.add(f"{UNKNOWN_KEY} {name!r}", shown(value), expected, remedy)
+                columns = self._columns({})
+                remedy = "drop it" + (
+                    f", or leave it out: add {as_columns(columns)}" if columns else ""
+                )
+            self._problems.add(f"unknown key {name!r}", shown(self._row[name]), expected, remedy)
         if len(unknown) > _LISTED_KEYS:
             more = f"{len(unknown) - _LISTED_KEYS} more"
             self._problems.add("unknown keys", more, accepted_keys(self._form))
 
-    def _columns(self) -> str:
-        """Return the value of `data.columns` that would map the row's keys to its format."""
-        named = {ALIASES.get(key, key): key for key in self._row}
+    def _columns(self, meant: Mapping[str, str]) -> dict[str, str]:
+        """Return the columns of the row's fields, ``meant`` included; empty if some are missing."""
+        named = {**{ALIASES.get(key, key): key for key in self._row}, **meant}
+        for key, (field, _) in KEYS_OF_OTHER_TOOLS.items():
+            if field is not None and key in self._row:
+                named.setdefault(field, key)
         fields = [name for name in KEYS[self._form] if name in named and name not in _WHOLE]
-        columns = [f"{name}:{named[name]}" for name in fields]
-        return f"{{{','.join(columns)}}}"
+        complete = set(NEEDED_FIELDS[self._form]) <= set(fields)
+        return {name: named[name] for name in fields} if complete else {}
 
     def _canonical(self) -> dict[str, object]:
         """Return the values by canonical name, with aliases resolved."""
@@ -180,7 +300,9 @@ class _RowReader:
             tools = read_tools(values.get("tools"), self._problems)
             if self._is_there(values, name):
                 turns = decoded(values[name]) if isinstance(values[name], Cell) else values[name]
-                return read_turns(turns, keys, self._problems, tools) or nothing
+                found = read_turns(turns, keys, self._problems, tools) or nothing
+                self._check_parallel(values.get(PARALLEL_CALLS), found)
+                return found
             return nothing
         if self._form is RowFormat.text:
             return Conversation(system=None, exchanges=(("", self._required(values, "text")),))
@@ -189,6 +311,22 @@ class _RowReader:
         if given is not None and given.strip():
             prompt = f"{prompt}\n\n{given}"
         return Conversation(system=None, exchanges=((prompt, self._required(values, "response")),))
+
+    def _check_parallel(self, value: object, conversation: Conversation) -> None:
+        """Check that the calls are as the row says; no chat template is given the value itself."""
+        may = decoded(value.lower()) if isinstance(value, Cell) else value
+        if may is not None and not isinstance(may, bool):
+            self._problems.add(
+                f"{PARALLEL_CALLS!r} must be true or false", f"{json_type(value)} {shown(value)}"
+            )
+        most = max((len(turn.get("tool_calls", ())) for turn in conversation.turns), default=0)
+        if may is False and most > 1:
+            self._problems.add(
+                f"a turn calls several tools, and {PARALLEL_CALLS!r} is false",
+                f"{most} calls",
+                "one call in each turn",
+                f"drop {PARALLEL_CALLS!r}, or give each call a turn and a result of its own",
+            )
 
     def _is_judged(self, values: Mapping[str, object]) -> bool:
         """Return whether the row has a judgement and what is judged."""
@@ -212,9 +350,8 @@ class _RowReader:
             return True
         if name not in self._meant:
             alias = next((alias for alias, meant in ALIASES.items() if meant == name), None)
-            keys = ", ".join(map(repr, islice(self._row, _LISTED_KEYS))) or "no keys"
             expected = repr(name) if alias is None else f"{name!r} (alias {alias!r})"
-            self._problems.add(f"the row has no {name!r}", keys, expected)
+            self._problems.add(f"the row has no {name!r}", columns_of(self._row), expected)
         return False
 
     def _required(self, values: Mapping[str, object], name: str) -> str:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic, digest
-from mens_exp.config.data import RowFormat
+from mens_exp.config.data import NEEDED_FIELDS, RowFormat
 from mens_exp.errors import DataError, MensError, Problems, expected_name
 from mens_exp.rows.decode import Located, decoded_rows
-from mens_exp.rows.parse import UNKNOWN_KEY, as_object, parse_row
+from mens_exp.rows.parse import as_columns, as_object, columns_of, likely_columns, parse_row
 from mens_exp.rows.schema import (
     ALIASES,
     KEYS,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FIELDS = "fields."  # before the name of a further field
+_SHOWN_PLACES = 5  # of rows with one kind of problem, besides the first
 _MOST_BAD = 100_000  # limit on bad rows, if the file has fewer good ones
 
 
@@ -125,6 +126,9 @@ class RowReader:
         self.ignored: Counter[str] = Counter()
         self.bad: list[BadRow] = []
         self.wrong = WrongRows(max_problems)
+        # Fields without which a row is wrong; a missing column of theirs is told with the row.
+        told = format_of(how.columns) if how.form is RowFormat.auto else how.form
+        self._needed = NEEDED_FIELDS[told] if how.columns and told else ()
         self._told_by = ""  # location of the row that determined the format
         self._seen: Counter[str] = Counter()
         self._last: Mapping[str, object] = {}
@@ -140,7 +144,7 @@ class RowReader:
         absent = [
             _no_column(f"data.columns.{name}", column, self.name, self._last)
             for name, column in self.how.columns.items()
-            if self._last and not self._seen[name]
+            if self._last and not self._seen[name] and name not in self._needed
         ]
         Problems.raise_if(self.wrong.told(absent, self.name))
         return FileOfRows(
@@ -189,7 +193,7 @@ class RowReader:
 
     def _pair(self, row: Mapping[str, object], where: str) -> TrainingPair:
         group = self._group(row, where)
-        fields = self._named(row)
+        fields = self._named(row, where)
         if self.how.group_column is not None:
             fields = self._without_group_column(fields)
         pair = parse_row(fields, where, self._form(fields, where))
@@ -219,13 +223,23 @@ class RowReader:
             return fields
         return {name: value for name, value in fields.items() if name != column}
 
-    def _named(self, row: Mapping[str, object]) -> dict[str, Any]:
-        """Return the row under our own names, and count the ignored columns."""
+    def _named(self, row: Mapping[str, object], where: str) -> dict[str, Any]:
+        """Return the row under our own names, and count the ignored columns.
+
+        Raises:
+            DataError: it lacks a column without which there is nothing to learn.
+        """
         columns = self.how.columns
         if not columns:
             return dict(row)
         named = {name: row[column] for name, column in columns.items() if column in row}
         self._seen.update(named)
+        for name in self._needed:
+            if name in columns and name not in named:
+                likely = likely_columns(row)
+                remedy = f"name columns of the rows, such as {as_columns(likely)}"
+                setting = f"data.columns.{name}"
+                raise _no_column(setting, columns[name], where, row, remedy if likely else None)
         used = {*columns.values(), self.how.group_column}
         self.ignored.update(column for column in row if column not in used)
         plain: dict[str, Any] = {
@@ -237,10 +251,11 @@ class RowReader:
     def _form(self, fields: Mapping[str, object], where: str) -> RowFormat:
         """Determine the row's format, which must be that of the file's other rows."""
         if self.how.form is not RowFormat.auto:
-            return self.how.form
+            has_any = format_of(fields) or fields.keys() & {*KEYS[self.how.form]}
+            return self.how.form if has_any else RowFormat.auto
         told = format_of(fields) or format_of(self.how.columns)
         if told is None:
-            return self.form or RowFormat.pair
+            return self.form or RowFormat.auto
         both = told if self.form is None else joint_format(self.form, told)
         if both is None:
             assert self.form is not None, "two formats met"
@@ -258,43 +273,61 @@ class RowReader:
 
 
 class WrongRows:
-    """The problems in the rows of a file: the first ones in full, and the number of the rest.
+    """The problems in rows; those of one kind are told once, with the number of their rows.
 
-    A key that occurs in many rows is one problem, reported at its first occurrence.
+    Problems are of one kind if they say the same apart from numbers. Those of the first row that
+    has a kind are told in full.
     """
 
     def __init__(self, most: int) -> None:
-        """Set the maximum number of problems reported in full."""
+        """Set the maximum number of problems told."""
         self._most = most
-        self._first: list[MensError] = []
+        self._first: list[tuple[str, MensError]] = []
         self._total = 0
-        self._keys: Counter[str] = Counter()
+        self._rows: Counter[str] = Counter()
+        self._places: dict[str, list[str]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is any problem."""
+        return self._total > 0
 
     def add(self, problems: Iterable[MensError]) -> None:
         """Add the problems of the next row."""
-        for one in problems:
-            if one.what.startswith(UNKNOWN_KEY):
-                self._keys[one.what] += 1
-                if self._keys[one.what] > 1:
-                    continue
-            self._total += 1
-            if len(self._first) < self._most:
-                self._first.append(one)
+        found = [(_NUMBER.sub("N", one.what), one) for one in problems]
+        new = [(kind, one) for kind, one in found if kind not in self._rows]
+        self._total += len(new)
+        self._first += new[: self._most - len(self._first)]
+        for kind, one in dict(found).items():
+            self._rows[kind] += 1
+            if 1 < self._rows[kind] <= 1 + _SHOWN_PLACES:
+                place = (one.where or "").rpartition(":")[2].rstrip(")")
+                self._places.setdefault(kind, []).append(place)
 
-    def told(self, before: Sequence[MensError], where: str) -> list[MensError]:
-        """Return the problems to report; those of the whole file come first."""
-        told = [*before, *map(self._counted, self._first)]
+    def told(
+        self, before: Sequence[MensError], where: str, *, is_part: bool = False
+    ) -> list[MensError]:
+        """Return the problems to report; those of the whole file come first.
+
+        Args:
+            before: problems of the whole file.
+            where: the file, for the number of problems that are not told.
+            is_part: whether rows are left that were not read.
+        """
+        told = [*before, *(self._counted(kind, one, is_part) for kind, one in self._first)]
         more = len(before) + self._total - self._most
         if more <= 0:
             return told
         rest = DataError(f"{more} more problems in this file", where=where)
         return [*told[: self._most], rest]
 
-    def _counted(self, one: MensError) -> MensError:
-        count = self._keys[one.what]
-        more = f", here and in {count - 1} more rows" if count > 1 else ""
+    def _counted(self, kind: str, one: MensError, is_part: bool) -> MensError:
+        more = self._rows[kind] - 1
+        if not more:
+            return one
+        places = [*self._places[kind], *(["…"] if more > _SHOWN_PLACES else [])]
+        rows = f"{more:,} more row{'s' if more > 1 else ''}{' at least' if is_part else ''}"
         return DataError(
-            one.what + more,
+            f"{one.what}, here and in {rows} ({', '.join(places)})",
             where=one.where,
             found=one.found,
             expected=one.expected,
@@ -302,12 +335,15 @@ class WrongRows:
         )
 
 
-def _no_column(setting: str, column: str, where: str, row: Mapping[str, object]) -> DataError:
+def _no_column(
+    setting: str, column: str, where: str, row: Mapping[str, object], remedy: str | None = None
+) -> DataError:
     return DataError(
         f"there is no column {column!r}",
         where=where,
-        found=", ".join(repr(name) for name in row) or "no columns",
+        found=columns_of(row),
         expected=f"what {setting} names: {expected_name(column, row)}",
+        remedy=remedy,
     )
 
 

@@ -234,6 +234,7 @@ def json_type(value: object) -> str:
 
 REJECTED: Final = "rejected"  # the further field of a row that is a pair of answers
 LABEL: Final = "label"  # that of a row whose answer is wanted (1) or not (0)
+PARALLEL_CALLS: Final = "parallel_tool_calls"  # OpenAI's: whether a turn may call several tools
 ALIASES: Final = {
     "instruction": "prompt",
     "output": "response",
@@ -248,7 +249,7 @@ _PROMPTS: Final = ("prompt", "input", "messages", "conversations")
 KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.pair: ("prompt", "response", *_LABELS),
     RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),
-    RowFormat.messages: ("messages", "tools", *_LABELS),
+    RowFormat.messages: ("messages", "tools", PARALLEL_CALLS, *_LABELS),
     RowFormat.sharegpt: ("conversations", "tools", *_LABELS),
     RowFormat.text: ("text", *(name for name in _LABELS if name != "system")),
     RowFormat.preference: (*_PROMPTS, "chosen", REJECTED, "tools", *_LABELS),
@@ -256,23 +257,20 @@ KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
 }
 _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 
-# Keys of other common formats that a spelling suggestion could not explain: the names
-# that they stand for, and what to do.
-KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+# Keys of other common formats that a spelling suggestion could not explain: the name that each
+# stands for, if any, and a note that comes before how to rename it.
+KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[str | None, str]]] = {
     "chosen": (
-        ("response",),
-        (
-            "a preference row has 'rejected' too; train on the preferred answer alone with "
-            "data.columns={prompt:prompt,response:chosen}"
-        ),
+        "response",
+        "a preference row has 'rejected' too; to train on the preferred answer alone, ",
     ),
     "function_call": (
-        ("messages",),
+        None,
         "this is an older form of tool calls: write 'messages' whose turns have 'tool_calls'",
     ),
-    "completion": (("response",), "rename it to 'response', or say data.columns.response=…"),
-    "question": (("prompt",), "rename it to 'prompt', or say data.columns.prompt=…"),
-    "answer": (("response",), "rename it to 'response', or say data.columns.response=…"),
+    "completion": ("response", ""),
+    "question": ("prompt", ""),
+    "answer": ("response", ""),
 }
 
 

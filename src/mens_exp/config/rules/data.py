@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import (
+    NEEDED_FIELDS,
     HubData,
     JsonlData,
     MixData,
@@ -25,16 +26,6 @@ if TYPE_CHECKING:
     from mens_exp.errors import MensError
 
 _FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
-# Columns without which rows of a format have no supervised tokens.
-_NEEDED = {
-    RowFormat.pair: ("prompt", "response"),
-    RowFormat.alpaca: ("prompt", "response"),
-    RowFormat.messages: ("messages",),
-    RowFormat.sharegpt: ("conversations",),
-    RowFormat.text: ("text",),
-    RowFormat.preference: ("chosen", "rejected"),
-    RowFormat.unpaired: ("completion", "label"),
-}
 
 
 def data_problems(config: RunConfig) -> Iterator[MensError]:
@@ -163,7 +154,7 @@ def _columns(data: RowsData) -> Iterator[ConfigError]:
             found=f"{column} for {twice}",
             expected="each column for one field",
         )
-    ways = [needed for way, needed in _NEEDED.items() if data.format in {way, RowFormat.auto}]
+    ways = [needed for way, needed in NEEDED_FIELDS.items() if data.format in {way, RowFormat.auto}]
     if given and not any(set(needed) <= given.keys() for needed in ways):
         yield ConfigError(
             "the columns name nothing to learn from",

@@ -27,7 +27,7 @@ from mens_exp.corpus.steps.step import (
 from mens_exp.errors import DataError, MensError, MissingExtra, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.parse import parse_row
-from mens_exp.rows.readers import BadRow, quarantined
+from mens_exp.rows.readers import BadRow, WrongRows, quarantined
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.sandbox.opening import limits_of, open_sandbox
 
@@ -144,7 +144,7 @@ class _BadRows:
         self._quarantines = step.config.validate.on_bad_row is OnBadRow.quarantine
         self._path = step.directory / QUARANTINE
         self._file: BinaryIO | None = None
-        self._told: list[MensError] = []
+        self._wrong = WrongRows(_MOST_PROBLEMS)
 
     def __enter__(self) -> None:
         """Write nothing yet: without bad rows there is no file."""
@@ -159,22 +159,20 @@ class _BadRows:
         row = quarantined(located, problems)
         self.reasons[row.reasons[0]] += 1  # the first, so that the counts add up to the rows
         if not self._quarantines or located.ends:
-            self._told += problems[: max(0, _MOST_PROBLEMS - len(self._told))]
+            self._wrong.add(problems)
         else:
             self._write(row)
 
     def refuse(self) -> None:
-        if not self._told:
+        if not self._wrong:
             return
-        hidden = self.count - len(self._told)
-        more = DataError(f"{hidden} more bad rows", where=INPUT)
         way = DataError(
             "bad rows are errors",
             where="corpus.validate.on_bad_row",
             found=f"error, and {self.count} bad rows",
             remedy="mend the rows, or put them aside with quarantine",
         )
-        Problems.raise_if([*self._told, *([more] if hidden > 0 else []), way])
+        raise Problems([*self._wrong.told((), INPUT), way])
 
     def _write(self, row: BadRow) -> None:
         if self._file is None:
