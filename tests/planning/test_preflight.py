@@ -75,6 +75,45 @@ def test_faulty_rows_are_all_told(tiny_config, rows):
     assert [problem.where for problem in problems] == [f"{rows}:2", f"{rows}:3"]
 
 
+@pytest.fixture
+def tool_rows(tmp_path):
+    """Thirty rows of one call each, as OpenAI documents them."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"terms": [2, 3]}'}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    path = tmp_path / "tools.jsonl"
+    asked = ({"role": "user", "content": f"2 and {number}?"} for number in range(30))
+    rows = (
+        {"messages": [one, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
+        for one in asked
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_template_that_drops_tools_is_told_before_the_run(
+    tiny_config, tool_rows, tmp_path, monkeypatch, tiny_base, is_ready, streaming
+):
+    """As the run tells it, whether or not the random base is there already."""
+    if not is_ready:
+        monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    given = ("data=jsonl", f"data.path={tool_rows}", f"data.streaming={streaming}")
+    problem = only(tiny_config(*given))
+    assert problem.what.startswith(
+        "the chat template drops the row's tools, here and in 19 more rows at least ("
+    )
+    assert "give another template with tokenizer.chat_template" in str(problem)
+    template = tmp_path / "tools.jinja"
+    template.write_text(
+        "{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}{%- if m.tool_calls %}"
+        "{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert preflight(tiny_config(*given, f"tokenizer.chat_template={template}")) == []
+
+
 def test_rows_that_cannot_be_split_are_refused(tiny_config, rows):
     """A single group leaves nothing to validate on."""
     rows.write_text('{"prompt": "p", "response": "r"}\n', "utf-8")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+from collections import Counter
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from mens_exp.config.data import RowsData, WrittenData
@@ -12,19 +15,25 @@ from mens_exp.config.fields import range_problems
 from mens_exp.config.rules.data import data_problems as rule_problems
 from mens_exp.corpus.given_rows import given_in, refuse_unsteady
 from mens_exp.corpus.row_files import read_own
-from mens_exp.corpus.source import load_rows
+from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.corpus.split import asked
 from mens_exp.errors import ConfigError, MensError, Problems
+from mens_exp.layout.model_cache import ready_directory
 from mens_exp.planning.checks import adapter, classes, machine, model
 from mens_exp.planning.contract import contract_of
 from mens_exp.planning.planner import Gate, environment_of, refusals
 from mens_exp.rows.cache import cache_root
+from mens_exp.rows.encode import MOST_BAD_ROWS, rendered_answers
+from mens_exp.tokenizer.implementations import VoxTokenizer
+from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from mens_exp.config.root import RunConfig
+    from mens_exp.corpus.row_files import Rows
+    from mens_exp.rows.schema import TrainingPair
 
 
 def check_contract(config: RunConfig) -> Iterator[MensError]:
@@ -48,11 +57,50 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
         rows = load_rows(data, cache_root())
         if given_in(data):
             refuse_unsteady(rows.sha256, load_rows(data, cache_root()).sha256)
+        _refuse_unrendered(config, rows)
     elif (
         problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
     ):  # already reported; the rows can still be checked
         read_own(data)
     yield from ()
+
+
+_TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run renders them all
+
+
+def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
+    """Refuse rows of which the chat template drops or alters something, as the run would.
+
+    Only rows with tools or a system prompt are rendered, the first of each sequence of turns.
+
+    Raises:
+        MensError: the tokenizer cannot be read, or the template alters rows.
+    """
+    tried: Counter[tuple[object, ...]] = Counter()
+    chosen = []
+    for pair in chain(islice(rows.train, _TRIED_ROWS), islice(rows.val, _TRIED_ROWS)):
+        turns = _turns(pair)
+        tried[turns] += 1
+        if turns and tried[turns] <= MOST_BAD_ROWS:
+            chosen.append(pair)
+    template = model.known_template(config) if chosen else None
+    if template is not None:  # otherwise the base is yet to be downloaded or unpacked
+        directory = ready_directory(config.model, cache_root())
+        tokenizer = (
+            VoxTokenizer(chat_template=template, date=config.tokenizer.date)
+            if directory is None
+            else load_tokenizer(config.tokenizer, directory)
+        )
+        rendered_answers(chosen, tokenizer, labelling_of(config))
+
+
+def _turns(pair: TrainingPair) -> tuple[object, ...]:
+    """Return what a template may drop of a row, in its order; empty if there is nothing."""
+    if pair.conversation is None:
+        return () if pair.system is None else ("system", len(pair.history))
+    held = json.loads(pair.conversation)
+    turns = ((turn["role"], len(turn.get("tool_calls", ()))) for turn in held["messages"])
+    return (pair.system is None, "tools" in held, *turns)
 
 
 def _cache(config: RunConfig) -> Iterator[MensError]:

@@ -43,14 +43,14 @@ from mens_exp.rows.documents import (
 from mens_exp.rows.readers import WrongRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
 ENCODING_VERSION = 4  # increment when ids, masks or counts of the same row change
-_MOST_PROBLEMS = 20
+MOST_BAD_ROWS = 20  # that are rendered before a refusal
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
 
 
@@ -91,26 +91,36 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
     return _joined(parts, labelling)
 
 
+def rendered_answers(
+    pairs: Iterable[TrainingPair], encoder: TextEncoder, labelling: Labelling
+) -> list[list[Answer]]:
+    """Render the answers of rows that documents are made of, those of each row oldest first.
+
+    Raises:
+        DataError: a row cannot be rendered without loss; after 20 such rows no others are tried.
+        Problems: rows have several problems of this kind.
+    """
+    wrong, bad = WrongRows(MOST_BAD_ROWS), 0
+    found: list[list[Answer]] = []
+    for pair in pairs:
+        try:
+            found.append(labelling.rows.rendered(pair, encoder, labelling))
+        except DataError as problem:
+            wrong.add([problem])
+            bad += 1
+        if bad == MOST_BAD_ROWS:
+            break
+    Problems.raise_if(wrong.told((), "data", is_part=bad == MOST_BAD_ROWS))
+    return found
+
+
 def _endings(
     pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Labelling
 ) -> Iterator[list[Ending]]:
     """Yield, for each row, the text up to each of its supervised answers, oldest first."""
     rows = labelling.rows
-    wrong, bad = WrongRows(_MOST_PROBLEMS), 0
-    answers: list[Answer] = []
-    counts: list[int] = []
-    for pair in pairs:
-        try:
-            mine = rows.rendered(pair, encoder, labelling)
-        except DataError as problem:
-            wrong.add([problem])
-            bad += 1
-            mine = []
-        answers += mine
-        counts.append(len(mine))
-        if bad == _MOST_PROBLEMS:
-            break
-    Problems.raise_if(wrong.told((), "data", is_part=bad == _MOST_PROBLEMS))
+    each = rendered_answers(pairs, encoder, labelling)
+    answers = [*chain.from_iterable(each)]
     special = encoder.special_ids
     documents = (
         _ending(
@@ -118,8 +128,8 @@ def _endings(
         )
         for one, parts in zip(answers, _ids(answers, encoder), strict=True)
     )
-    for pair, count in zip(pairs, counts, strict=True):
-        owns = [next(documents) for _ in range(count)]
+    for pair, mine in zip(pairs, each, strict=True):
+        owns = [next(documents) for _ in mine]
         known = [own for own in owns if own is not None]
         if len(known) < len(owns):
             raise DataError(

@@ -233,17 +233,17 @@ def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
 
 def check_chat_template(config: RunConfig) -> Iterator[MensError]:
     """Yield the problems of the chat template, as far as it can be read at this point."""
-    check_date(config.tokenizer, _template(config))
+    check_date(config.tokenizer, known_template(config))
     yield from ()
 
 
 def date_in_prompts(config: RunConfig) -> str | None:
     """Return the date passed to the chat template; None if it uses none or is not available."""
-    template = _template(config)
+    template = known_template(config)
     return config.tokenizer.date if template is not None and is_dated(template) else None
 
 
-def _template(config: RunConfig) -> str | None:
+def known_template(config: RunConfig) -> str | None:
     """Read the effective chat template; None while the model is yet to be created or downloaded."""
     if config.tokenizer.chat_template is not None:
         return read_template(config.tokenizer.chat_template)
