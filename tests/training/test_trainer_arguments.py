@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from lightning import Trainer
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config.override_values import spelled_out
 from mens_exp.config.overrides import check
 from mens_exp.config.trainer import REFUSED, TrainerConfig
 from mens_exp.planning.checks import classes
@@ -19,6 +20,8 @@ from mens_exp.planning.contract import contract_of, learned_settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text("utf-8")
 PROFILERS = "lightning.pytorch.profilers"
+SIMPLE = f"{PROFILERS}.SimpleProfiler"
+SINGLE = "lightning.pytorch.strategies.SingleDeviceStrategy"
 GROUPS = {"logger", "callbacks"}  # config groups of their own
 PASSED = [
     ("gradient_clip_algorithm", "value"),
@@ -93,13 +96,22 @@ def test_the_precision_is_that_of_the_graph(built, dtype, name):
     [
         (["trainer.precision=32"], "quant.compute_dtype=f32"),
         (["trainer.precision=bf16-true"], "The artifact is the model"),
-        (["trainer.precision=fp8"], "32-true or bf16-mixed"),
+        (["trainer.precision=fp8"], "use trainer.precision=bf16-mixed, or drop"),
+        (["trainer.precision=16-mixed"], "What ran is what you asked for"),
+        (["trainer.precision=16-mixed"], "use trainer.precision=bf16-mixed"),
+        (["trainer.precision=16-mixed", "quant.compute_dtype=f32"], "precision=32-true"),
         (["trainer.limit_val_batches=0"], "A comparison is a comparison"),
         (["trainer.limit_val_batches=1.5"], "up to 1.0"),
         (["trainer.limit_val_batches=few"], "is no number of micro-batches"),
         (["trainer.deterministic=7.5"], "true, false, warn"),
         (["trainer.profiler=simpel"], "the nearest is simple"),
         (["trainer.strategy=dpp"], "the nearest is ddp"),
+        (
+            ["trainer.strategy=ddp_find_unused_parameters_true"],
+            "DDPStrategy trainer.strategy.find_unused_parameters=true",
+        ),
+        (["trainer.strategy=zero"], "use trainer.strategy=one"),
+        (["trainer.strategy.foo=1"], "name the class too: trainer.strategy._target_=lightning."),
         (["trainer.strategy={_target_:a.B}"], "add trainer.devices"),
         (["trainer.plugins=[bitsandbytes]"], "names no class"),
         (["trainer.gradient_clip_algorithm=nrm"], "the nearest is norm"),
@@ -166,6 +178,82 @@ def test_a_strategy_by_its_class_shares_the_work_as_ddp_does():
     assert cell.config.trainer.sharing.value == "ddp"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in StrategyRegistry.available_strategies()
+        if name not in {"ddp", "fsdp"} and not name.startswith("ddp_find_unused")
+    ],
+)
+def test_a_strategy_of_lightnings_that_is_not_offered_names_its_promise(name):
+    """Every name that the installed Lightning has, with what to use instead."""
+    problem = only(f"trainer.strategy={name}")
+    assert "would break the promise" in str(problem)
+    assert problem.remedy.startswith("use trainer")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.strategy=auto",),
+        (f"trainer.strategy._target_={SINGLE}",),
+        (f"trainer.strategy={{_target_: {SINGLE}, device: cpu}}",),
+        (f"+trainer.strategy._target_={SINGLE}", "trainer.strategy.device=cpu"),
+        (f"trainer.strategy._target_={SINGLE.replace('.Single', '.single_device.Single')}",),
+    ],
+)
+def test_a_strategy_for_one_device_is_the_one_that_lightning_chooses(built, overrides):
+    """Whichever way it is said; the run is the one that says nothing."""
+    assert (
+        type(built(*spelled_out(overrides)).strategy)
+        is type(built().strategy)
+        is SingleDeviceStrategy
+    )
+    (cell,) = check(["model=tiny_llama", "trainer=cpu", *overrides]).cells
+    assert list(classes.check(cell.config)) == []
+    assert cell.config.trainer.sharing.value == "one"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "told"),
+    [
+        (
+            ("trainer.strategy.device=cuda",),
+            "trainer.strategy.device",
+            "trainer=cpu or trainer=gpu",
+        ),
+        (("trainer.strategy.precision_plugin=1",), "trainer.strategy.precision_plugin", "drop"),
+        (("trainer.devices=2",), "trainer.strategy", "use trainer=ddp"),
+    ],
+)
+def test_a_strategy_for_another_device_is_refused(overrides, where, told):
+    """By the promise that it would break."""
+    problem = only(f"trainer.strategy._target_={SINGLE}", *overrides)
+    assert problem.where == where
+    assert "would break the promise" in str(problem)
+    assert told in problem.remedy
+
+
+def test_auto_shares_the_work_of_several_processes():
+    """As ddp does."""
+    named = ("model=tiny_llama", "trainer=cpu", "trainer.strategy=auto", "trainer.devices=2")
+    (cell,) = check([*named]).cells
+    assert cell.config.trainer.sharing.value == "ddp"
+
+
+def test_class_and_arguments_may_be_said_one_by_one():
+    """They are the mapping that the setting takes; a profiler too."""
+    ddp = "trainer.strategy._target_=lightning.pytorch.strategies.DDPStrategy"
+    more = ("trainer.strategy.find_unused_parameters=true", f"trainer.profiler._target_={SIMPLE}")
+    (cell,) = check(["model=tiny_llama", "trainer=ddp", ddp, *more]).cells
+    assert cell.config.trainer.strategy == {
+        "_target_": "lightning.pytorch.strategies.DDPStrategy",
+        "find_unused_parameters": True,
+    }
+    assert cell.config.trainer.profiler == {"_target_": SIMPLE}
+
+
 def test_what_is_new_is_part_of_the_contract_once_it_is_set(tiny_config):
     """By value; a run that leaves it out means what it meant before."""
     plain = contract_of(tiny_config())
@@ -177,6 +265,7 @@ def test_what_is_new_is_part_of_the_contract_once_it_is_set(tiny_config):
         ("trainer.gradient_clip_algorithm=value", "value"),
         ("trainer.precision=bf16-mixed", "bf16-mixed"),
         ("trainer.min_steps=2", 2),
+        ("trainer.limit_val_batches=2", 2),
     ):
         made = contract_of(tiny_config(override))
         assert made.settings[override.partition("=")[0]] == value

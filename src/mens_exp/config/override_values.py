@@ -36,6 +36,7 @@ from mens_exp.config.sweep import (
     SLURM,
     LocalLauncher,
 )
+from mens_exp.config.trainer import BY_CLASS
 from mens_exp.config.user_config import group_options, hydra_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
 
@@ -60,9 +61,25 @@ def spelled_out(texts: Sequence[str]) -> list[str]:
 
     ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
     ``experiment=null`` the ``~experiment`` that Hydra knows. A prompt needs no quotes besides those
-    of the shell, whatever characters it has.
+    of the shell, whatever characters it has. ``trainer.strategy._target_=`` and arguments beside it
+    become the mapping that this setting takes.
     """
-    return [_question(_unset(_listed(_of_adapter(text)))) for text in texts]
+    return _by_class([_question(_unset(_listed(_of_adapter(text)))) for text in texts])
+
+
+_INSIDE = re.compile(rf"\+{{0,2}}(trainer\.(?:{'|'.join(BY_CLASS)}))\.(\w+)=([^,]*)")
+
+
+def _by_class(texts: list[str]) -> list[str]:
+    """Join what is said inside a setting of the Trainer that names a class to one mapping."""
+    inside = [match for text in texts if (match := _INSIDE.fullmatch(text))]
+    classes = {match[1] for match in inside if match[2] == "_target_"}
+    joined = {
+        key: f"{key}={{{','.join(f'{one[2]}:{one[3]}' for one in inside if one[1] == key)}}}"
+        for key in sorted(classes)
+    }
+    parts = {match[0] for match in inside if match[1] in classes}
+    return [*(text for text in texts if text not in parts), *joined.values()]
 
 
 def _unset(text: str) -> str:

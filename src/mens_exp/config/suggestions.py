@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from mens_exp.config.compose import compose
 from mens_exp.config.loader import SCHEMAS, declarations
 from mens_exp.config.task import TASKS
-from mens_exp.config.trainer import REFUSED
+from mens_exp.config.trainer import BY_CLASS, REFUSED
 from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError, listed, nearest
 
@@ -64,12 +64,26 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    peer = _alias(key, found)
-    if peer is not None:
-        return peer
+    known = _alias(key, found) or _inside_class(key, found)
+    if known is not None:
+        return known
     expected, likely = _expected_key(key, leaves)
     remedy = f"write {' or '.join(f'{one}={value}' for one in likely)}" if likely else f"drop {key}"
     return ConfigError("unknown key", where=key, found=found, expected=expected, remedy=remedy)
+
+
+def _inside_class(key: str, found: str) -> ConfigError | None:
+    """Return an error for an argument of a Trainer's class where no class is named."""
+    group, name, *inside = [*key.split("."), ""][:3]
+    if group != "trainer" or name not in BY_CLASS or inside == [""]:
+        return None
+    return ConfigError(
+        f"trainer.{name} has no class with this argument",
+        where=key,
+        found=found,
+        expected=f"trainer.{name}=<name>, or a class by its _target_ and its arguments",
+        remedy=f"drop {key}, or name the class too: trainer.{name}._target_={BY_CLASS[name]}",
+    )
 
 
 def _of_one_logger(group: str, field: str, leaves: Sequence[str]) -> str | None:

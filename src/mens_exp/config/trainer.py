@@ -119,6 +119,49 @@ REFUSED: dict[str, Refusal] = {
 }
 
 
+_OWN_PROCESSES = Refusal(
+    Promise.NOTHING_LOST,
+    "the run starts its processes itself, and closes its record whichever of them ends",
+    "use trainer=ddp",
+)
+# Lightning's names of strategies by their first word, but for those that are offered.
+REFUSED_STRATEGIES: dict[str, Refusal] = {
+    "ddp": _OWN_PROCESSES,
+    "deepspeed": Refusal(
+        Promise.ARTIFACT,
+        "its engine keeps the weights that are trained, and writes them in its own format",
+        "use trainer=fsdp, which shares out the frozen base",
+    ),
+    "fsdp": Refusal(
+        Promise.ARTIFACT,
+        "it shards the adapter, which is written and digested whole",
+        "use trainer=fsdp, which shares out the frozen base alone",
+    ),
+    "model": Refusal(
+        Promise.ARTIFACT,
+        "it shards the adapter, which is written and digested whole",
+        "use trainer=fsdp, which shares out the frozen base alone",
+    ),
+    "single": Refusal(
+        Promise.ASKED,
+        "trainer.accelerator decides on the device",
+        "use trainer.strategy=one with trainer=cpu or trainer=gpu",
+    ),
+    "xla": Refusal(
+        Promise.NOTHING_LOST, "runs resume on CPU and CUDA devices alone", "use trainer=ddp"
+    ),
+}
+# Settings that a mapping with _target_ may stand for, and a class that such a mapping names.
+BY_CLASS: dict[str, str] = {
+    "strategy": "lightning.pytorch.strategies.DDPStrategy",
+    "profiler": "lightning.pytorch.profilers.SimpleProfiler",
+}
+SINGLE_DEVICE = frozenset(
+    f"lightning.pytorch.strategies.{name}"
+    for name in ("SingleDeviceStrategy", "single_device.SingleDeviceStrategy")
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The arguments of lightning.Trainer that an experiment sets."""
@@ -138,8 +181,9 @@ class TrainerConfig:
     strategy: Any = setting(
         "one",
         "one process, or several that share the micro-batches of a step: ddp, each with the whole "
-        "model, or fsdp, each with its part of the frozen decoder layers. A mapping with _target_ "
-        "names a DDPStrategy and its arguments.",
+        "model, or fsdp, each with its part of the frozen decoder layers; auto is one or ddp, by "
+        "the number of processes. A mapping with _target_ names a DDPStrategy and its arguments, "
+        "or SingleDeviceStrategy.",
         changes=Effect.NOTHING,
         example="ddp",
     )
@@ -253,9 +297,9 @@ class TrainerConfig:
     )
     limit_val_batches: Any = setting(
         None,
-        "Micro-batches of a validation, as a whole number or a share of all; null: all.",
+        "Micro-batches of a validation, as a whole number or a share of all; null: all. Part of "
+        "the contract, because losses over other text cannot be compared.",
         example="0.5",
-        changes=Effect.NOTHING,
     )
     num_sanity_val_steps: int = setting(
         0,
@@ -298,6 +342,12 @@ class TrainerConfig:
     enable_autolog_hparams: bool = setting(
         True, "Give the settings to the loggers.", changes=Effect.NOTHING
     )
+
+    @property
+    def is_single_device(self) -> bool:
+        """Whether the strategy is given as Lightning's class for one device."""
+        given = self.strategy.get("_target_") if isinstance(self.strategy, dict) else None
+        return given in SINGLE_DEVICE
 
     @property
     def sharing(self) -> Strategy:

@@ -383,7 +383,6 @@ RECORDING_CALLBACKS = frozenset(
 )
 # Validation affects what is learned if it selects the adapter or ends the run.
 _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
-_LIMIT = "trainer.limit_val_batches"  # likewise
 # Settings that earlier releases lack, and the values that stand for what they did. These are left
 # out, so that a stored configuration means what it meant.
 _LATER: dict[str, Any] = {
@@ -391,8 +390,8 @@ _LATER: dict[str, Any] = {
     **dict.fromkeys(
         f"trainer.{name}"
         for name in (
-            *("benchmark", "gradient_clip_algorithm", "max_time", "min_steps", "plugins"),
-            *("precision", "sync_batchnorm"),
+            *("benchmark", "gradient_clip_algorithm", "limit_val_batches", "max_time"),
+            *("min_steps", "plugins", "precision", "sync_batchnorm"),
         )
     ),
 }
@@ -416,8 +415,6 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
     if active or config.adapter.select is Selection.best:
         interval, most = config.trainer.val_check_interval, config.data.val_max_tokens
         found |= dict(zip(_WITH_SELECTION, (interval, most), strict=True))
-        if config.trainer.limit_val_batches is not None:
-            found[_LIMIT] = config.trainer.limit_val_batches
     return found | active | dict(_of_kpi(config))
 
 

@@ -12,8 +12,15 @@ from mens_exp.config.backend import has_frozen_base
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.optim import OptimConfig, ScheduleConfig
 from mens_exp.config.rules.suite import scorecard_of
-from mens_exp.config.trainer import Promise, Refusal, Selection, Strategy
-from mens_exp.errors import ConfigError, NoEffectError, expected_name
+from mens_exp.config.trainer import (
+    BY_CLASS,
+    REFUSED_STRATEGIES,
+    Promise,
+    Refusal,
+    Selection,
+    Strategy,
+)
+from mens_exp.errors import ConfigError, NoEffectError, expected_name, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,28 +57,44 @@ def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 _CLIPPING = ("norm", "value")
+_UNUSED = re.compile(r"ddp_find_unused_parameters_(true|false)")
 _PROFILERS = ("simple", "advanced", "pytorch")
 _DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
 # Lightning's names of the formats that quant.compute_dtype stands for.
 _PRECISIONS = {"32": "f32", "32-true": "f32", "bf16": "bf16", "bf16-mixed": "bf16"}
+_NAMES = {"f32": "32-true", "bf16": "bf16-mixed"}
 
 
 def _arguments(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of arguments that Lightning would refuse later, or in other words."""
     trainer = config.trainer
     for name, value, known in (
-        ("strategy", trainer.strategy, tuple(Strategy.__members__)),
+        ("strategy", trainer.strategy, (*Strategy.__members__, "auto")),
         ("profiler", trainer.profiler, _PROFILERS),
         ("gradient_clip_algorithm", trainer.gradient_clip_algorithm, _CLIPPING),
     ):
-        if value is None or value in known or (name in _BY_CLASS and _names_a_class(value)):
+        if value is None or value in known or (name in BY_CLASS and _names_a_class(value)):
             continue
-        or_class = ", or a mapping with _target_" if name in _BY_CLASS else ""
+        refusal = REFUSED_STRATEGIES.get(str(value).partition("_")[0])
+        if name == "strategy" and (flag := _UNUSED.fullmatch(str(value))):
+            yield ConfigError(
+                "is an argument of a class here",
+                where="trainer.strategy",
+                found=value,
+                remedy=f"use trainer=ddp trainer.strategy._target_={BY_CLASS[name]} "
+                f"trainer.strategy.find_unused_parameters={flag[1]}",
+            )
+            continue
+        if name == "strategy" and refusal is not None:
+            yield refusal.error("trainer.strategy", value)
+            continue
+        or_class = ", or a mapping with _target_" if name in BY_CLASS else ""
         yield ConfigError(
             f"unknown {name.rpartition('_')[2]}",
             where=f"trainer.{name}",
             found=value,
             expected=expected_name(str(value), known) + or_class,
+            remedy=f"use trainer.{name}={nearest(str(value), known) or known[0]}",
         )
     for number, plugin in enumerate(trainer.plugins or []):
         if not _names_a_class(plugin):
@@ -108,9 +131,6 @@ def _arguments(config: RunConfig) -> Iterator[ConfigError]:
     yield from _precision(config)
 
 
-_BY_CLASS = frozenset({"strategy", "profiler"})
-
-
 def _names_a_class(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("_target_"), str)
 
@@ -141,6 +161,12 @@ def _precision(config: RunConfig) -> Iterator[ConfigError]:
             f"the graph computes in {computes}, as quant.compute_dtype says",
             f"set quant.compute_dtype={_PRECISIONS[told]}, or drop trainer.precision",
         ).error("trainer.precision", told)
+    elif told == "16-mixed":
+        yield Refusal(
+            Promise.ASKED,
+            f"the graph computes in {computes}, and nothing scales a loss in f16",
+            f"use trainer.precision={_NAMES[computes]}, the name of quant.compute_dtype={computes}",
+        ).error("trainer.precision", told)
     elif told.endswith("-true") or told in {"64", "16"}:
         yield Refusal(
             Promise.ARTIFACT,
@@ -153,13 +179,16 @@ def _precision(config: RunConfig) -> Iterator[ConfigError]:
             where="trainer.precision",
             found=told,
             expected="32-true or bf16-mixed, the names of quant.compute_dtype=f32 and bf16",
+            remedy=f"use trainer.precision={_NAMES[computes]}, or drop trainer.precision",
         )
 
 
 def _shared(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of dividing the work among several processes."""
     trainer, several = config.trainer, config.trainer.world_size
-    if several == 1 and isinstance(trainer.strategy, dict):
+    if trainer.is_single_device:
+        yield from _single_device(config)
+    elif several == 1 and isinstance(trainer.strategy, dict):
         yield NoEffectError(
             "on one process",
             where="trainer.strategy",
@@ -190,6 +219,31 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
                 found=value,
                 expected=f"a multiple of {several}: trainer.devices × trainer.num_nodes",
             )
+
+
+def _single_device(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the reasons why Lightning's strategy for one device is not the one that is used."""
+    trainer, where = config.trainer, "trainer.strategy"
+    if trainer.world_size > 1:
+        yield Refusal(
+            Promise.ASKED,
+            f"{trainer.world_size} processes would each train the whole run",
+            "use trainer=ddp, or trainer.devices=1 trainer.num_nodes=1",
+        ).error(where, trainer.strategy["_target_"])
+    for name in sorted(trainer.strategy.keys() - {"_target_", "device"}):
+        yield Refusal(
+            Promise.NOTHING_LOST,
+            "accelerator, precision and checkpoints are those of the run",
+            f"drop {name}, or see trainer.accelerator, quant.compute_dtype and checkpoint",
+        ).error(f"{where}.{name}", trainer.strategy[name])
+    device = trainer.strategy.get("device")
+    uses = {"cpu": ("cpu",), "gpu": ("cuda", "cuda:0", 0)}.get(trainer.accelerator, ())
+    if device is not None and device not in uses:
+        yield Refusal(
+            Promise.ASKED,
+            f"the run computes where trainer.accelerator={trainer.accelerator} says",
+            "drop device, and choose trainer=cpu or trainer=gpu",
+        ).error(f"{where}.device", device)
 
 
 _BACKENDS = ("qlora", "lora")  # backends with a frozen transformers model as base

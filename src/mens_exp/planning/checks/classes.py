@@ -173,7 +173,8 @@ def check(config: RunConfig) -> Iterator[MensError]:
     for group in CLASS_GROUPS:
         yield from check_group(config, group)
     for place, values in _trainer_nodes(config):
-        yield from _trainer_problems(place, values)
+        if place != "trainer.strategy" or not config.trainer.is_single_device:  # has its own rule
+            yield from _trainer_problems(place, values)
 
 
 def check_group(config: RunConfig, group: str) -> Iterator[MensError]:
