@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -246,7 +247,20 @@ def test_nothing_that_can_be_inspected_is_refused(typed, tmp_path):
         "empty": "a directory without a record",
         "notes.txt": "a file that is no checkpoint",
     }.items():
-        assert message in typed("task=inspect", f"path={tmp_path / name}", code=2)
+        said = typed("task=inspect", f"path={tmp_path / name}", code=2)
+        assert message in said
+        assert "next write path=latest" in " ".join(said.split())
+
+
+def test_a_file_of_rows_is_told_how_to_see_it(typed, tmp_path):
+    """The command of the refusal shows its rows."""
+    rows = tmp_path / "my rows.jsonl"
+    pairs = ({"prompt": f"Say {n}.", "response": f"{n}"} for n in range(40))
+    rows.write_text("".join(json.dumps(one) + "\n" for one in pairs), "utf-8")
+    said = " ".join(typed("task=inspect", f"path={rows}", code=2).split())
+    command = said.partition("see rows with python -m mens_exp ")[2]
+    shown = typed(*shlex.split(command), "model=tiny_llama", code=0)
+    assert "40 pair rows" in shown
 
 
 @pytest.mark.parametrize(

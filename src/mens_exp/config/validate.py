@@ -183,7 +183,7 @@ def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[Con
                 where=path,
                 found=plain(value),
                 expected=f"{shown(plain(about.idle))}, or {unmet.needs}",
-                remedy=unmet.remedy,
+                remedy=unmet.remedy or f"drop {path}, or set it to {shown(plain(about.idle))}",
             )
 
 

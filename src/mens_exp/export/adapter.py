@@ -95,6 +95,7 @@ def find(directory: Path) -> AdapterPlace:
         found=str(directory),
         expected=f"a run directory, latest, or a directory with {adapter_v3.MANIFEST_NAME}, "
         f"{adapter_v2.META_NAME} or adapter_config.json",
+        remedy="write path=latest for the newest training run, or name one of outputs/train/*/*",
     )
 
 

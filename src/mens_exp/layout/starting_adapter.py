@@ -77,6 +77,7 @@ def find(text: str) -> Path:
             where=_WHERE,
             found=text,
             expected=f"an adapter directory (schema v3 or PEFT), or {error.expected}",
+            remedy="write lora.init_from=latest, or name a run or the directory of an adapter",
         ) from error
     if _form(run.adapter) is None:
         raise RequestError(

@@ -7,6 +7,7 @@ task=inspect, the module determines the kind of output that a path names.
 from __future__ import annotations
 
 import copy
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.hub import pinned
 from mens_exp.planning.preflight import preflight
+from mens_exp.rows.files import ROWS
 from mens_exp.tasks.lineage import MERGED, Inspected
 
 if TYPE_CHECKING:
@@ -443,6 +445,8 @@ def _name(run: RunDir) -> str:
 
 
 def _nothing(path: Path, what: str) -> RequestError:
+    seen = f"python -m mens_exp task=plan data=jsonl data.path={shlex.quote(str(path))} data.show=3"
+    is_rows = path.is_file() and path.name.lower().endswith(ROWS)
     return RequestError(
         what,
         where="path",
@@ -450,4 +454,7 @@ def _nothing(path: Path, what: str) -> RequestError:
         expected="a run, latest, an adapter directory (schema v2, v3 or PEFT), a checkpoint "
         "(step_….ckpt), what a merge or an export wrote, an evaluation, a comparison, or a ledger "
         "of decisions",
+        remedy=f"see rows with {seen}"
+        if is_rows
+        else "write path=latest for the newest training run, or name one of outputs/*/*/*",
     )

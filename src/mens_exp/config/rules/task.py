@@ -263,7 +263,8 @@ def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
     asked = [DECIDES.holds(config), config.promote.open_cycle is not None, config.promote.replay]
     if sum(asked) != 1:
         what = "several things at once" if sum(asked) > 1 else "nothing to do"
-        yield ConfigError(what, where="task=promote", expected=_ANY)
+        remedy = "keep one of them" if sum(asked) > 1 else f"add {_DECIDES}"
+        yield ConfigError(what, where="task=promote", expected=_ANY, remedy=remedy)
     if DECIDES.holds(config) and config.path is None:
         yield ConfigError(
             "no evidence",
