@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import fork_server
 import pytest
@@ -162,9 +163,25 @@ def test_another_shell_is_told_what_to_write(refused):
 
 
 def test_hydra_help_shows_hydras_flags(capsys):
-    """What a user knows of Hydra holds."""
+    """What a user knows of Hydra holds; a flag that is refused is not offered."""
     assert cli.main(["--hydra-help"]) == 0
-    assert "--multirun,-m" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--multirun,-m" in said
+    assert "--experimental-rerun : Not offered" in said
+    assert "Show the version of mens_exp" in said
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_is_told_its_own_line(shell, capsys):
+    """In the help and on the page: the line that the shell reads in the test of completion."""
+    line = SHELLS[shell][1].rpartition("; ")[2]
+    assert cli.main(["--hydra-help"]) == 0
+    (told,) = (one for one in capsys.readouterr().out.splitlines() if f"install={shell}" in one)
+    assert told.strip().removeprefix(f"{shell.title()}:").strip() == line
+    assert "Uninstall" not in told
+    page = (Path(__file__).parents[1] / "docs/reference/cli.md").read_text("utf-8")
+    assert f"| {shell} |" in page
+    assert line in page.replace("&#124;", "|")
 
 
 def test_version_is_ours(capsys):

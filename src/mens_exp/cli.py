@@ -172,6 +172,8 @@ def _answered(arguments: list[str], parser: Any, parsed: Any) -> int:
     if parsed.help or parsed.hydra_help:
         from mens_exp.config.compose import show_help
 
+        for action in parser._actions:  # noqa: SLF001  # Hydra's flags, as they are here
+            action.help = _FLAGS.get(next(iter(action.option_strings), ""), action.help)
         if parsed.overrides:
             checked_cells(parsed.overrides, multirun=parsed.multirun, with_files=False)
         show_help(parser, parsed)
@@ -235,6 +237,18 @@ for program in python python3
 end
 """,
 }
+_FLAGS = {
+    "--version": "Show the version of mens_exp and exit",
+    "--shell-completion": """Complete commands in this shell, after mens-exp and python -m mens_exp:
+    Bash:  eval "$(mens-exp -sc install=bash)"
+    Zsh:   eval "$(mens-exp -sc install=zsh)"
+    Fish:  mens-exp -sc install=fish | source
+    To complete in every new shell, add the line to ~/.bashrc, to ~/.zshrc after compinit, or to
+    ~/.config/fish/config.fish. uninstall=<shell> in its place undoes it in this shell.
+    """,
+    "--config-path": "Not offered: it would take our own groups away; use --config-dir",
+    "--experimental-rerun": "Not offered: it loads a pickle",
+}
 _UNDONE = {
     "bash": "complete -r mens-exp python python3; unset -f _mens_exp_completion",
     "zsh": "compdef -d mens-exp python python3; unfunction _mens_exp_completion",
@@ -264,7 +278,7 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
             where="--shell-completion",
             found=" ".join(asked) or "nothing",
             expected=f"install=<{'|'.join(_SCRIPTS)}>, or uninstall=<…>",
-            remedy='write eval "$(mens-exp -sc install=bash)" (zsh too), or for fish: '
+            remedy='write eval "$(mens-exp -sc install=bash)", or zsh for bash; for fish: '
             "mens-exp -sc install=fish | source",
         )
     print(scripts[shell])  # noqa: T201  # the requested output
