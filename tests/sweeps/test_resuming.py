@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,8 @@ from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.artifacts.host import run_lock
 from mens_exp.artifacts.manifest import Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
+from mens_exp.artifacts.sweep import Job, JobState, SweepDir, SweepRecord
+from mens_exp.config.compose import compose, config_digest, from_yaml, to_yaml
 from mens_exp.config.sweep import SlurmLauncher, launcher_values
 from mens_exp.sweeps import resume
 from mens_exp.sweeps.slurm_commands import Seen
@@ -179,6 +181,79 @@ def test_other_nodes_are_refused(
     assert said in refused(capsys, f"sweep.resume={place}", f"hydra.launcher.nodes={nodes}")
     assert begun == []
     assert SweepDir(place).record.read_bytes() == before
+
+
+@pytest.fixture
+def of_two_nodes(make_sweep, tmp_path, monkeypatch):
+    """A sweep of two jobs on two nodes, frozen and not begun."""
+    monkeypatch.setattr(resume, "queue_of", lambda _: {})
+    monkeypatch.setattr(resume, "executor_problems", lambda *_: [])
+    settings = launcher_values(SlurmLauncher(nodes=2))
+    record = make_sweep({}, {}, launcher="slurm", launcher_settings=settings)
+    for number, job in enumerate(record.jobs):
+        overrides = ["model=tiny_llama", "trainer=ddp", "trainer.devices=1", f"seed={number}"]
+        overrides.append("trainer.num_nodes=2")
+        [one] = compose([overrides])
+        run = RunDir(tmp_path / job["directory"])
+        run.path.mkdir(parents=True)
+        run.config.write_text(to_yaml(one.values), "utf-8")
+        job["config_digest"] = config_digest(one.values)
+        Job(
+            number=number,
+            overrides=overrides,
+            choices={},
+            config_digest=job["config_digest"],
+            code_sha256="0" * 64,
+        ).write(run.job)
+    record.write(SweepDir(tmp_path).record)
+    return tmp_path
+
+
+def frozen(place):
+    """Return, for each job, the nodes of its files, and whether all its digests agree."""
+    found = []
+    for job in SweepRecord.read(SweepDir(place).record).jobs:
+        run = RunDir(place / job["directory"])
+        values, stored = from_yaml(run.config), Job.read(run.job)
+        told = {job["config_digest"], stored.config_digest, config_digest(values)}
+        nodes = [text for text in stored.overrides if text.startswith("trainer.num_nodes=")]
+        found.append((values.trainer.num_nodes, nodes, len(told) == 1))
+    return found
+
+
+ONE, TWO = ((number, [f"trainer.num_nodes={number}"], True) for number in (1, 2))
+
+
+@pytest.mark.parametrize("write", range(7))
+def test_a_move_to_other_nodes_that_is_killed_is_completed(of_two_nodes, begun, monkeypatch, write):
+    """Before any of its six writes: the next command needs no number, and all files agree."""
+    rename, done = os.replace, []
+
+    def killed(source, target, **more):
+        if len(done) == write:
+            raise SystemExit
+        done.append(target)
+        rename(source, target, **more)
+
+    command = [f"sweep.resume={of_two_nodes}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with contextlib.suppress(SystemExit):
+            cli.main([*command, "hydra.launcher.nodes=1"])
+    assert len(done) == min(write, 6)
+    assert cli.main(command) == 0
+    assert frozen(of_two_nodes) == [ONE if write else TWO] * 2
+    nodes = SweepRecord.read(SweepDir(of_two_nodes).record).launcher_settings["nodes"]
+    assert nodes == (1 if write else 2)
+
+
+def test_a_configuration_that_was_edited_is_not_frozen_anew(of_two_nodes, begun):
+    """The job refuses it, by the digest that the record still has."""
+    run = next(of_two_nodes.glob("0*"))
+    text = RunDir(run).config.read_text("utf-8")
+    RunDir(run).config.write_text(text.replace("seed: 0", "seed: 7"), "utf-8")
+    assert cli.main([f"sweep.resume={of_two_nodes}"]) == 0
+    assert [agrees for *_, agrees in frozen(of_two_nodes)] == [False, True]
 
 
 def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path, begun, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.host import is_alive, lock_holder
@@ -34,7 +34,7 @@ from mens_exp.sweeps.process import Ended, gpu_problems, jobs_at_a_time
 from mens_exp.sweeps.slurm_commands import queue_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -110,13 +110,17 @@ def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console
         _settle(job, RunDir(directory.path / job["directory"]), here=here)
     if "hydra.launcher.nodes" in given:
         _move_to_other_nodes(directory, record)
+    _freeze_for_nodes(directory, record)
     done = sum(job["state"] == JobState.SUCCEEDED for job in record.jobs)
     terminal.say(f"{done} of {len(record.jobs)} jobs are done, and verified.", on=console)
     return record
 
 
 def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
-    """Freeze the jobs that are left for the number of nodes that the launcher now asks for.
+    """Record the jobs that are left for the number of nodes that the launcher now asks for.
+
+    Their files follow, each time that a sweep goes on: one that was killed meanwhile finds in its
+    record what they are to be.
 
     Raises:
         ConfigError: there is no number, or the processes of so many cannot share a step evenly.
@@ -140,19 +144,46 @@ def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
             expected="1 or more",
             remedy="name the number, or leave nodes as it is",
         )
-    for job in record.jobs:
-        run = RunDir(directory.path / job["directory"])
-        if job["state"] != JobState.WAITING or not run.config.is_file() or not run.job.is_file():
-            continue
-        values = from_yaml(run.config)
-        values.trainer.num_nodes = nodes
+    for job, values in _frozen_for(nodes, directory, record):
         Problems.raise_if(problems_of(typed(values)))
+        job["config_digest"] = config_digest(values)
+    with writing("sweep.resume"):
+        record.write(directory.record)
+
+
+def _freeze_for_nodes(directory: SweepDir, record: SweepRecord) -> None:
+    """Write the files of the jobs that the record has for another number of nodes than they have.
+
+    A configuration that differs in anything else is left as it is, for the job to refuse.
+    """
+    nodes = record.launcher_settings.get("nodes")
+    if record.launcher != SLURM or nodes is None:
+        return
+    for job, values in _frozen_for(nodes, directory, record):
+        run = RunDir(directory.path / job["directory"])
         frozen = Job.read(run.job)
+        if config_digest(values) != job["config_digest"] or (
+            frozen.config_digest == job["config_digest"]  # written last
+        ):
+            continue
         kept = [text for text in frozen.overrides if not text.startswith("trainer.num_nodes=")]
         frozen.overrides = [*kept, f"trainer.num_nodes={nodes}"]
-        frozen.config_digest = job["config_digest"] = config_digest(values)
-        atomic.write_text(run.config, to_yaml(values))
-        frozen.write(run.job)
+        frozen.config_digest = job["config_digest"]
+        with writing("sweep.resume"):
+            atomic.write_text(run.config, to_yaml(values))
+            frozen.write(run.job)
+
+
+def _frozen_for(
+    nodes: int, directory: SweepDir, record: SweepRecord
+) -> Iterator[tuple[SweepJob, Any]]:
+    """Yield the jobs that are left, with their configurations for so many nodes."""
+    for job in record.jobs:
+        run = RunDir(directory.path / job["directory"])
+        if job["state"] == JobState.WAITING and run.config.is_file() and run.job.is_file():
+            values = from_yaml(run.config)
+            values.trainer.num_nodes = nodes
+            yield job, values
 
 
 def _launched(overrides: Sequence[str]) -> tuple[SweepDir, SweepRecord]:
