@@ -1,11 +1,13 @@
-"""docs/how-to/clusters.md: its command is that of docker/kubernetes.yaml, composes, and fits."""
+"""docs/how-to/clusters.md: its command is that of the files in docker/, composes, and fits."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -132,6 +134,81 @@ def test_the_command_is_what_torchrun_starts(monkeypatch, processes):
     found = [str(one) for one in check_processes(checked.cells[0].config)]
     assert all("trainer.devices" in one for one in found)
     assert bool(found) is (processes != 8)
+
+
+TASK_TEXT = (ROOT / "docker" / "skypilot.yaml").read_text("utf-8")
+TASK = yaml.safe_load(TASK_TEXT)
+# A task and its resources, which SkyPilot validates one after the other; the file names its source.
+OF_SKYPILOT = json.loads((ROOT / "tests" / "support" / "skypilot.json").read_text("utf-8"))
+
+
+def accepted_by_skypilot(task):
+    jsonschema.Draft202012Validator(OF_SKYPILOT["task"]).validate(task)
+    jsonschema.Draft7Validator(OF_SKYPILOT["resources"]).validate(task["resources"])
+
+
+def started_by_skypilot(tmp_path, rank):
+    """Run the task's script with the variables of SkyPilot; return what torchrun was given."""
+    stand_in = tmp_path / "torchrun"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" torchrun "$@"\n')
+    stand_in.chmod(0o755)
+    told = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"}
+    script = TASK["run"].replace("/shared\n", f"{tmp_path}\n")
+    environment = {**told, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-ec", script], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_the_task_is_what_skypilot_accepts():
+    """By the schemas that it validates a task file with."""
+    accepted_by_skypilot(TASK)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["nodes"], 2),
+        (["num_nodes"], "two"),
+        (["run"], ["torchrun"]),
+        (["envs"], {"HF-HOME": "x"}),
+        (["resources", "accelerator"], "H100:8"),
+        (["resources", "infra"], "nowhere"),
+        (["resources", "image_id"], 7),
+    ],
+)
+def test_a_wrong_key_or_type_of_the_task_is_refused(path, value):
+    """So that these schemas have teeth too."""
+    task = copy.deepcopy(TASK)
+    *parents, last = path
+    node = task[parents[0]] if parents else task
+    node[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        accepted_by_skypilot(task)
+
+
+def test_the_page_shows_the_task():
+    """Word for word."""
+    (shown,) = re.findall(r"```yaml title=\"docker/skypilot.yaml\"\n(.*?)```", PAGE, re.DOTALL)
+    assert shown == TASK_TEXT
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_task_starts_the_pages_command_and_nothing_else(tmp_path, rank):
+    """On each machine, with its number and the first one's address, as a shell reads the script."""
+    command = started_by_skypilot(tmp_path, rank)
+    shown, _ = torchruns()
+    assert overrides(command) == overrides(shown)
+    expected = {**flags(shown), "node-rank": str(rank), "master-addr": "10.0.0.7"}
+    assert flags(command) == expected
+    settings = dict(word.partition("=")[::2] for word in overrides(command))
+    assert TASK["num_nodes"] == int(expected["nnodes"]) == int(settings["trainer.num_nodes"])
+    gpus = TASK["resources"]["accelerators"].partition(":")[2]
+    assert gpus == expected["nproc-per-node"] == settings["trainer.devices"]
+    (mounted,) = TASK["volumes"]
+    for place in (settings["data.path"], settings["hydra.run.dir"], TASK["envs"]["HF_HOME"]):
+        assert place.startswith(f"{mounted}/")
 
 
 def test_the_other_commands_of_the_page_compose():
