@@ -171,3 +171,25 @@ def test_a_base_in_parts_on_two_nodes_trains_what_one_process_does(launched, alo
     run = run_of(tmp_path / "sweep")
     assert Manifest.read(run.manifest).facts["processes"] == 2
     assert trains_the_same(run, alone)
+
+
+@pytest.mark.usefixtures("_two_nodes")
+@pytest.mark.parametrize("is_killed", [False, True], ids=["in time", "killed first"])
+def test_a_job_of_two_nodes_that_is_cancelled_has_a_closed_record(launched, tmp_path, is_killed):
+    """By its own processes, or by the batch process if srun ends them before they can close it."""
+    place = tmp_path / "sweep"
+    launcher = launched()
+    until(lambda: list(place.glob("0_*/checkpoints/step_00000002.ckpt")), launcher)
+    run, queue_id = run_of(place), job(place)["attempts"][0]["queue_id"]
+    if is_killed:
+        subprocess.run(["scancel", "--batch", "--signal=TERM", queue_id], check=True)
+        trainers(run.path)["0"].kill()
+    else:
+        subprocess.run(["scancel", queue_id], check=True)
+    assert launcher.wait(LIMIT_S) != 0
+    manifest = Manifest.read(run.manifest)
+    assert manifest.status == manifest.attempts[-1]["status"] == "cancelled"
+    closed_by_batch = any("closed by the job's batch process" in one for one in manifest.notes)
+    assert closed_by_batch or not is_killed
+    assert [one["event"] for one in read_events(run.telemetry)][-1] == "run_finished"
+    assert trainers(run.path) == {}

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.host import lock_holder
+from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, SweepDir, SweepRecord
 from mens_exp.sweeps.job import ACCEPT_CHANGES, NODES, OF_TASKS
 from mens_exp.sweeps.process import Ended, environment_of, start
 from mens_exp.sweeps.slurm_commands import call, is_passing
-from mens_exp.tasks.run import CANCELLED
+from mens_exp.tasks.run import CANCELLED, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
 _LOOK_S = 0.5
 _HEAR_S = 0.1  # a job takes seconds at least
 _SLACK_S = 90  # sbatch's page: a warning comes up to a minute early; and the job starts up
+_GONE_S = 5  # Slurm kills what is left 30 s after it has asked it to end, by default
 _BY_SIGNAL = 128  # srun's exit code, less the signal's number
 
 
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         queue_id=queue_id,
         signals=warned.taken,
     )
+    if across and warned.is_ended:
+        _close(run)
     why = None
     if warned.was and ended.exit_code != 0:
         warning_s = 60 * given.timeout_min - given.signal_delay_s - _SLACK_S
@@ -145,6 +149,20 @@ def _passed_on(process: Process, number: int, is_across: bool) -> bool:
     return True
 
 
+def _close(run: RunDir) -> None:
+    """Close the record of a job that Slurm cancels, if srun killed its processes before they could.
+
+    srun passes no SIGTERM on: it ends the processes of all nodes at once.
+    """
+    until = time.monotonic() + _GONE_S
+    while lock_holder(run.job_lock) is not None and time.monotonic() < until:
+        time.sleep(_HEAR_S)
+    manifest = Manifest.read(run.manifest) if run.manifest.is_file() else None
+    if manifest is not None and manifest.status is Status.STARTED:
+        manifest.notes.append("closed by the job's batch process, after srun had ended the others")
+        Run(run, manifest).close(Status.CANCELLED)
+
+
 def _srun(nodes: int, processes: int, threads: int) -> list[str]:
     """Return the command that starts a job on all nodes; a process that fails ends the others.
 
@@ -197,13 +215,18 @@ class _Warned:
 
     def __init__(self) -> None:
         self.was, self._left = False, False
+        self.is_ended = False
         signal.signal(signal.SIGUSR1, self._hear)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm sends it to the job's process too
+        signal.signal(signal.SIGTERM, self._hear_end)  # Slurm sends it to the job's process too
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._left = self._left or not self.was
         self.was = True
+
+    def _hear_end(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.is_ended = True
 
     def taken(self) -> list[int]:
         """Return, once, the signal to forward to the job."""
