@@ -84,6 +84,10 @@ def test_a_prefix_that_all_have_is_read_once(backend, monkeypatch):
     assert complete(backend, prompts) == expected
     assert read[:2] == [17, 9]
 
+    read.clear()
+    assert backend.generate(prompts, max_new_tokens=12, end_ids=NO_END, batch_size=1) == expected
+    assert sum(read) == 17 + 6 + 3 * 11
+
 
 def test_every_id_is_the_most_likely_next_one(backend, documents_of):
     """Checked by feeding the completion back through the training forward pass."""

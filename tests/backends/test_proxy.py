@@ -198,8 +198,15 @@ def test_generation_follows_the_arg_max_of_the_last_token(
     first = [follow(41), follow(7)]
     made = backend.generate([[5, 41], [7]], max_new_tokens=3, end_ids=set())
     assert made == [[t, follow(t), follow(follow(t))] for t in first]
-    ended = backend.generate([[5, 41], [7]], max_new_tokens=3, end_ids={first[0]})
+    times = []
+    ended = backend.generate(
+        [[5, 41], [7]],
+        max_new_tokens=3,
+        end_ids={first[0]},
+        on_end=lambda row, seconds: times.append(row),
+    )
     assert ended[0] == [first[0]]
+    assert sorted(times) == [0, 1]  # once for each answer
 
 
 def test_there_is_no_peft_view(tiny_backend, tmp_path):

@@ -5,8 +5,8 @@ The launcher of hydra-joblib-launcher goes through every event of test_survival.
 
 from __future__ import annotations
 
-import math
 import os
+from contextlib import suppress
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -213,8 +213,41 @@ def test_a_plugin_that_starts_nothing_is_quoted(tmp_path, monkeypatch):
     assert reason.startswith("submitit_local did not start it: NotADirectoryError")
 
 
+def test_a_round_of_one_cell_that_cannot_run_is_left_out_too(asking, tmp_path):
+    """As a search proposes them; what is wrong with the sweep itself is still refused."""
+    words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
+    words += ["sweep.invalid=skip", f"hydra.sweep.dir={tmp_path}/sweep"]
+    sweeper = asking(Listed(["lora.r=0"]))
+    assert cli.main(words) == 0
+    (returned,) = sweeper.returned
+    with pytest.raises(Exception, match=r"cell 0 cannot run: .*lora\.r: out of range"):
+        _ = returned.return_value
+    assert [one["why"] for one in record_of(tmp_path / "sweep").left_out] == [
+        "lora.r: out of range · found 0 · expected a value >= 1"
+    ]
+
+
+class Stubborn(Listed):
+    """A sweeper that goes on whatever happens to a round."""
+
+    def sweep(self, arguments):
+        self.went_on = False
+        with suppress(Exception):
+            super().sweep(arguments)
+        self.went_on = True
+
+
+def test_a_refusal_ends_a_sweeper_that_catches_errors(asking, tmp_path, capsys):
+    """It would otherwise propose cells that nobody is to run."""
+    sweeper = asking(Stubborn(["lora.r=0"]))
+    words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
+    assert cli.main([*words, f"hydra.sweep.dir={tmp_path}/sweep"]) == 2
+    assert "lora.r: out of range" in capsys.readouterr().err
+    assert not sweeper.went_on
+
+
 def refused(*texts):
-    return check(["-m", *texts][1:], multirun=True).problems
+    return check(texts, multirun=True).problems
 
 
 def test_what_no_plugin_has_is_refused(monkeypatch):
@@ -242,12 +275,12 @@ def test_objectives_are_a_plugins(tmp_path, capsys):
     assert not place.exists()
 
 
-def test_one_missing_value_is_a_failed_result(asking, tmp_path):
-    """A plan measures no loss, and `math.nan` would be taken for one."""
+def test_a_job_that_measures_no_objective_returns_why(asking, tmp_path):
+    """A plan has no loss."""
     place, sweeper = tmp_path / "sweep", asking(Listed(["seed=1"]))
     words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
     assert cli.main([*words, f"hydra.sweep.dir={place}"]) == 0
     (returned,) = sweeper.returned
     assert returned.status is JobStatus.FAILED
     with pytest.raises(Exception, match="cell 0 has no result: val_loss"):
-        assert not math.isnan(returned.return_value)
+        _ = returned.return_value

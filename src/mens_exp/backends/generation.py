@@ -116,6 +116,55 @@ class StopWatch:
         return row in self.lengths
 
 
+@dataclass(kw_only=True)
+class Answers:
+    """Answers that are being made; a backend gives the logits of each next token.
+
+    Attributes:
+        count: number of prompts.
+        max_new_tokens: maximum length of an answer.
+        end_ids: ids that end an answer.
+        sampling: sampling settings; None is greedy decoding.
+        stops: texts that end an answer.
+        on_end: called with the index of a prompt whose answer has ended, and the seconds since it
+            began.
+        made: the new ids of each prompt.
+    """
+
+    count: int
+    max_new_tokens: int
+    end_ids: set[int]
+    sampling: Sampling | None = None
+    stops: Stops | None = None
+    on_end: Callable[[int, float], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Start with empty answers."""
+        self.made: list[list[int]] = [[] for _ in range(self.count)]
+        self._began: dict[int, float] = {}
+        self._draw = Draw(self.sampling) if self.sampling is not None else None
+        self._watch = StopWatch(self.stops) if self.stops is not None else None
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Start the clocks of answers."""
+        self._began |= dict.fromkeys(rows, time.perf_counter())
+
+    def take(self, rows: Sequence[int], logits_BV: torch.Tensor) -> list[int]:
+        """Append a token to answers; return the rows whose answer has not ended."""
+        chosen_B = logits_BV.argmax(-1) if self._draw is None else self._draw(logits_BV, rows)
+        going = []
+        for row, token in zip(rows, chosen_B.tolist(), strict=True):
+            ids = self.made[row]
+            ids.append(token)
+            is_over = token in self.end_ids or len(ids) == self.max_new_tokens
+            if is_over or (self._watch is not None and self._watch.has_stopped(row, ids)):
+                if self.on_end is not None:
+                    self.on_end(row, time.perf_counter() - self._began[row])
+            else:
+                going.append(row)
+        return going
+
+
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode inside the block, then restore the mode of each module."""
@@ -160,44 +209,32 @@ def greedy(
         The new ids of each prompt, including the end id or stop text that ended it.
     """
     batch = _Batch(model, prompts)
-    draw = Draw(sampling) if sampling is not None else None
-    watch = StopWatch(stops) if stops is not None else None
-    made: list[list[int]] = [[] for _ in prompts]
-    began: dict[int, float] = {}
+    answers = Answers(
+        count=len(prompts),
+        max_new_tokens=max_new_tokens,
+        end_ids=end_ids,
+        sampling=sampling,
+        stops=stops,
+        on_end=on_end,
+    )
     pending = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row]))
     most = batch_size or len(prompts)
-
-    def take(rows: list[int], logits_BV: torch.Tensor) -> list[int]:
-        """Append a token to answers; return the rows whose answer has not ended."""
-        chosen_B = logits_BV.argmax(-1) if draw is None else draw(logits_BV, rows)
-        going = []
-        for row, token in zip(rows, chosen_B.tolist(), strict=True):
-            made[row].append(token)
-            is_over = token in end_ids or len(made[row]) == max_new_tokens
-            if is_over or (watch is not None and watch.has_stopped(row, made[row])):
-                if on_end is not None:
-                    on_end(row, time.perf_counter() - began[row])
-            else:
-                going.append(row)
-        return going
-
     with torch.inference_mode(), evaluating(model), quiet():
         going: list[int] = []
         while going or pending:
             room = most - len(going)
             if pending and (not going or room >= max(1, most // _REFILL)):
                 new, pending = pending[:room], pending[room:]
-                began |= dict.fromkeys(new, time.perf_counter())
+                answers.begin(new)
                 batch.keep(going)
-                going += take(new, batch.read(new))
+                going += answers.take(new, batch.read(new))
             elif len(going) * _REFILL <= len(batch.rows) * (_REFILL - 1):
                 batch.keep(going)
             if going:
-                last = [made[row][-1] for row in batch.rows]
-                logits_BV = batch.step(last)
+                logits_BV = batch.step([answers.made[row][-1] for row in batch.rows])
                 place = {row: at for at, row in enumerate(batch.rows)}
-                going = take(going, logits_BV[[place[row] for row in going]])
-    return made
+                going = answers.take(going, logits_BV[[place[row] for row in going]])
+    return answers.made
 
 
 # Room is made for new prompts when a quarter of a batch has ended: each reading costs one pass over
@@ -245,7 +282,7 @@ class _Batch:
         """Read new prompts, and add them; return the logits of their next tokens, ``[B, V]``."""
         unique = list(dict.fromkeys(tuple(self._prompts[row]) for row in rows))
         which = [unique.index(tuple(self._prompts[row])) for row in rows]
-        shared = self._shared if len(unique) > 1 or self._prefix is not None else 0
+        shared = self._shared
         if shared and self._prefix is None:
             self._prefix = _new_cache()
             ids_1T = torch.tensor([unique[0][:shared]], device=self._model.device)
@@ -259,8 +296,10 @@ class _Batch:
             mask_BT[row, shared : shared + width - own] = 0
         cache = _new_cache()
         if shared:
-            for layer, of_prefix in zip(self._layers(cache), self._prefix.layers, strict=True):
+            for of_prefix in self._prefix.layers:
+                layer = _Layer()
                 layer.start_with(of_prefix, len(unique))
+                cache.layers.append(layer)
         device = self._model.device
         logits_BV = self._forward(ids_BT.to(device), mask_BT.to(device), cache)
         gaps = [width + shared - len(self._prompts[row]) for row in rows]
@@ -290,11 +329,6 @@ class _Batch:
         )
         logits_BV: torch.Tensor = output.logits[:, -1].float()
         return logits_BV
-
-    def _layers(self, cache: Any) -> list[Any]:
-        while len(cache.layers) < len(self._prefix.layers):
-            cache.layers.append(cache.layer_class_to_replicate())
-        return list(cache.layers)
 
     def _add(self, cache: Any, which: list[int], gaps: list[int], shared: int) -> None:
         """Add rows of another cache, without the padding between a shared prefix and the rest."""
@@ -396,7 +430,7 @@ class _Layer:
         """
 
         def moved(all_BHTD: torch.Tensor) -> torch.Tensor:
-            taken_BHTD = all_BHTD[rows, :, : self.length].clone()
+            taken_BHTD = all_BHTD[rows, :, : self.length]  # a copy
             for row, gap in enumerate(gaps):
                 if shared and gap:
                     prefix_HTD = all_BHTD[rows[row], :, :shared]

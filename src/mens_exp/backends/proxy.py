@@ -11,7 +11,6 @@ V vocabulary, n middle projections.
 from __future__ import annotations
 
 import math
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 from mens_exp.artifacts.adapter_v3 import AdapterManifest
 from mens_exp.backends.frozen_base import frozen_weights
-from mens_exp.backends.generation import Draw, StopWatch, Trace, evaluating
+from mens_exp.backends.generation import Answers, Trace, evaluating
 from mens_exp.backends.protocol import NonPeftBackend
 from mens_exp.backends.saved_model import provenance_of
 from mens_exp.config.backend import Composition, ProxyConfig
@@ -34,12 +33,11 @@ from mens_exp.quant.bnb import compute_dtype, quantizer_named
 from mens_exp.quant.round_trip import round_trip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
 
-    from mens_exp.backends.generation import Sampling, Stops
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.sources import BaseModel
@@ -237,40 +235,19 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
                 projection.adapts = True
 
     def generate(
-        self,
-        prompts: Sequence[list[int]],
-        *,
-        max_new_tokens: int,
-        end_ids: set[int],
-        sampling: Sampling | None = None,
-        stops: Stops | None = None,
-        batch_size: int | None = None,
-        on_end: Callable[[int, float], None] | None = None,
+        self, prompts: Sequence[list[int]], *, batch_size: int | None = None, **options: Any
     ) -> list[list[int]]:
         """Continue prompts; each token depends only on the one before it. See `greedy`."""
         del batch_size  # nothing is kept of the tokens before the last
-        began = time.perf_counter()
-        made: list[list[int]] = [[] for _ in prompts]
-        draw = Draw(sampling) if sampling is not None else None
-        watch = StopWatch(stops) if stops is not None else None
+        answers = Answers(count=len(prompts), **options)
+        rows = list(range(len(prompts)))
+        answers.begin(rows)
         with torch.inference_mode(), evaluating(self):
-            for _ in range(max_new_tokens):
-                open_rows = [
-                    i
-                    for i, ids in enumerate(made)
-                    if not (ids and ids[-1] in end_ids)
-                    and not (watch is not None and watch.has_stopped(i, ids))
-                ]
-                if not open_rows:
-                    break
-                last = [(made[i] or prompts[i])[-1] for i in open_rows]
-                logits = self.head(self.hidden(torch.tensor(last, device=self.device)))
-                chosen = logits.argmax(-1) if draw is None else draw(logits, open_rows)
-                for i, token in zip(open_rows, chosen.tolist(), strict=True):
-                    made[i].append(token)
-                    if on_end is not None:  # the last call of a row counts
-                        on_end(i, time.perf_counter() - began)
-        return made
+            while rows:
+                last = [(answers.made[row] or prompts[row])[-1] for row in rows]
+                logits_BV = self.head(self.hidden(torch.tensor(last, device=self.device)))
+                rows = answers.take(rows, logits_BV)
+        return answers.made
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
         """Return the logits of the next token, ``[V]``, f32; no cache is needed."""

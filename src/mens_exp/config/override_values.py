@@ -412,5 +412,7 @@ def _unknown_plugin(group: str, override: Override) -> ConfigError | None:
         where=group,
         found=chosen,
         expected=", ".join([*ours, *others]),
-        remedy=f"pip install {package}" if package else f"install the Hydra plugin of {chosen}",
+        remedy=f"pip install {package}"
+        if package
+        else f"install the Hydra plugin that has {chosen}",
     )

@@ -189,13 +189,8 @@ def _swept_by_config(texts: Sequence[str]) -> list[str]:
 
     As in Hydra, an option that is swept itself says nothing.
     """
-    parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
-    plain = [_line(override) for override in parsed if not override.is_sweep_override()]
-    try:
-        sweeper = compose([plain])[0].sweeper
-    except (HydraException, OmegaConfBaseException, ValueError):
-        return []  # reported with the rest
-    params = sweeper.get("params") if sweeper["name"] == "basic" else None
+    sweeper = _composed_sweeper(texts)
+    params = sweeper.get("params") if sweeper["name"] == IN_ORDER else None
     given = {_key(text) for text in texts}
     return [f"{key}={shown(value)}" for key, value in (params or {}).items() if key not in given]
 
@@ -204,12 +199,17 @@ def chosen_sweeper(texts: Sequence[str]) -> str:
     """Return the option of hydra/sweeper that a command selects, be it by its experiment."""
     if any(text.startswith("hydra/sweeper=") for text in texts):
         return sweeper_of(texts)
+    return str(_composed_sweeper(texts)["name"])
+
+
+def _composed_sweeper(texts: Sequence[str]) -> dict[str, Any]:
+    """Compose a command without what it sweeps; return Hydra's sweeper node and its ``name``."""
     parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
     plain = [_line(override) for override in parsed if not override.is_sweep_override()]
     try:
-        return str(compose([plain])[0].sweeper["name"])
+        return compose([plain])[0].sweeper
     except (HydraException, OmegaConfBaseException, ValueError):
-        return IN_ORDER  # reported when the command is checked
+        return {"name": IN_ORDER}  # reported when the command is checked
 
 
 def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:

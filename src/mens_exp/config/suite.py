@@ -75,7 +75,9 @@ class HeldoutSyntaxSuite(SuiteConfig):
         160, "Longest completion, in tokens; prompts whose reference is longer are not used.", ge=1
     )
     batch_size: int = setting(
-        8, "Answers under way at a time (measured: as fast as 16, half a gigabyte less).", ge=1
+        8,  # measured with batches that waited for their longest answer: as fast as 16
+        "Answers under way at a time.",
+        ge=1,
     )
 
 
@@ -85,7 +87,9 @@ class AnsweredSuite(SuiteConfig):
 
     max_new_tokens: int = setting(256, "Longest completion, in tokens (unverified guess).", ge=1)
     batch_size: int = setting(
-        8, "Answers under way at a time (measured: as fast as 16, half a gigabyte less).", ge=1
+        8,  # measured with batches that waited for their longest answer: as fast as 16
+        "Answers under way at a time.",
+        ge=1,
     )
 
 

@@ -201,7 +201,7 @@ def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
     found = [f"suite.{name} is {values}" for name, values in told.items() if values]
     here = [one for one in made if one.get("engine", _ASKED["engine"]) == _ASKED["engine"]]
     if len({one.get("batching", _BATCHING) for one in here}) > 1:
-        found.append("prompts shared batches in the ways of two releases")
+        found.append("prompts were batched by two releases, which do it differently")
     return found
 
 

@@ -91,13 +91,16 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     return plan_cells(check(overrides, multirun=True))
 
 
-def plan_cells(checked: Checked, *, is_new: bool = True, by_sweeper: bool = False) -> PlannedSweep:
+def plan_cells(
+    checked: Checked, *, is_new: bool = True, example: Cell | None = None
+) -> PlannedSweep:
     """Plan the cells of a checked command; see :func:`plan_sweep`.
 
     Args:
         checked: the cells, and what is wrong with them.
         is_new: whether their directories have to be empty.
-        by_sweeper: whether a plugin's sweeper has chosen them, as hydra/sweeper says.
+        example: the command without what it sweeps, if a plugin's sweeper has chosen the cells;
+            with sweep.invalid=skip, all of these may be left out.
 
     Raises:
         MensError: as there.
@@ -108,9 +111,9 @@ def plan_cells(checked: Checked, *, is_new: bool = True, by_sweeper: bool = Fals
         if not checked.general and (found := pin_inputs(cell)):
             bad[cell.number] = (*bad.get(cell.number, ()), *found)
     names = _names(checked.cells, checked.faulty)
-    if checked.general or not checked.cells:
+    if checked.general or not (checked.cells or example):
         refuse(checked.general, bad, names)
-    first = checked.cells[0]
+    first = example or checked.cells[0]
     settings = first.config.sweep
     launcher = launcher_of_cell(first)
     root = Path(str(first.composed.sweep_root))
@@ -119,11 +122,11 @@ def plan_cells(checked: Checked, *, is_new: bool = True, by_sweeper: bool = Fals
         *range_problems(settings, "sweep."),
     ]
     if not general:
-        general += executor_problems(launcher, 1 + max(cell.number for cell in checked.cells))
+        general += executor_problems(launcher, 1 + max(names))
     general += place_problems(root, checked.cells) if is_new else []
-    general += [] if by_sweeper else _sweeper_problems(first)
+    general += [] if example else _sweeper_problems(first)
     good = [cell for cell in checked.cells if cell.number not in bad]
-    if general or not good or (bad and settings.invalid is Invalid.error):
+    if general or not (good or example) or (bad and settings.invalid is Invalid.error):
         refuse(general, bad, names)
     jobs, same = _collapsed(good, names)
     Problems.raise_if(device_problems([job.cell for job in jobs], launcher, len(jobs)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
@@ -96,7 +96,7 @@ def _launcher(record: SweepRecord, directory: SweepDir, task: Any) -> Launcher:
         config.hydra.launcher = record.launcher_settings
         config.hydra.output_subdir = None  # a job's directory has its own record
         OmegaConf.resolve(config.hydra.launcher)
-    loader = FrozenLoader(config_search_path=_search_path())
+    loader = FrozenLoader(config_search_path=create_config_search_path(None))
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     return Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task, config=config
@@ -122,10 +122,10 @@ def run_one(sweep: str, batch: int, numbers: Sequence[int], config: DictConfig) 
     record = SweepRecord.read(directory.record)
     job = next(one for one in record.jobs if one["number"] == number)
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
-    told = _Told(directory, number)
-    while lock_holder(run.job_lock) is not None and not told.is_unwanted:
+    contact = _Contact(directory, number)
+    while lock_holder(run.job_lock) is not None and not contact.is_unwanted:
         time.sleep(_LOOK_S)  # an earlier batch of it is still running
-    if told.is_unwanted:
+    if contact.is_unwanted:
         return CANCELLED
     processes = job.get("processes", 1)
     try:
@@ -136,7 +136,7 @@ def run_one(sweep: str, batch: int, numbers: Sequence[int], config: DictConfig) 
             log,
             processes=processes,
             queue_id=f"{queue_id(record.launcher, batch)}{theirs.get('id') or number}",
-            signals=told.signals,
+            signals=contact.signals,
         )
     except BaseException:  # such as the plugin's own time limit, in a signal handler
         log.ended(None, why=f"ended by {record.launcher}")
@@ -145,7 +145,7 @@ def run_one(sweep: str, batch: int, numbers: Sequence[int], config: DictConfig) 
     return ended.exit_code if ended.exit_code is not None and ended.exit_code >= 0 else 1
 
 
-class _Told:
+class _Contact:
     """Hears, by a file, that a job is no longer wanted, and shows by another that it is alive."""
 
     def __init__(self, directory: SweepDir, number: int) -> None:
@@ -161,18 +161,11 @@ class _Told:
         """Return, once, the signal that ends the job."""
         if time.monotonic() - self._beat >= _BEAT_S:
             self._alive.touch()
-            os.utime(self._alive)
             self._beat = time.monotonic()
         if self._was or not self.is_unwanted:
             return []
         self._was = True
         return [signal.SIGTERM]
-
-
-def _search_path() -> Any:
-    from hydra._internal.utils import create_config_search_path
-
-    return create_config_search_path(None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ and answers with the results on record as long as it proposes the same cells.
 
 from __future__ import annotations
 
-import traceback
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +22,11 @@ from hydra.types import RunMode
 from omegaconf import open_dict, read_write
 
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import JobState, LeftOut, SweepDir
+from mens_exp.artifacts.sweep import JobState, SweepDir
 from mens_exp.config.compose import config_digest, hydra_context
 from mens_exp.config.fields import range_problems
 from mens_exp.config.overrides import Checked, check, parsed_override
-from mens_exp.config.sweep import Invalid
+from mens_exp.config.plugins import told
 from mens_exp.errors import Problems, RequestError, SetupError
 from mens_exp.report import sweep_view, terminal
 from mens_exp.sweeps.executors import executor_problems
@@ -131,7 +130,7 @@ class Rounds:
         self._console = console
         self._shared = {_meaning(text) for text in record.command}
         self._next = 0  # number of the next cell
-        self._refused: BaseException | None = None
+        self._refused: Exception | None = None  # ours, which ended the sweeper
 
     def run(self) -> int:
         """Ask the sweeper until it ends; return the sweep's exit code.
@@ -145,15 +144,13 @@ class Rounds:
         except _Stopped:
             pass
         except Exception as error:
-            if self._refused is None:
-                told = traceback.extract_tb(error.__traceback__)[-1]
-                raise SetupError(
-                    f"the sweeper {option} failed",
-                    where="hydra/sweeper",
-                    found=f"{type(error).__name__}: {error} ({told.filename}:{told.lineno})",
-                    remedy="mend its settings or its plugin, then go on with "
-                    f"sweep.resume={self._directory.path}",
-                ) from error
+            raise SetupError(
+                f"the sweeper {option} failed",
+                where="hydra/sweeper",
+                found=told(error),
+                remedy="mend its settings or its plugin, then go on with "
+                f"sweep.resume={self._directory.path}",
+            ) from error
         if self._refused is not None:
             raise self._refused
         return finish(self._launcher)
@@ -189,9 +186,9 @@ class Rounds:
                         freeze(job, place, self._record.code_sha256)
                 self._record.write(self._directory.record)
             code = self._launcher.run()
-        except BaseException as error:
+        except Exception as error:
             self._refused = error
-            raise
+            raise _Stopped from error
         if code == CANCELLED:
             raise _Stopped
         return [self._returned(first + at, list(texts)) for at, texts in enumerate(lists)]
@@ -210,31 +207,14 @@ class Rounds:
             general=tuple(problem for one in found for problem in one.general),
             faulty={number: it for one in found for number, it in one.faulty.items()},
         )
-        try:
-            planned = plan_cells(checked, is_new=False, by_sweeper=True)
-            # What differs in one round alone says little: rounds of one cell are usual.
-            own = {
-                number: tuple(text for text in texts if _meaning(text) not in self._shared)
-                for number, texts in enumerate(lists, start=first)
-            }
-            jobs = [replace(job, differs=own[job.cell.number]) for job in planned.jobs]
-            return replace(planned, jobs=tuple(jobs))
-        except Problems as error:
-            if checked.general or self._first.config.sweep.invalid is Invalid.error:
-                raise
-            why = "; ".join(map(str, error.problems))
-            left_out = [
-                LeftOut(number=number, differs=list(texts), why=why, same_as=None)
-                for number, texts in enumerate(lists, start=first)
-            ]
-            return PlannedSweep(
-                root=self._directory.path,
-                launcher=launcher_of_cell(self._first),
-                settings=self._first.config.sweep,
-                jobs=(),
-                left_out=tuple(left_out),
-                notes=(),
-            )
+        planned = plan_cells(checked, is_new=False, example=self._first)
+        # What differs in one round alone says little: rounds of one cell are usual.
+        own = {
+            number: tuple(text for text in texts if _meaning(text) not in self._shared)
+            for number, texts in enumerate(lists, start=first)
+        }
+        jobs = [replace(job, differs=own[job.cell.number]) for job in planned.jobs]
+        return replace(planned, jobs=tuple(jobs))
 
     def _taken(self, planned: PlannedSweep) -> set[int]:
         """Add what is planned to the record; return the numbers of jobs that it does not have yet.
