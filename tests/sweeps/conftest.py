@@ -188,6 +188,8 @@ def scripted(tmp_path):
             for status in Status:
                 _manifest(run, status, results={"wall_s": 2.0, "tuned_val_loss": 1.5})
                 run.manifest.replace(run.path / f"manifest_{status.value}.json")
+            for frozen in (run.config, run.job, run.report):
+                frozen.touch()
             (run.path / "scripts.json").write_text(json.dumps(script_of_one), encoding="utf-8")
         return directory, _record(*jobs, **more)
 

@@ -149,6 +149,7 @@ def test_a_job_that_could_not_be_handed_over_waits(sweep, monkeypatch):
     launcher = sweep([DONE])
     run = launcher.directory.path / "0_job"
     (run / "manifest_succeeded.json").replace(run / "manifest.json")
+    RunDir(run).report.unlink()  # it has not succeeded yet
     monkeypatch.setattr(launcher, "_executor", Recorded(left=False))
     told = []
     monkeypatch.setattr(launcher, "_say", lambda _job, what, why: told.append(f"{what}: {why}"))

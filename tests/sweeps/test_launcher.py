@@ -12,6 +12,7 @@ import pytest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.errors import SetupError
+from mens_exp.sweeps.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
@@ -55,6 +56,19 @@ def test_all_jobs_succeed(sweep):
         assert job["results"] == {"wall_s": 2.0, "tuned_val_loss": 1.5}
         assert job["attempts"][0]["exit_code"] == 0
         assert (job["attempts"][0]["peak_rss_bytes"] or 0) > 1_000_000
+
+
+def test_a_job_that_ended_before_it_could_be_taken_over_is_not_started_again(sweep):
+    """Its directory was read while a batch system still ran it; the queue was asked later."""
+    launcher = sweep([DONE])
+    assert launcher.run() == 0
+    (job,) = launcher.record.jobs
+    job["state"], job["results"] = JobState.WAITING, {}
+    assert Launcher(launcher.directory, launcher.record, launcher.console).run() == 0
+    (job,) = SweepRecord.read(launcher.directory.record).jobs
+    assert job["state"] == "succeeded"
+    assert job["results"] == {"wall_s": 2.0, "tuned_val_loss": 1.5}
+    assert len(job["attempts"]) == 1
 
 
 def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep):

@@ -6,7 +6,7 @@ from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.artifacts.manifest import Failure, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState
-from mens_exp.sweeps.launcher import damage, outcome
+from mens_exp.sweeps.outcome import damage, outcome
 from mens_exp.sweeps.process import Ended
 
 UTC, LATER = "2026-11-20T05:58:01.123Z", "2026-11-20T06:00:00.000Z"

@@ -18,7 +18,8 @@ from mens_exp.artifacts.manifest import Failure, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord, TrialState
 from mens_exp.errors import ConfigError
-from mens_exp.sweeps import resume, searching
+from mens_exp.sweeps import searching
+from mens_exp.sweeps.outcome import settle
 from mens_exp.sweeps.search_request import Drawn
 from mens_exp.sweeps.search_study import Study
 from mens_exp.sweeps.searching import Search
@@ -92,7 +93,7 @@ class Stage:
         assert self.record.search is not None
         for job in self.record.jobs:
             run = RunDir(self.directory.path / job["directory"])
-            resume._settle(job, run, here=True)
+            settle(job, run, here=True)
         self.record.write(self.directory.record)
         cells = Suggested(self.record.search["space"])
         study = Study(self.directory.journal, self.record.search)

@@ -21,7 +21,7 @@ from mens_exp.artifacts import host
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, SweepRecord
 from mens_exp.config.sweep import LOCAL_LAUNCHER, SLURM
-from mens_exp.sweeps import resume
+from mens_exp.sweeps.outcome import settle
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs signals and /proc; run it on Linux"
@@ -96,7 +96,7 @@ class Disturbed:
             setattr(record, name, value)
         for job in record.jobs:
             run = RunDir(self.place / job["directory"])
-            resume._settle(job, run, here=record.launcher != SLURM)
+            settle(job, run, here=record.launcher != SLURM)
         record.write(self.directory.record)
         with (self.place / "said").open("ab") as said:
             launcher = subprocess.Popen(
@@ -164,10 +164,6 @@ def disturbed(request, scripted, stand_in, tmp_path):
     script = [("on end", 130), ("on interrupt", 130), ("wait", str(tmp_path / "sweep" / "go"))]
     script += [("end", "succeeded"), ("exit", 0)]
     directory, record = scripted([script], [script], **LAUNCHERS[request.param])
-    for job in record.jobs:
-        run = RunDir(directory.path / job["directory"])
-        for frozen in (run.config, run.job, run.report):
-            frozen.touch()
     record.write(directory.record)
     (directory.path / "slurm").mkdir()
     environment = {**os.environ, "FAKE_SLURM": str(directory.path / "slurm")}

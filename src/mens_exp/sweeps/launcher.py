@@ -1,7 +1,6 @@
 """Run the jobs of a sweep: pass them to an executor and record the state of each.
 
-The launcher is the only writer of a sweep's record, and locks its directory. A job's outcome is
-determined from its record and its exit status.
+The launcher is the only writer of a sweep's record, and locks its directory.
 """
 
 from __future__ import annotations
@@ -10,19 +9,16 @@ import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.host import is_of_disk, run_lock
-from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.host import run_lock
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState
-from mens_exp.errors import MensError, SetupError
+from mens_exp.errors import SetupError
 from mens_exp.report import sweep_view, terminal
 from mens_exp.sweeps.executors import executor_of
+from mens_exp.sweeps.outcome import outcome, settle
 from mens_exp.tasks.run import CANCELLED
 
 if TYPE_CHECKING:
@@ -33,143 +29,6 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.sweep import SweepDir, SweepJob, SweepRecord
     from mens_exp.sweeps.process import Ended, Work
-
-_CANCELLED, _A_BUG = 130, 1
-_RESULTS = ("wall_s", "base_val_loss", "tuned_val_loss", "peak_rss_bytes", "peak_cuda_bytes")
-_LOG_TAIL = 4_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The state of a job after its process ended.
-
-    Attributes:
-        state: state of the job.
-        reason: the reason, if it did not succeed.
-        may_pass: whether another attempt may succeed.
-        results: measured results by name.
-    """
-
-    state: JobState
-    reason: str | None = None
-    may_pass: bool = False
-    results: dict[str, Any] = field(default_factory=dict)
-
-
-class Cause(Enum):
-    """Cause of a job's failure: the job itself, or the machine, where a retry may succeed."""
-
-    OWN = auto()  # a wrong request, a gate, a non-finite loss, a bug
-    PROCESS = auto()  # it was killed, ran out of memory, or never started
-    DISK = auto()  # the other jobs need it as well
-
-
-def cause_of(job: SweepJob, run: RunDir) -> Cause:
-    """Return the cause of a job's failure from its last attempt and its record."""
-    last = job["attempts"][-1] if job["attempts"] else None
-    if last is None or last.get("why") is not None:  # it never started, or a batch system ended it
-        return Cause.PROCESS
-    manifest, code = record_of(run), last["exit_code"]
-    error = None if manifest is None else manifest.error
-    if code is None and error is not None:  # its exit status is unknown
-        code = error["exit_code"]
-    if code is None or code < 0:
-        return Cause.PROCESS
-    if code != SetupError.exit_code:
-        return Cause.OWN
-    # A full disk has no room for the error either.
-    return Cause.DISK if error is None or is_of_disk(error["remedy"]) else Cause.PROCESS
-
-
-def record_of(run: RunDir) -> Manifest | None:
-    """Read the record of a run; None if it is missing or unreadable."""
-    try:
-        return Manifest.read(run.manifest)
-    except MensError:
-        return None
-
-
-def outcome(run: RunDir, ended: Ended, *, since_utc: str) -> Outcome:
-    """Determine the outcome of a job.
-
-    Args:
-        run: its directory.
-        ended: how its process ended.
-        since_utc: start time of the process; record entries of earlier attempts are ignored.
-    """
-    manifest, code = record_of(run), ended.exit_code
-    if manifest is not None and manifest.status is Status.SUCCEEDED and code in {0, None}:
-        results = {name: manifest.results[name] for name in _RESULTS if name in manifest.results}
-        return Outcome(state=JobState.SUCCEEDED, results=results)
-    if ended.stop is not None:
-        stop = ended.stop
-        return Outcome(state=stop.state, reason=stop.reason, may_pass=stop.may_pass)
-    return _by_itself(run, manifest, code, since_utc)
-
-
-def _by_itself(run: RunDir, manifest: Manifest | None, code: int | None, since_utc: str) -> Outcome:
-    """Return the outcome of a job that failed without being stopped."""
-    status = None if manifest is None else manifest.status
-    if code == _CANCELLED or (code is None and status is Status.CANCELLED):
-        return Outcome(state=JobState.CANCELLED, reason="asked to stop by a signal")
-    if code is not None and code < 0:
-        return Outcome(state=JobState.FAILED, reason=_killed(-code), may_pass=True)
-    told = _told(manifest, since_utc)
-    if code is None and told is None:
-        reason = "its process died, and nobody saw how"
-        return Outcome(state=JobState.FAILED, reason=reason, may_pass=True)
-    if code == 0:
-        return Outcome(state=JobState.FAILED, reason="it ended without a record of success")
-    reason = told or _last_line(run) or f"exit code {code}"
-    return Outcome(state=JobState.FAILED, reason=reason, may_pass=code == _A_BUG)
-
-
-def _killed(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
-
-
-def _told(manifest: Manifest | None, since_utc: str) -> str | None:
-    """Return the error of the latest attempt."""
-    if manifest is None or manifest.error is None:
-        return None
-    if manifest.attempts and manifest.attempts[-1]["started_utc"] < since_utc:
-        return None
-    error = manifest.error
-    return f"{error['type']}: {error['message']}"
-
-
-def _last_line(run: RunDir) -> str | None:
-    """Return the last log line of a process that ended without a record."""
-    try:
-        text = run.log.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace")
-    except OSError:
-        return None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else None
-
-
-def damage(run: RunDir, manifest: Manifest, config_digest: str) -> str | None:
-    """Describe how a finished job differs from its record; None if it matches.
-
-    Args:
-        run: its directory.
-        manifest: its record.
-        config_digest: digest of the configuration that the sweep gave it.
-    """
-    if manifest.config_digest != config_digest:
-        return f"{run.manifest.name} is of another configuration"
-    for name, sha256 in manifest.outputs.items():
-        path = run.path / name
-        if not path.is_file():
-            return f"{name} is gone"
-        if sha256_file(path) != sha256:
-            return f"{name} has changed"
-    return None
 
 
 @contextmanager
@@ -213,6 +72,7 @@ _HEAR_S = 0.1  # latency of signal handling
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WELL = frozenset({JobState.SUCCEEDED, JobState.PRUNED})
 _ENDS = _WELL | {JobState.FAILED}
+_MAY_HAVE_ENDED = frozenset({JobState.RUNNING, JobState.WAITING})
 
 
 class Feed(Protocol):
@@ -300,8 +160,10 @@ class Launcher:
                 self._say(job, "is still at work", _where(job))
                 if self._run_dir(job).pruned.exists():  # the launcher died before ending it
                     work.end()
-            elif job["state"] == JobState.RUNNING:  # it has ended in the meantime
-                job["state"] = JobState.WAITING
+            elif job["state"] in _MAY_HAVE_ENDED:  # since its directory was read
+                settle(job, self._run_dir(job), here=False)
+                if job["state"] in _ENDS:
+                    self._set(job, JobState(job["state"]), job["reason"])
 
     def _fill(self) -> None:
         """Start as many waiting jobs as the executor has room for."""

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.host import is_alive, lock_holder
-from mens_exp.artifacts.manifest import Status, utc_now
+from mens_exp.artifacts.manifest import utc_now
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import Job, JobAttempt, JobState, SweepDir, SweepRecord
+from mens_exp.artifacts.sweep import Job, JobState, SweepDir, SweepRecord
 from mens_exp.config.compose import config_digest, from_yaml, to_yaml, typed
 from mens_exp.config.fields import range_problems
 from mens_exp.config.overrides import check, chosen_sweeper
@@ -28,9 +27,10 @@ from mens_exp.errors import ConfigError, NoEffectError, Problems, RequestError
 from mens_exp.planning import machine
 from mens_exp.report import terminal
 from mens_exp.sweeps.executors import executor_problems
-from mens_exp.sweeps.launcher import Launcher, damage, locked, outcome, record_of, writing
+from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.multirun import finish
-from mens_exp.sweeps.process import Ended, gpu_problems, jobs_at_a_time
+from mens_exp.sweeps.outcome import settle
+from mens_exp.sweeps.process import gpu_problems, jobs_at_a_time
 from mens_exp.sweeps.slurm_commands import queue_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console
         terminal.say(f"note: {note}", on=console)
     for job in record.jobs:
         here = record.launcher != SLURM
-        _settle(job, RunDir(directory.path / job["directory"]), here=here)
+        settle(job, RunDir(directory.path / job["directory"]), here=here)
     if "hydra.launcher.nodes" in given:
         _move_to_other_nodes(directory, record)
     _freeze_for_nodes(directory, record)
@@ -270,60 +270,3 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
         )
     note = f"went on at {utc_now()} with other code than it was launched with"
     record.notes.append(note)
-
-
-def _settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
-    """Set a job's state from its directory, whatever its launcher had recorded.
-
-    Args:
-        job: its entry in the record.
-        run: its directory.
-        here: whether its process would run on this machine.
-    """
-    last = job["attempts"][-1] if job["attempts"] else None
-    at_work = lock_holder(run.job_lock) if here else None
-    if here and at_work is None and last is not None and last["ended_utc"] is None:
-        noted = (last["pid"], last["process_started"])
-        at_work = noted if is_alive(*noted) else None
-    if at_work is not None:
-        _note_process(job, *at_work)
-        return
-    manifest = record_of(run)
-    gone = [path.name for path in (run.config, run.job) if not path.is_file()]
-    if last is not None and last["ended_utc"] is None:
-        last["ended_utc"] = utc_now()
-    if run.pruned.exists() and (manifest is None or manifest.status is not Status.SUCCEEDED):
-        job["state"], job["reason"] = JobState.PRUNED, run.pruned.read_text("utf-8")
-        return
-    if manifest is None and run.manifest.exists():
-        reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
-        job["state"], job["reason"] = JobState.FAILED, reason
-    elif gone and (manifest is None or manifest.status is not Status.SUCCEEDED):
-        reason = f"{' and '.join(gone)} of {run.path} are gone: a new sweep may run this cell"
-        job["state"], job["reason"] = JobState.FAILED, reason
-    elif manifest is None or manifest.status is not Status.SUCCEEDED or not run.report.exists():
-        job["state"], job["reason"] = JobState.WAITING, None
-    else:
-        job["state"], job["reason"] = JobState.SUCCEEDED, None
-        job["results"] = outcome(run, Ended(exit_code=None), since_utc="").results
-        wrong = damage(run, manifest, job["config_digest"])
-        if wrong is not None:
-            reason = f"{wrong}; move {run.manifest} away to run it again"
-            job["state"], job["reason"] = JobState.FAILED, reason
-
-
-def _note_process(job: SweepJob, pid: int, started: float) -> None:
-    """Record the running process, in case its launcher died before doing so."""
-    job["state"], job["reason"] = JobState.RUNNING, None
-    last = job["attempts"][-1] if job["attempts"] else None
-    if last is None or last["ended_utc"] is not None:
-        last = JobAttempt(
-            pid=pid,
-            process_started=started,
-            started_utc=utc_now(),
-            ended_utc=None,
-            exit_code=None,
-            peak_rss_bytes=None,
-        )
-        job["attempts"].append(last)
-    last["pid"], last["process_started"] = pid, started

@@ -18,8 +18,9 @@ from mens_exp.config.override_values import override_of
 from mens_exp.errors import ConfigError, Problems
 from mens_exp.planning.contract import contract_of
 from mens_exp.report import html, search_view, terminal
-from mens_exp.sweeps.launcher import Cause, Launcher, cause_of, locked, writing
+from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record
+from mens_exp.sweeps.outcome import Cause, cause_of
 from mens_exp.sweeps.plan import PlannedJob, directory_of, estimate_of, meaning, place_problems
 from mens_exp.sweeps.search_request import Cells, read_request
 from mens_exp.sweeps.search_study import Curve, Study, need_optuna, objective_values
