@@ -47,6 +47,8 @@ _SIZES = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
     **dict.fromkeys(("word_embed_proj_dim", "lru_width", "mamba_d_ssm"), 64),
     **dict.fromkeys(("mamba_n_heads", "attention_window_size"), 4),
+    "linear_num_heads": 4,
+    "linear_head_dim": 64,  # fewer would not fill a 4-bit block
     "vocab_size": 320,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -199,6 +201,8 @@ def _train(model, run, overrides):
                 "suite=none",
                 "suite.items=0",
                 "trainer.max_steps=1",
+                "trainer.accumulate_grad_batches=2",
+                "data.val_max_tokens=200",
                 "data=jsonl",
                 f"data.path={_rows(run.parent)}",
                 "data.seq_len=192",
