@@ -15,7 +15,6 @@ from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -29,6 +28,7 @@ from mens_exp.config.loader import (
     CachingLoader,
     copied,
     is_installed,
+    parsed_override,
     register,
     schema_of,
 )
@@ -321,7 +321,7 @@ def _option(config: DictConfig, kind: str) -> str | None:
 
 def _lists(overrides: Sequence[str]) -> dict[str, str]:
     """Return the groups set to a list of options, which Hydra omits from its choices."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = [parsed_override(text) for text in overrides if "[" in text]
     return {
         one.key_or_group: ",".join(map(str, value))
         for one in parsed
@@ -343,8 +343,14 @@ def _directory(config: DictConfig | None, number: int, *parts: str) -> str | Non
 
 def _visible(config: DictConfig) -> DictConfig:
     """Return a copy without Hydra's node; missing values stay missing."""
-    visible: DictConfig = copied(config)
-    visible._content.pop("hydra", None)  # type: ignore[union-attr]  # noqa: SLF001
+    content: Any = config._content  # noqa: SLF001  # no other way to copy all but one node
+    nodes = dict(content)
+    content.pop("hydra", None)
+    try:
+        visible: DictConfig = copied(config)
+    finally:
+        content.clear()
+        content.update(nodes)
     OmegaConf.set_struct(visible, None)
     return visible
 

@@ -17,18 +17,22 @@ import os
 import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.config import (
     backend,
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
 
     from hydra._internal.config_repository import IConfigRepository
     from hydra.core.config_search_path import ConfigSearchPath
-    from hydra.core.default_element import ResultDefault
+    from hydra.core.default_element import InputDefault
     from hydra.core.override_parser.types import Override
     from omegaconf import Container
 
@@ -283,11 +287,24 @@ class InstalledSearchPath(SearchPathPlugin):
             search_path.append("installed", f"{_SCHEME}://")
 
 
+_map_of_choices = defaults_list._create_interpolation_map  # noqa: SLF001  # as below
+
+
+def _map_where_interpolated(
+    overrides: Any, defaults: list[InputDefault], self_added: bool
+) -> DictConfig:
+    """Build Hydra's map of choices for a defaults list that names one; Hydra does for each file."""
+    if any(one.is_interpolation() for one in defaults):
+        return _map_of_choices(overrides, defaults, self_added)
+    return OmegaConf.create()
+
+
 _LAST = "root"  # registered last, so its presence means that all are registered
 
 
 def register() -> None:
     """Add every schema to Hydra's config store once; called before each composition."""
+    defaults_list._create_interpolation_map = _map_where_interpolated  # noqa: SLF001
     store = ConfigStore.instance()
     if f"{_LAST}.yaml" in store.repo.get("schema", {}):
         return
@@ -370,6 +387,18 @@ def _schema_in(spec: Any) -> type:
     return found
 
 
+@functools.lru_cache(maxsize=1024)
+def parsed_override(text: str) -> Override:
+    """Parse an override, which takes Hydra a millisecond; the result is shared: do not change it.
+
+    Raises:
+        hydra.errors.HydraException: it is no override.
+    """
+    override: Override = OverridesParser.create().parse_overrides([text])[0]
+    return override
+
+
+_MERGED = "merged"
 _MOST = 32  # cached choices of options, a few hundred kilobytes each
 # Settings of Hydra's own node that no other part of the node depends on.
 _LEAVES = ("hydra.run.", "hydra.sweep.", "hydra.launcher.", "hydra.sweeper.")
@@ -437,7 +466,7 @@ class CachingLoader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         """Return the composed configuration; a choice of options seen before is only copied."""
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = [parsed_override(text) for text in overrides]
         choices = [one for one in parsed if self._is_choice(one)]
         values = [one for one in parsed if not self._is_choice(one)]
         rest = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
@@ -463,7 +492,7 @@ class CachingLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = [parsed_override(text) for text in overrides]
         if any(one.get_key_element() == "hydra.searchpath" for one in parsed):  # other files
             return super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         return parsed, _Files(self.repository, _remembered().files)
@@ -471,8 +500,25 @@ class CachingLoader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(
         self, defaults: list[ResultDefault], repo: IConfigRepository
     ) -> DictConfig:
-        own = _Copies(repo, {}) if isinstance(repo, _Files) else repo
-        return super()._compose_config_from_defaults_list(logger.apart(defaults), own)
+        defaults = logger.apart(defaults)
+        if not isinstance(repo, _Files):
+            return super()._compose_config_from_defaults_list(defaults, repo)
+        own = _Copies(repo, {})
+        try:
+            merged = self._merged(defaults, own)
+        except OmegaConfBaseException:  # merged one by one, the message names the file
+            return super()._compose_config_from_defaults_list(defaults, own)
+        made = ConfigResult(_MERGED, _MERGED, merged, {"package": None}, is_schema_source=True)
+        alone: Any = SimpleNamespace(load_config=lambda **_: made)
+        only = ResultDefault(config_path=_MERGED, package="", primary=True)
+        return super()._compose_config_from_defaults_list([only], alone)
+
+    def _merged(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        """Merge the files in one call: after each call, omegaconf visits every node."""
+        merged = OmegaConf.create()
+        with flag_override(merged, "no_deepcopy_set_nodes", True):
+            merged.merge_with(*(self._load_single_config(one, repo).config for one in defaults))
+        return merged
 
 
 def _is_plain(override: Override) -> bool:

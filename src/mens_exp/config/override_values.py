@@ -20,6 +20,7 @@ from omegaconf import (
     ListConfig,
     OmegaConf,
     StringNode,
+    ValueNode,
 )
 from omegaconf.errors import OmegaConfBaseException
 
@@ -224,7 +225,9 @@ def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
         return False
     group, _, rest = key.partition(".")
     try:
-        if rest:  # a copy of the group is enough, and the whole is large
+        if isinstance(node, ValueNode) and not isinstance(value, dict | list):
+            copy.deepcopy(node)._set_value(value)  # noqa: SLF001  # its type alone is asked for
+        elif rest:  # a copy of the group is enough, and the whole is large
             OmegaConf.update(copy.deepcopy(_node_at(reference, group)), rest, value, merge=True)
         else:
             OmegaConf.update(reference.copy(), key, value, merge=True)

@@ -7,6 +7,7 @@ options. The accepted ones are then composed cell by cell, and their values are 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -254,6 +255,7 @@ def parsed_override(text: str, problems: list[MensError]) -> Override | None:
     return override
 
 
+@functools.cache
 def _parser() -> Any:
     def options(group: str, results_filter: object = None) -> list[str]:
         del results_filter

@@ -209,17 +209,19 @@ def _searchpath_in(file: Path) -> list[str]:
     return [str(one) for one in resolved["of"]]
 
 
+@functools.cache
 def config_directory() -> Path:
     """Return the directory of our config groups, for an installed wheel or a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
-    return installed if installed.is_dir() else package.parents[1] / "conf"
+    found = installed if installed.is_dir() else package.parents[1] / "conf"
+    return found.resolve()
 
 
 def user_directory() -> Path | None:
     """Return ``./conf`` of the working directory, if it exists and is not our own."""
     here = Path.cwd() / "conf"
-    return here if here.is_dir() and here.resolve() != config_directory().resolve() else None
+    return here if here.is_dir() and here.resolve() != config_directory() else None
 
 
 def user_directories() -> tuple[Path, ...]:
