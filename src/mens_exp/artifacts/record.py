@@ -7,6 +7,7 @@ of a file together. Writing applies the same rules, so that every written record
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
@@ -65,6 +66,12 @@ def parse_json(data: bytes, where: str) -> Any:
         ) from error
 
 
+@functools.cache
+def _hints(declared: Any) -> Mapping[str, Any]:
+    """Return the types of a class's fields, which Python compiles from their texts each time."""
+    return get_type_hints(declared)
+
+
 def check_type(value: object, hint: Any, where: str) -> list[DataError]:
     """Return the errors that prevent `value` from being of the declared type.
 
@@ -82,7 +89,7 @@ def check_type(value: object, hint: Any, where: str) -> list[DataError]:
     if origin is dict:
         return _check_values(value, get_args(hint)[1], where)
     if is_typeddict(hint):
-        return check_keys(value, get_type_hints(hint), hint.__required_keys__, where)
+        return check_keys(value, _hints(hint), hint.__required_keys__, where)
     return _check_json(value, where) if hint is Any else _check_one(value, hint, where)
 
 
@@ -257,7 +264,7 @@ def read_record(
     value = parse_json(read_bytes(path), str(path))
     _check_identity(cls, value, str(path), older_formats)
     value = _migrated(cls, value)
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     declared = {field.name: hints[field.name] for field in fields(cls)}
     Problems.raise_if(check_keys(value, declared, _required(cls), str(path)))
     current = {**value, "format": _default(cls, "format")}
@@ -277,7 +284,7 @@ def write_record(record: Record, path: Path, *, omit_null: Iterable[str] = ()) -
     Raises:
         MensError: the record could not be read back; nothing is written.
     """
-    hints = get_type_hints(type(record))
+    hints = _hints(type(record))
     value = {field.name: getattr(record, field.name) for field in fields(record)}
     declared = {name: hints[name] for name in value}
     found = check_keys(value, declared, set(value), str(path)) or record.problems(str(path))

@@ -67,7 +67,10 @@ class Table:
 
     @property
     def figures(self) -> frozenset[int]:
-        """The columns that hold figures, which are aligned on the right and not wrapped."""
+        """The columns that hold figures, which are aligned on the right and not wrapped.
+
+        Every cell is read for this: ask once for a table, not for each cell.
+        """
         columns = range(1, len(self.heads)) if self.rows else ()
         return frozenset(c for c in columns if all(_is_figure(as_cell(r[c])) for r in self.rows))
 

@@ -229,12 +229,13 @@ def _table(part: Table, width: int, *, is_plain: bool) -> Iterator[Text]:
         yield from _row_by_row(part, rows, width)
         return
     heads = [Cell(head, tone=Tone.QUIET) for head in part.heads]
+    figures = part.figures
     if any(part.heads):
-        yield from _row(part, heads, widths)
+        yield from _row(heads, widths, figures)
         if not is_plain:
             yield Text("─" * (sum(widths) + _GAP * (len(widths) - 1)), style="dim")
     for row in rows:
-        yield from _row(part, row, widths)
+        yield from _row(row, widths, figures)
 
 
 def _widths(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> list[int] | None:
@@ -243,9 +244,10 @@ def _widths(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> list[int
     Figures are not wrapped; words share what the others leave.
     """
     least, wanted = [], []
+    of_figures = part.figures
     for column, head in enumerate(part.heads):
         cells = [row[column] for row in rows]
-        figures = [cell.text for cell in cells if column in part.figures]
+        figures = [cell.text for cell in cells if column in of_figures]
         texts = [head, *(text for cell in cells for text in (_value(cell)[0], cell.detail))]
         broken = [word for text in texts if text not in figures for word in visible(text).split()]
         least.append(max(map(cell_len, [*broken, *figures]), default=0))
@@ -259,7 +261,7 @@ def _widths(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> list[int
     return [few + left * need // sum(needs) for few, need in zip(least, needs, strict=True)]
 
 
-def _row(part: Table, row: Sequence[Cell], widths: Sequence[int]) -> Iterator[Text]:
+def _row(row: Sequence[Cell], widths: Sequence[int], figures: frozenset[int]) -> Iterator[Text]:
     columns = []
     for cell, width in zip(row, widths, strict=True):
         text, style = _value(cell)
@@ -271,7 +273,7 @@ def _row(part: Table, row: Sequence[Cell], widths: Sequence[int]) -> Iterator[Te
         for place, (drawn, width) in enumerate(zip(columns, widths, strict=True)):
             line, style = drawn[number] if number < len(drawn) else ("", "")
             space = " " * (width - cell_len(line))
-            before, after = (space, "") if place in part.figures else ("", space)
+            before, after = (space, "") if place in figures else ("", space)
             shown.append(before).append(line, style=style).append(after + " " * _GAP)
         shown.rstrip()
         yield shown
