@@ -13,23 +13,33 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and notices in the context; errors still propagate."""
+    """Silence transformers' progress bars and notices in the context; errors still propagate.
+
+    A level that is set already is not set again: each time, Python visits every logger there is.
+    """
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     loggers = [logging.getLogger(name) for name in ("bitsandbytes", "gguf")]
     before = [logger.level for logger in loggers]
-    hf_logging.set_verbosity_error()
+    if level != logging.ERROR:
+        hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        _set_level(logger, logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the libraries', about each other
             yield
     finally:
-        hf_logging.set_verbosity(level)
+        if level != logging.ERROR:
+            hf_logging.set_verbosity(level)
         for logger, its in zip(loggers, before, strict=True):
-            logger.setLevel(its)
+            _set_level(logger, its)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    if logger.level != level:
+        logger.setLevel(level)
