@@ -9,6 +9,7 @@ The preamble of a module is all that comes before its first definition: docstrin
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import statistics
 import subprocess
@@ -40,8 +41,9 @@ class Module:
     imports: set[str] = field(default_factory=set)
 
 
+@functools.cache
 def modules(root: Path) -> dict[str, Module]:
-    """Read every module below a package, by its path relative to the package."""
+    """Read every module below a package, by its path relative to the package; once a process."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text("utf-8")
@@ -57,8 +59,13 @@ def modules(root: Path) -> dict[str, Module]:
     return found
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    """Yield every dotted name that a module imports, wherever in it the statement stands."""
+@functools.cache
+def imported(tree: ast.Module) -> tuple[str, ...]:
+    """Return every dotted name that a module imports, wherever in it the statement stands."""
+    return tuple(_imported(tree))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
