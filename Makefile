@@ -13,7 +13,7 @@ NAME := throughput
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick soak fuzz slow coverage check format golden docs site tutorial \
+.PHONY: help setup run test quick soak fuzz slow costs coverage check format golden docs site tutorial \
   families package floors bench clean
 
 help: ## List the targets
@@ -51,6 +51,9 @@ fuzz: $(STAMP) ## Feed damaged files to every reader of files; ARGS="--minutes 1
 
 slow: $(STAMP) ## Run every test, and name those that tests/slow.txt lists wrongly
 	$(PYTEST) --check-slow $(ARGS)
+
+costs: $(STAMP) ## Run every test, and list the dearest by the CPU seconds that they take
+	$(PYTEST) --costs $(ARGS)
 
 coverage: $(STAMP) ## Run every test, and list what of src none reaches
 	rm -f .coverage .coverage.*
