@@ -342,6 +342,7 @@ def main():
     connection = socket.socket(fileno=int(sys.argv[1]))
     at = sys.argv[2]
     sys.path[:] = [place for place in sys.path if place not in ("", str(Path(__file__).parent))]
+    gc.disable()  # looking for garbage would take a sixth of the imports; forks switch it on
     _import_everything()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads after the imports: a fork would copy one of them"
@@ -383,9 +384,29 @@ def _import_everything():
     for found in pkgutil.walk_packages(mens_exp.__path__, "mens_exp."):
         if not found.name.endswith(("__main__", "vllm_engine")):
             importlib.import_module(found.name)
-    from mens_exp.config.compose import compose
+    _spare_the_forks()
 
-    compose([[], USUAL])  # a composition is remembered, and so are the files of conf/
+
+def _spare_the_forks():
+    """Do what every process does once: compose, read declarations, compile templates."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from mens_exp.artifacts import provenance
+    from mens_exp.config.compose import compose
+    from mens_exp.config.overrides import check
+    from mens_exp.config.untrusted_config import our_targets
+    from mens_exp.planning.contract import contract_of
+    from mens_exp.report import html
+
+    compose([[]])  # a composition is remembered, and so are the files of conf/
+    (cell,) = check(USUAL).cells
+    contract_of(cell.config).record()
+    our_targets()
+    provenance._packages()
+    get_checkpoint_conversion_mapping("llama")
+    templates = html._environment()
+    for name in templates.list_templates(filter_func=lambda name: name.endswith(".html.j2")):
+        templates.get_template(name)
 
 
 _Asked = tuple[dict[str, Any], list[int]]
