@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import hashlib
 import json
 import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -32,7 +32,7 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.rows.documents import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 
-pytest_plugins = ["family_models", "real_models", "slow_tests"]
+pytest_plugins = ["cpu_costs", "family_models", "real_models", "slow_tests"]
 
 
 # Shells start background jobs with interrupts ignored, as would be all that tests start.
@@ -53,6 +53,36 @@ def pytest_collection_modifyitems(items):
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: -slow[item.path] / tests[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage among what is imported, which stays: that takes a sixth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+# Files whose tests fork from a server of their own, whose imports take twelve seconds.
+TOGETHER = ("tests/plugins/", "tests/export/test_serving")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Distribute the tests by files, and those that share a server to one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return next((place for place in TOGETHER if file.startswith(place)), file)
+
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -246,7 +276,7 @@ def mirrored():
 
     def read(run, kind=None):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = fork_server.run(command, check=True, capture_output=True, text=True)
         found = [json.loads(line) for line in done.stdout.splitlines()]
         return [one[kind] for one in found if one["type"] == kind] if kind else found
 
@@ -325,8 +355,14 @@ def tiny_run(rows_file):
 @pytest.fixture(scope="session")
 def train_in(tiny_run):
     """Run the command line in this process, its run in a given directory."""
+    from lightning.pytorch.trainer.connectors import callback_connector
+
     from mens_exp import cli
     from mens_exp.artifacts.run_dir import RunDir
+
+    # Each of a run's three Trainers asks all installed packages whether they add callbacks.
+    asked = functools.cache(callback_connector._load_external_callbacks)
+    callback_connector._load_external_callbacks = asked
 
     def trained(directory, *overrides, code=0, without=None):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}

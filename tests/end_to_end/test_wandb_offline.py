@@ -53,7 +53,7 @@ def run(cache, home, rows_file, tmp_path_factory):
 def records(run):
     """What `wandb leet inspect` reads, by kind."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = fork_server.run(command, check=True, capture_output=True, text=True).stdout
     found = {}
     for line in text.splitlines():
         record = json.loads(line)
@@ -63,7 +63,7 @@ def records(run):
 
 def summary(run):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary"]
-    text = subprocess.run([*command, str(run.wandb)], check=True, capture_output=True, text=True)
+    text = fork_server.run([*command, str(run.wandb)], check=True, capture_output=True, text=True)
     return json.loads(text.stdout)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
 import sys
 
+import fork_server
 import numpy as np
 import pytest
 from scipy import stats
@@ -675,7 +675,7 @@ def test_w_and_b_shows_the_same(study, compare, tmp_path):
     arms = json.loads(next(table.parent.glob("arms_*.json")).read_text("utf-8"))
     assert {"tuned/parse_rate", "tuned/val_loss", "train_s"} <= {*arms["columns"]}
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary", str(run)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    said = fork_server.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(said)["name"] == "compare: quant.double_quant true vs false"
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 
+import fork_server
 import pytest
 
 from mens_exp import cli
@@ -61,7 +61,7 @@ def test_evaluation_is_a_run_of_its_own(trained, evaluated):
 def inspected(run, *options):
     """What W&B's own reader finds in the mirror."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(run.wandb)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return fork_server.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_an_evaluation_leaves_a_mirror_with_its_kpis_and_the_run_it_scored(trained, evaluated):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from mens_exp import cli
@@ -47,7 +47,7 @@ def mirrored(finished_with):
 
 def _leet(path, *options):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, str(path)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return fork_server.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _found(mirrored, place):

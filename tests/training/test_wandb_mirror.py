@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import fork_server
 import pytest
 
 from mens_exp.artifacts.digest import sha256_file
@@ -122,7 +123,7 @@ def offline_runs(run):
 
 def leet(path, *options):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(path)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return fork_server.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def records(path, kind):
