@@ -41,16 +41,18 @@ def hub(stand_in, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def portable(train_in, tmp_path_factory):
+def portable(train_in, shelf):
     """A run whose records name relative paths alone; only to be read."""
-    place = tmp_path_factory.mktemp("portable")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        overrides = ["trainer.max_steps=1", "data=stdlib", "model=tiny_llama"]
-        train_in(Path("run"), *overrides, without="data.path")
     from mens_exp.artifacts.run_dir import RunDir
 
-    return RunDir(place / "run")
+    def train(place):
+        place.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(place)
+            overrides = ["trainer.max_steps=1", "data=stdlib", "model=tiny_llama"]
+            train_in(Path("run"), *overrides, without="data.path")
+
+    return RunDir(shelf("portable", train) / "run")
 
 
 def _real_texts(number):

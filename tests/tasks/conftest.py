@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hand_written_runs import write_cycles
 
 from mens_exp import cli
 from mens_exp.artifacts.atomic import json_line, write_bytes, write_text
@@ -94,6 +95,17 @@ def inspect(typed, tmp_path):
 def study_at():
     """Write runs of arms and seeds, four items each, as their own training would leave them."""
     return lambda root, **how: write_study(root, Told(**how))
+
+
+@pytest.fixture(scope="session")
+def honest(shelf, study_at):
+    """Write the runs of two cycles, which nothing has compared yet; only to be read."""
+
+    def write(place):
+        place.mkdir()
+        write_cycles(place, study_at)
+
+    return shelf("honest_cycles", write)
 
 
 @pytest.fixture

@@ -6,18 +6,12 @@ import hashlib
 import json
 
 import pytest
-from hand_written_runs import SEEDS, Lab, answer, forge, task, write_cycles
+from hand_written_runs import SEEDS, Lab, answer, forge, task
 
 from mens_exp.errors import RequestError
 from mens_exp.tasks.study_runs import read_study
 
 BROKEN = "def f0(a:\n    return"
-
-
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory, study_at):
-    """Write both cycles' runs; nothing is compared yet."""
-    return write_cycles(tmp_path_factory.mktemp("honest"), study_at)
 
 
 @pytest.fixture

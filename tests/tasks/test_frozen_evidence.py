@@ -8,15 +8,9 @@ import multiprocessing
 import shutil
 
 import pytest
-from hand_written_runs import SEEDS, Lab, Run, forge, sha256, write_cycles
+from hand_written_runs import SEEDS, Lab, Run, forge, sha256
 
 from mens_exp import cli
-
-
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory, study_at):
-    """Write both cycles' runs; nothing is compared yet."""
-    return write_cycles(tmp_path_factory.mktemp("honest"), study_at)
 
 
 @pytest.fixture
