@@ -7,7 +7,14 @@ import shlex
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "extending.md"
-TINY = ["experiment=smoke", "suite=none", "trainer=cpu", "data=jsonl", "data.val_frac=0.1"]
+TINY = [
+    "experiment=smoke",
+    "suite=none",
+    "suite.items=0",
+    "trainer=cpu",
+    "data=jsonl",
+    "data.val_frac=0.1",
+]
 
 # The experiment sets what only our own schedules have.
 WITHOUT_EXPERIMENT = [
