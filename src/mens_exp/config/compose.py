@@ -28,9 +28,9 @@ from mens_exp.config.loader import (
     CachingLoader,
     copied,
     is_installed,
-    parsed_override,
     register,
     schema_of,
+    shared_override,
 )
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
@@ -321,7 +321,7 @@ def _option(config: DictConfig, kind: str) -> str | None:
 
 def _lists(overrides: Sequence[str]) -> dict[str, str]:
     """Return the groups set to a list of options, which Hydra omits from its choices."""
-    parsed = [parsed_override(text) for text in overrides if "[" in text]
+    parsed = [shared_override(text) for text in overrides if "[" in text]
     return {
         one.key_or_group: ",".join(map(str, value))
         for one in parsed
@@ -343,14 +343,13 @@ def _directory(config: DictConfig | None, number: int, *parts: str) -> str | Non
 
 def _visible(config: DictConfig) -> DictConfig:
     """Return a copy without Hydra's node; missing values stay missing."""
-    content: Any = config._content  # noqa: SLF001  # no other way to copy all but one node
-    nodes = dict(content)
-    content.pop("hydra", None)
+    own = vars(config)  # there is no other way to copy all nodes but one
+    whole = own["_content"]
+    own["_content"] = {key: node for key, node in whole.items() if key != "hydra"}
     try:
         visible: DictConfig = copied(config)
     finally:
-        content.clear()
-        content.update(nodes)
+        own["_content"] = whole
     OmegaConf.set_struct(visible, None)
     return visible
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hydra._internal import defaults_list
+from hydra._internal import defaults_list as hydra_defaults
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_store import ConfigStore
@@ -287,15 +287,15 @@ class InstalledSearchPath(SearchPathPlugin):
             search_path.append("installed", f"{_SCHEME}://")
 
 
-_map_of_choices = defaults_list._create_interpolation_map  # noqa: SLF001  # as below
+_map_of_choices = hydra_defaults._create_interpolation_map  # noqa: SLF001  # as below
 
 
 def _map_where_interpolated(
-    overrides: Any, defaults: list[InputDefault], self_added: bool
+    overrides: Any, defaults_list: list[InputDefault], self_added: bool
 ) -> DictConfig:
     """Build Hydra's map of choices for a defaults list that names one; Hydra does for each file."""
-    if any(one.is_interpolation() for one in defaults):
-        return _map_of_choices(overrides, defaults, self_added)
+    if any(one.is_interpolation() for one in defaults_list):
+        return _map_of_choices(overrides, defaults_list, self_added)
     return OmegaConf.create()
 
 
@@ -304,7 +304,7 @@ _LAST = "root"  # registered last, so its presence means that all are registered
 
 def register() -> None:
     """Add every schema to Hydra's config store once; called before each composition."""
-    defaults_list._create_interpolation_map = _map_where_interpolated  # noqa: SLF001
+    hydra_defaults._create_interpolation_map = _map_where_interpolated  # noqa: SLF001
     store = ConfigStore.instance()
     if f"{_LAST}.yaml" in store.repo.get("schema", {}):
         return
@@ -388,7 +388,7 @@ def _schema_in(spec: Any) -> type:
 
 
 @functools.lru_cache(maxsize=1024)
-def parsed_override(text: str) -> Override:
+def shared_override(text: str) -> Override:
     """Parse an override, which takes Hydra a millisecond; the result is shared: do not change it.
 
     Raises:
@@ -466,7 +466,7 @@ class CachingLoader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         """Return the composed configuration; a choice of options seen before is only copied."""
-        parsed = [parsed_override(text) for text in overrides]
+        parsed = [shared_override(text) for text in overrides]
         choices = [one for one in parsed if self._is_choice(one)]
         values = [one for one in parsed if not self._is_choice(one)]
         rest = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
@@ -492,7 +492,7 @@ class CachingLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        parsed = [parsed_override(text) for text in overrides]
+        parsed = [shared_override(text) for text in overrides]
         if any(one.get_key_element() == "hydra.searchpath" for one in parsed):  # other files
             return super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         return parsed, _Files(self.repository, _remembered().files)
