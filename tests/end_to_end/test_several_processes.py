@@ -169,6 +169,8 @@ def kill_other_after(run, step):
     while time.monotonic() < deadline:
         if run.telemetry.is_file() and f'"step":{step}' in run.telemetry.read_text("utf-8"):
             for child in psutil.Process().children():
+                if child.status() == psutil.STATUS_ZOMBIE:  # of an earlier test
+                    continue
                 if "mens_exp.tasks.coordinator" in child.cmdline():
                     child.kill()
                     return
