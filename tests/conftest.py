@@ -24,6 +24,7 @@ import live_adapters
 import numpy as np
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from mens_exp.artifacts import host
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
@@ -31,6 +32,9 @@ from mens_exp.config import loader
 from mens_exp.config.compose import compose, typed
 from mens_exp.rows.documents import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
+
+settings.register_profile("untimed", deadline=None)  # by default, an example has 200 ms
+settings.load_profile("untimed")
 
 pytest_plugins = ["cpu_costs", "family_models", "real_models", "slow_tests"]
 

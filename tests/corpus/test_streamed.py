@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mens_exp.config.data import FilterConfig, JsonlData, OnBadRow
+from mens_exp.config.data import ColumnsConfig, FilterConfig, JsonlData, OnBadRow
 from mens_exp.corpus.mix import RowStream
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
@@ -46,6 +46,20 @@ def all_of(window):
 
 def trained(found):
     return [number for window in found for number in numbers(window.sides[Side.TRAIN])]
+
+
+def test_a_column_that_no_row_of_the_first_window_has_is_refused(tmp_path):
+    """An optional field too; later windows may lack it, as rows without a value do."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line(0, lang="rust") + "".join(line(i) for i in range(1, 20)), "utf-8")
+    columns = ColumnsConfig(prompt="prompt", response="response", language="lang")
+    found = windows(RowStream(config_of([str(path)], columns=columns), None), 2)
+    assert all_of(found[1]) == list(range(7, 14))
+    columns.language = "lagn"
+    with pytest.raises(DataError) as caught:
+        RowStream(config_of([str(path)], columns=columns), None).next_window()
+    assert "there is no column 'lagn'" in str(caught.value)
+    assert "data.columns.language" in str(caught.value)
 
 
 def test_windows_follow_the_rows_of_all_files(files):

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
@@ -63,7 +63,6 @@ def parts_of(found):
     ]
 
 
-@settings(deadline=None)
 @given(text=TEXTS, seq_len=st.integers(8, 40), objective=st.sampled_from(["assistant", "causal"]))
 def test_documents_are_what_transformers_makes_of_the_text(directory, text, seq_len, objective):
     """Its own call with the end token behind it, in parts that lose and repeat no prediction."""
@@ -80,7 +79,6 @@ def test_documents_are_what_transformers_makes_of_the_text(directory, text, seq_
     assert learned == list(itertools.pairwise(ids))
 
 
-@settings(deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), seq_len=st.integers(8, 40))
 def test_every_token_of_a_text_is_counted_as_learned(directory, texts, seq_len):
     """Between conversations too: the contract knows the author of each token."""

@@ -50,6 +50,22 @@ SPELLINGS = {
         {"chosen": [*LONG, said("good")], "rejected": [*LONG, said("bad")]},
         EARLIER,
     ),
+    "OpenAI": (
+        {
+            "input": {"messages": [user("p")], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [said("good")],
+            "non_preferred_output": [said("bad")],
+        },
+        PAIR,
+    ),
+    "OpenAI, several turns": (
+        {
+            "input": {"messages": LONG},
+            "preferred_output": [said("good")],
+            "non_preferred_output": [said("bad")],
+        },
+        EARLIER,
+    ),
     "a prompt and whole conversations": (
         {
             "prompt": "p",
@@ -121,6 +137,16 @@ def test_further_fields_and_tools_are_kept():
         ({"prompt": "p", "rejected": "bad"}, "the row has no 'chosen'"),
         ({"prompt": "p", "chosen": "good"}, "a preference row has 'rejected' too"),
         ({"chosen": "p good", "rejected": "p bad"}, "'chosen' has no prompt"),
+        (
+            {"input": {"messages": [user("p")], "message": "p"}}
+            | {"preferred_output": "good", "non_preferred_output": "bad"},
+            "unknown key 'message' in 'input'",
+        ),
+        (
+            {"input": {"messages": [user("p")]}, "tools": [], "chosen": "a", "rejected": "b"}
+            | {"messages": [user("p")]},
+            "'messages' stands twice",
+        ),
         (
             {"chosen": [user("p"), said("good")], "rejected": [user("q"), said("bad")]},
             "do not answer the same prompt · found 'p' and 'q'",

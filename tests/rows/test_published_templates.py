@@ -77,7 +77,7 @@ def encoded(tokenizer, row, **labels):
 
 
 @pytest.mark.parametrize("name", LEARNED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(row=ROWS)
 def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(published, name, row):
     """Each answer once, each after exactly the ids that generation begins from."""

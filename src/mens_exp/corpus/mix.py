@@ -352,20 +352,27 @@ class RowStream:
         self._place = self._dataset = self._rows = self._reader = None
 
     def _pairs_of(self, rows: Sequence[Located]) -> tuple[list[TrainingPair], tuple[BadRow, ...]]:
-        """Read rows as those of files are read; the format is settled for each file."""
+        """Read rows as those of files are read; the format is settled for each file.
+
+        The columns of a file's optional fields must occur among the rows of the first window.
+        """
         pairs: list[TrainingPair] = []
+        readers: dict[str, RowReader] = {}
         bad: list[BadRow] = []
         wrong = WrongRows(_MOST_PROBLEMS)
         for located in rows:
             name = located.where.rpartition(":")[0]
             if self._reader is None or self._reader.name != name:
                 self._reader = RowReader(name, row_files.how(self._config, _setting(self._config)))
+            readers[name] = self._reader
             wrong.add(self._reader.take(located))
             pairs += self._reader.pairs
             bad += self._reader.bad
             self._reader.pairs.clear()
             self._reader.bad.clear()
-        Problems.raise_if(wrong.told((), "data", is_part=True))
+        is_first = self._epoch == self._number == 0
+        absent = [one for each in readers.values() for one in each.absent_columns() if is_first]
+        Problems.raise_if(wrong.told(absent, "data", is_part=True))
         return pairs, tuple(bad)
 
     def _refuse_too_many(self, bad: Sequence[BadRow]) -> None:

@@ -1,8 +1,9 @@
 """Parse judged answers: a chosen and a rejected one to the same prompt, or one with a label.
 
-The prompt is a text, a list of turns, or what two whole conversations have in common, as TRL and
-LLaMA-Factory write it (https://huggingface.co/docs/trl/dataset_formats,
-https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html).
+The prompt is a text, a list of turns, or what two whole conversations have in common, as TRL,
+LLaMA-Factory and OpenAI write it (https://huggingface.co/docs/trl/dataset_formats,
+https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html,
+https://developers.openai.com/api/docs/guides/direct-preference-optimization).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.config.data import RowFormat
 from mens_exp.rows.decode import Cell
-from mens_exp.rows.schema import LABEL, REJECTED, json_type, shown
+from mens_exp.rows.schema import LABEL, PARALLEL_CALLS, REJECTED, json_type, shown
 from mens_exp.rows.turns import MESSAGES, SHAREGPT, TurnKeys, decoded, read_tools, read_turns
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 JUDGED: Final = frozenset({RowFormat.preference, RowFormat.unpaired})
 _PROMPTS: Final = ("prompt", "messages", "conversations")
+_OF_INPUT: Final = ("messages", "tools", PARALLEL_CALLS)
 _ANSWERS: Final = ("completion", "response")  # of a row with a label
 _LABELS: Final = {"true": 1, "false": 0, "1": 1, "0": 0}  # as a CSV file writes them
 _ANSWER: Final = "a text, a turn of the assistant, or a conversation that ends with one"
@@ -59,11 +61,29 @@ class _Reader:
     def __init__(self, values: Mapping[str, object], problems: RowProblems) -> None:
         self._values = {name: _opened(value) for name, value in values.items()}
         self._problems = problems
+        if isinstance(self._values.get("input"), Mapping):
+            self._spread_input()
         lists = [value for value in self._values.values() if isinstance(value, list)]
         turns = [*(turn for one in lists for turn in one), *self._values.values()]
         is_sharegpt = any(isinstance(turn, Mapping) and SHAREGPT.role in turn for turn in turns)
         self._keys: TurnKeys = SHAREGPT if is_sharegpt else MESSAGES
-        self._tools = read_tools(values.get("tools"), problems)
+        self._tools = read_tools(self._values.get("tools"), problems)
+
+    def _spread_input(self) -> None:
+        """Put the keys of OpenAI's `input` object, the prompt and its tools, beside the answers."""
+        given = self._values.pop("input")
+        assert isinstance(given, Mapping), "asked before"
+        for name, value in given.items():
+            if name not in _OF_INPUT:
+                self._problems.add(
+                    f"unknown key {name!r} in 'input'", shown(value), f"{', '.join(_OF_INPUT)}"
+                )
+            elif self._values.setdefault(name, value) is not value:
+                self._problems.add(
+                    f"{name!r} stands twice",
+                    "in 'input' and beside it",
+                    "one of them",
+                )
 
     def read(self, form: RowFormat) -> Judged | None:
         """Return the row's conversation and its further fields."""

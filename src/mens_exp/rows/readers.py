@@ -141,12 +141,7 @@ class RowReader:
             DataError: there was one problem.
             Problems: there were several.
         """
-        absent = [
-            _no_column(f"data.columns.{name}", column, self.name, self._last)
-            for name, column in self.how.columns.items()
-            if self._last and not self._seen[name] and name not in self._needed
-        ]
-        Problems.raise_if(self.wrong.told(absent, self.name))
+        Problems.raise_if(self.wrong.told(self.absent_columns(), self.name))
         return FileOfRows(
             name=self.name,
             form=self.form or RowFormat.pair,
@@ -154,6 +149,14 @@ class RowReader:
             ignored=dict(sorted(self.ignored.items())),
             bad=tuple(self.bad),
         )
+
+    def absent_columns(self) -> list[MensError]:
+        """Return a problem for each optional column that `data.columns` names and no row has."""
+        return [
+            _no_column(f"data.columns.{name}", column, self.name, self._last)
+            for name, column in self.how.columns.items()
+            if self._last and not self._seen[name] and name not in self._needed
+        ]
 
     def take(self, located: Located) -> Sequence[MensError]:
         """Read one row, and return its problems unless it is quarantined."""

@@ -240,6 +240,8 @@ ALIASES: Final = {
     "output": "response",
     "turns": "messages",
     "kto_tag": LABEL,  # LLaMA-Factory's
+    "preferred_output": "chosen",  # OpenAI's
+    "non_preferred_output": REJECTED,
 }
 _LABELS: Final = (
     *("rating", "category", "language", "system", "group", "difficulty"),
@@ -285,7 +287,7 @@ def format_of(keys: Collection[object]) -> RowFormat | None:
         is a pair, because Alpaca's form for it is the same.
     """
     told = (
-        (RowFormat.preference, REJECTED in keys),
+        (RowFormat.preference, REJECTED in keys or "non_preferred_output" in keys),
         (RowFormat.unpaired, "kto_tag" in keys or {"completion", LABEL} <= set(keys)),
         (RowFormat.messages, "messages" in keys or "turns" in keys),
         (RowFormat.sharegpt, "conversations" in keys),
