@@ -1,4 +1,4 @@
-"""How a job of a sweep ended, from its record, its exit status and its directory."""
+"""Determine how a job of a sweep ended, from its record, its exit status and its directory."""
 
 from __future__ import annotations
 
