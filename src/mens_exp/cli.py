@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def entry_point() -> None:
     """Run the command of ``sys.argv`` and exit with its code."""
     from mens_exp.api import bound_kernel_cache
+    from mens_exp.artifacts.host import collect_rarely
 
+    collect_rarely()
     bound_kernel_cache()
     sys.stdout, sys.stderr = _Outliving.of(sys.stdout), _Outliving.of(sys.stderr)
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.host import machine_fault, run_lock
+from mens_exp.artifacts.host import collect_rarely, machine_fault, run_lock
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.run_dir import RunDir
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code, as that of a single run.
     """
+    collect_rarely()
     given = _parsed(arguments)
     run = RunDir(given.run)
     rank = _of_srun(given.nodes) if given.nodes > 1 else None

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from mens_exp.artifacts import atomic
+from mens_exp.artifacts import atomic, host
 from mens_exp.artifacts.digest import (
     record_checkpoint_digest,
     refuse_damaged_checkpoint,
@@ -152,6 +152,7 @@ def build_backend(
         while_whole: called with the model before its base is sharded, if it is sharded.
     """
     cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
+    host.collect_as_usual()
     device = device_of(config.trainer.accelerator, rank.local_rank)
     made: Any
 
