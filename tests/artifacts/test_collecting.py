@@ -1,0 +1,37 @@
+"""How often a process that starts looks for garbage."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from mens_exp.artifacts import host
+
+
+@pytest.fixture(autouse=True)
+def put_back():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def test_garbage_is_collected_rarely_until_tensors_take_memory():
+    """Then as before, and what was imported is no longer looked through."""
+    before = gc.get_threshold()
+    host.collect_rarely()
+    assert gc.get_threshold()[0] > 100 * before[0]
+    frozen = gc.get_freeze_count()
+    host.collect_as_usual()
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() > frozen + 10_000
+
+
+def test_a_process_that_is_not_ours_keeps_its_thresholds():
+    """A notebook's, of which nothing is frozen either."""
+    gc.set_threshold(5_000, 7, 7)
+    frozen = gc.get_freeze_count()
+    host.collect_as_usual()
+    assert gc.get_threshold() == (5_000, 7, 7)
+    assert gc.get_freeze_count() == frozen
