@@ -16,15 +16,17 @@ The step of an 8B model is taken by mens_exp, by TRL and by Unsloth, each in a p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
 
-import gpu_arms
 import record
 from gpu_results import SLICES, Card, Found, GpuResults, Slice, State, drawn, state_of
 from gpu_slices import WORK, Job
@@ -40,24 +42,22 @@ PEERS = ("trl", "unsloth")
 
 def main() -> None:
     """Run the slices that are not done."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # with its processes
     given = command_line()
     end = time.monotonic() + 60 * given.minutes
     device = "cpu" if given.dry else "cuda"
     path = Path(given.results) / f"{'gpu_dry' if given.dry else 'gpu'}.json"
     size = Size.SMALLEST if given.dry else Size.FULL
-    earlier = GpuResults.read(path).slices if path.exists() else {}
-    results = GpuResults(size=size, slices=earlier)
-    asked = given.slices or [*SLICES]
-    if not given.again:
-        asked = [name for name in asked if earlier.get(name, {}).get("state") != State.DONE]
-    else:
-        for name in asked:
-            results.slices.pop(name, None)
-    for name in asked:
+    results = GpuResults(size=size, slices=GpuResults.read(path).slices if path.exists() else {})
+    for name in given.slices or SLICES:
+        earlier = None if given.again else results.slices.get(name)
+        if earlier and earlier["state"] == State.DONE:
+            print(f"{name}: done already; --again measures it anew")
+            continue
         if end - time.monotonic() < (0 if given.dry else LEAST_S):
             print(f"{name}: no time is left; run the command again")
             continue
-        results.slices[name] = measured(name, given, device, end, results.slices.get(name))
+        results.slices[name] = measured(name, given, device, end, earlier)
         results.write(path)
         atomic.write_text(path.with_suffix(".md"), drawn(results))
         print(_told(name, results.slices[name]), flush=True)
@@ -108,11 +108,8 @@ def measured(
         facts["commit"] = given.commit
         facts["unknown"].pop("commit", None)
     for peer in PEERS:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # the slice gives the reason
             facts["versions"][peer] = metadata.version(peer)
-        except metadata.PackageNotFoundError:
-            facts["versions"][peer] = None
-            facts["unknown"][f"versions.{peer}"] = "not installed"
     card, why = look_at_card()
     if card is None:
         facts["unknown"]["card"] = why
@@ -131,6 +128,7 @@ def measured(
         seconds=round(time.monotonic() - began, 1),
         card=card,
         missing=found.missing,
+        facts=found.facts,
         tests=found.tests,
         figures=found.figures,
         goals=found.goals,
@@ -151,15 +149,15 @@ def look_at_card() -> tuple[Card | None, str]:
 
     if not torch.cuda.is_available():
         return None, f"torch {torch.__version__} finds no CUDA device"
-    properties = torch.cuda.get_device_properties(0)
     try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total"]
+        asked += ["--format=csv,noheader,nounits", "--id=0"]
         told = subprocess.run(asked, capture_output=True, check=True, text=True, timeout=30)  # noqa: S603  # fixed arguments
-        driver = told.stdout.split("\n")[0].strip()
-    except (OSError, subprocess.SubprocessError):
-        driver = "unknown: nvidia-smi does not answer"
-    memory = round(properties.total_memory / gpu_arms.GIB, 1)
-    card = Card(name=properties.name, driver=driver, memory_gib=memory, cuda=torch.version.cuda)
+        name, driver, mib = told.stdout.strip().split(", ")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None, "nvidia-smi does not answer"
+    memory = round(int(mib) / 1024, 1)
+    card = Card(name=name, driver=driver, memory_gib=memory, cuda=torch.version.cuda)
     return card, ""
 
 

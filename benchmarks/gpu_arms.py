@@ -287,14 +287,16 @@ def headers_only(config: RunConfig, directory: Path) -> BaseModel:
 
 
 @contextlib.contextmanager
-def weights_drawn_on(device: torch.device) -> Iterator[None]:
+def weights_drawn_on(device: torch.device, mailbox: Path) -> Iterator[None]:
     """Let transformers load weights that are drawn on the device in place of those of a file.
 
     Everything else of its loading happens, quantization included. The bf16 weights exist until it
-    is done.
+    is done, so one arm loads at a time.
     """
     import torch
     from transformers import AutoConfig, PreTrainedModel
+
+    from mens_exp.artifacts.host import file_lock
 
     real = vars(PreTrainedModel)["from_pretrained"]
 
@@ -309,11 +311,13 @@ def weights_drawn_on(device: torch.device) -> Iterator[None]:
         options |= {"config": described, "state_dict": weights}
         return real.__func__(cls, None, *arguments, **options)
 
-    PreTrainedModel.from_pretrained = classmethod(drawn)
-    try:
-        yield
-    finally:
-        PreTrainedModel.from_pretrained = real
+    with file_lock(mailbox / "loading.lock"):
+        PreTrainedModel.from_pretrained = classmethod(drawn)
+        try:
+            yield
+        finally:
+            PreTrainedModel.from_pretrained = real
+            torch.cuda.empty_cache()  # nothing, where there is no GPU
 
 
 def _drawn(like: torch.Tensor, generator: torch.Generator, device: torch.device) -> torch.Tensor:
@@ -347,7 +351,7 @@ def _train_ours(arm: str, turns: Turns, own: Path) -> None:
     cell, base, data, plan = prepared(arm, turns, own)
     config = cell.config
     with open_run(own / "run", cell) as run, lightning_quiet():
-        with weights_drawn_on(device_of(config.trainer.accelerator)):
+        with weights_drawn_on(device_of(config.trainer.accelerator), turns.place):
             backend = build_backend(config, base)
         module = build_module(config, backend, data)
         trainer = build_trainer(config, run, max_steps=data.max_steps)
@@ -427,7 +431,7 @@ def _train_trl(turns: Turns, own: Path) -> None:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    with weights_drawn_on(device):
+    with weights_drawn_on(device, turns.place):
         model = AutoModelForCausalLM.from_pretrained(
             base.directory,
             dtype=torch.bfloat16,
@@ -452,7 +456,7 @@ def _train_unsloth(turns: Turns, own: Path) -> None:
     from transformers import AutoTokenizer
 
     rows, base = documents_of(turns, own)
-    with weights_drawn_on(torch.device("cuda")):
+    with weights_drawn_on(torch.device("cuda"), turns.place):
         model, _ = unsloth.FastLanguageModel.from_pretrained(
             model_name=str(base.directory),
             max_seq_length=turns.shape.seq_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypedDict
@@ -61,8 +62,8 @@ class Slice(TypedDict):
     """The result of a slice.
 
     ``reason`` is of every state but done. ``missing`` gives the reason for each part that was left
-    out, ``tests`` the outcome of each GPU test. ``unknown`` is that of `record.Run`, and holds the
-    reason where there is no ``card``.
+    out, ``facts`` says how those that ran were run, ``tests`` the outcome of each GPU test.
+    ``unknown`` is that of `record.Run`, and holds the reason where there is no ``card``.
     """
 
     state: State
@@ -78,6 +79,7 @@ class Slice(TypedDict):
     unknown: dict[str, str]
     note: str
     missing: dict[str, str]
+    facts: dict[str, str]
     tests: dict[str, str]
     figures: list[Figure]
     goals: list[Goal]
@@ -128,6 +130,7 @@ class Found:
     state: State = State.DONE
     reason: str = ""
     missing: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     tests: dict[str, str] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
@@ -166,8 +169,9 @@ def _section(one: Slice) -> Iterator[str]:
     yield ". ".join(facts) + "."
     if one["note"]:
         yield f"Note: {page.cell(one['note'])}."
-    for what, why in {**one["unknown"], **one["missing"]}.items():
-        yield f"\n- {what}: {page.cell(why)}"
+    yield ""
+    for what, why in {**one["facts"], **one["missing"], **one["unknown"]}.items():
+        yield f"- {what}: {page.cell(why)}"
     if one["figures"]:
         yield ""
         yield from page.table(one["figures"], None)
@@ -178,6 +182,14 @@ def _section(one: Slice) -> Iterator[str]:
         sign = "≥" if goal["better"] == Better.HIGHER else "≤"
         value, limit = shown(goal["value"]), f"{sign} {shown(goal['goal'])}"
         yield f"| {goal['name']} | {value} {goal['unit']} | {limit} {goal['unit']} | {met} |"
-    failed = {name: how for name, how in one["tests"].items() if not how.startswith("passed")}
-    for name, how in failed.items():
-        yield f"\n- `{name}`: {page.cell(how)}"
+    yield from _tests(one["tests"])
+
+
+def _tests(outcomes: dict[str, str]) -> Iterator[str]:
+    """Yield the tests that failed, and the reasons of those that were skipped."""
+    skipped = Counter(how for how in outcomes.values() if how.startswith("skipped"))
+    lines = [f"- {count} {page.cell(how)}" for how, count in skipped.items()]
+    for name, how in outcomes.items():
+        if not how.startswith(("passed", "skipped")):
+            lines.append(f"- `{name}`: {page.cell(how)}")
+    yield from ["", *lines] if lines else []

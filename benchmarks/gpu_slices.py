@@ -145,10 +145,12 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Tell the slice how a test ended."""
-    if report.when == "call" or report.outcome != "passed":
-        why = report.longrepr[-1] if report.skipped else str(report.longrepr).splitlines()[-1:]
-        reason = why if isinstance(why, str) else " ".join(why)
-        _tell(report.nodeid, report.outcome if report.passed else f"{report.outcome}: {reason}")
+    if report.passed and report.when == "call":
+        _tell(report.nodeid, report.outcome)
+    elif not report.passed:
+        found = report.longrepr  # of a skipped test: file, line, reason
+        why = found[-1] if isinstance(found, tuple) else last_of(str(found))
+        _tell(report.nodeid, f"{report.outcome}: {why.removeprefix('Skipped: ')}")
 
 
 def _tell(nodeid: str, outcome: str) -> None:
@@ -218,7 +220,14 @@ def step_slice(name: str, job: Job) -> Found:
         state = State.STOPPED if reason == UNFINISHED else State.FAILED
         return Found(state=state, reason=reason, missing=missing)
     figures = [*_figures_of_speed(arms), *_figures_of_memory(arms)]
-    return Found(missing=missing, figures=figures, goals=_goals(name, arms, job))
+    facts = {arm.name: _described(arm) for arm in arms}
+    return Found(missing=missing, facts=facts, figures=figures, goals=_goals(name, arms, job))
+
+
+def _described(arm: Arm) -> str:
+    """Return what a reader of an arm's figures should know."""
+    kept = "recomputed" if arm.facts["recomputed"] else "kept"
+    return f"activations {kept}; {len(arm.rates)} turns, {len(arm.seconds)} steps"
 
 
 def _arms(name: str, job: Job, missing: dict[str, str]) -> Iterator[str]:
@@ -262,10 +271,8 @@ def _take_turns(
 def _figures_of_speed(arms: Sequence[Arm]) -> Iterator[Figure]:
     ours = next(arm for arm in arms if arm.name == OURS)
     for arm in arms:
-        recomputed = "" if arm.facts["recomputed"] else ", activations kept"
-        name = arm.name if arm is ours else f"{arm.name}{recomputed}"
-        yield record.figure(f"{name}: speed", arm.rates, "tokens/s", Better.HIGHER)
-        yield record.figure(f"{name}: a step", arm.seconds, "s", Better.LOWER)
+        yield record.figure(f"{arm.name}: speed", arm.rates, "tokens/s", Better.HIGHER)
+        yield record.figure(f"{arm.name}: a step", arm.seconds, "s", Better.LOWER)
         if arm is not ours:
             rounds = min(len(ours.rates), len(arm.rates))
             pair = (arm.name, arm.rates[:rounds])
@@ -418,7 +425,12 @@ def refused(log: Path, what: str) -> Found:
 
 def last_line(log: Path) -> str:
     """Return the last line of a log that says something."""
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()]
+    return last_of(log.read_text("utf-8", "replace"))
+
+
+def last_of(text: str) -> str:
+    """Return the last line of a text that is not empty, in at most 500 characters."""
+    lines = [line.strip() for line in text.splitlines()]
     return next((line for line in reversed(lines) if line), "it said nothing")[:500]
 
 
