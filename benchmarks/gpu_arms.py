@@ -201,10 +201,12 @@ def composed(arm: str, shape: Shape, rows: Path, *, on_gpu: bool) -> Cell:
     from mens_exp.errors import Problems
 
     sizes = (f"data.seq_len={shape.seq_len}", f"data.micro_batch_size={shape.blocks}")
-    own = ("model.gradient_checkpointing=off",) if arm == UNCHECKPOINTED else ()
+    recomputes = "off" if arm == UNCHECKPOINTED else "on"
     device = "trainer=gpu" if on_gpu else "trainer=cpu"
     overrides = [*shape.model, *ALIKE, *sizes, f"data.val_max_tokens={shape.seq_len}"]
-    checked = check([*overrides, device, f"data.path={rows}", *own])
+    checked = check(
+        [*overrides, device, f"data.path={rows}", f"model.gradient_checkpointing={recomputes}"]
+    )
     Problems.raise_if(checked.problems)
     return checked.cells[0]
 
