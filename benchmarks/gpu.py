@@ -33,6 +33,7 @@ from gpu_slices import WORK, Job
 from record import Size
 
 from mens_exp.artifacts import atomic
+from mens_exp.errors import MensError
 
 RESULTS = Path(__file__).parents[1] / "outputs" / "gpu"
 MINUTES = 8.0
@@ -43,12 +44,17 @@ PEERS = ("trl", "unsloth")
 def main() -> None:
     """Run the slices that are not done."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # with its processes
-    given = command_line()
+    parser = command_line()
+    given = checked(parser)
     end = time.monotonic() + 60 * given.minutes
     device = "cpu" if given.dry else "cuda"
     path = Path(given.results) / f"{'gpu_dry' if given.dry else 'gpu'}.json"
     size = Size.SMALLEST if given.dry else Size.FULL
-    results = GpuResults(size=size, slices=GpuResults.read(path).slices if path.exists() else {})
+    try:
+        slices = GpuResults.read(path).slices if path.exists() else {}
+    except MensError as error:
+        parser.error(str(error))
+    results = GpuResults(size=size, slices=slices)
     for name in given.slices or SLICES:
         earlier = None if given.again else results.slices.get(name)
         if earlier and earlier["state"] == State.DONE:
@@ -65,8 +71,8 @@ def main() -> None:
     print(f"Results: {path}" + (f"; not begun: {', '.join(left)}" if left else ""))
 
 
-def command_line() -> argparse.Namespace:
-    """Read the command line; a slice that is not known ends the script."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         prog="python benchmarks/gpu.py",
         description=__doc__,
@@ -84,6 +90,11 @@ def command_line() -> argparse.Namespace:
     )
     parser.add_argument("--commit", help="40 digits, where the code is no git checkout")
     parser.add_argument("--note", default="", help="what a reader should know of this run")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line; a slice that is not known ends the script."""
     given = parser.parse_args()
     unknown = [name for name in given.slices if name not in SLICES]
     if unknown:
