@@ -61,14 +61,18 @@ def main() -> None:
             print(f"{name}: done already; --again measures it anew")
             continue
         if end - time.monotonic() < (0 if given.dry else LEAST_S):
-            print(f"{name}: no time is left; run the command again")
             continue
         results.slices[name] = measured(name, given, device, end, earlier)
         results.write(path)
         atomic.write_text(path.with_suffix(".md"), drawn(results))
         print(_told(name, results.slices[name]), flush=True)
-    left = [name for name in SLICES if name not in results.slices]
-    print(f"Results: {path}" + (f"; not begun: {', '.join(left)}" if left else ""))
+    left = [
+        name
+        for name in given.slices or SLICES
+        if name not in results.slices or results.slices[name]["state"] == State.STOPPED
+    ]
+    again = f"run the command again for {', '.join(left)}" if left else "nothing is left"
+    print(f"\nResults: {path.with_suffix('.md')}; {again}")
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.sources import BaseModel
 
-# Llama-3.1-8B's dimensions.
+# Llama-3.1-8B's dimensions; 16 GB of bf16 weights are drawn for it.
 LLAMA_8B = (
     *("model=random", "model.name=llama_8b_shape", "model.dtype=bf16"),
     *("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32"),
@@ -77,7 +77,7 @@ class Shape:
         return self.blocks * self.seq_len
 
 
-TINY = ("model=tiny_llama",)
+TINY = ("model=tiny_llama", "model.dtype=bf16", "model.tie_word_embeddings=false")
 SHAPES = {
     "2x2048": Shape(blocks=2, seq_len=2048, document=2048, model=LLAMA_8B, steps=4),
     "1x8192": Shape(blocks=1, seq_len=8192, document=1024, model=LLAMA_8B, steps=3),

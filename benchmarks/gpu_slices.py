@@ -74,16 +74,20 @@ class Job:
         return {
             **os.environ,
             "MENS_EXP_CACHE": str(self.place / "cache"),
-            "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(Path(__file__).parent),
         }
 
     @contextlib.contextmanager
-    def started(self, arguments: Sequence[str], log: Path, **more: str) -> Iterator[Any]:
+    def started(
+        self, arguments: Sequence[str], log: Path, cwd: Path | None = None, **more: str
+    ) -> Iterator[Any]:
         """Start ``python`` with its output in a file; end it and its children with the block."""
         with log.open("wb") as output:
             process = spawn_python(
-                arguments, output=output, environment=self.environment() | more, cwd=ROOT
+                arguments,
+                output=output,
+                environment=self.environment() | more,
+                cwd=cwd or self.place,
             )
             try:
                 yield process
@@ -92,11 +96,15 @@ class Job:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def finished(self, arguments: Sequence[str], log: Path, **more: str) -> int | None:
+    def finished(
+        self, arguments: Sequence[str], log: Path, cwd: Path | None = None, **more: str
+    ) -> int | None:
         """Run ``python`` to its end and return its exit code; None if time ran out."""
-        with self.started(arguments, log, **more) as process:
+        if self.left_s <= 0:
+            return None
+        with self.started(arguments, log, cwd, **more) as process:
             try:
-                code: int = process.wait(max(self.left_s, 1))
+                code: int = process.wait(self.left_s)
             except subprocess.TimeoutExpired:
                 return None
             return code
@@ -113,7 +121,7 @@ def tests_slice(job: Job) -> Found:
     words += ["-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
     words += ["-p", "no:randomly", f"--basetemp={job.place / 'pytest'}"]
     words += [f"--deselect={name}" for name in known]
-    code = job.finished(words, log, **{REPORT: str(report)})
+    code = job.finished(words, log, ROOT, **{REPORT: str(report)})
     lines = report.read_text("utf-8").splitlines() if report.is_file() else []
     told = [json.loads(line) for line in lines]
     tests = {one["test"]: one["outcome"] for one in told}

@@ -43,8 +43,8 @@ HEADS = {
     "speed": """# Speed
 
 How fast training, encoding, merging, planning and the other parts are, on the machines that we had:
-two CPU cores. Nothing on this page was measured on a GPU. Figures on size are under
-[Scale](scale.md).
+two CPU cores. Nothing on this page was measured on a GPU; `python benchmarks/gpu.py` measures on
+one ([Install](../how-to/install.md)). Figures on size are under [Scale](scale.md).
 """,
     "scale": """# Scale
 

@@ -17,6 +17,7 @@ from gpu_results import SLICES, GpuResults, State
 
 from mens_exp.errors import MensError
 
+PASSED = "tests/gpu/test_qlora_cuda.py::test_the_main_path_runs_on_the_gpu"
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")
 
 
@@ -36,12 +37,15 @@ def slices_in(place, name="gpu_dry"):
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
-    """The results of a dry run in two starts, and what the second printed."""
+    """The results of a dry run in two starts; before the second, a test had passed on a GPU."""
     place = tmp_path_factory.mktemp("gpu")
     run(place, "--dry", "2x2048", "nccl")
-    first = slices_in(place)
-    printed = run(place, "--dry")
-    return place, first, printed
+    results = GpuResults.read(place / "gpu_dry.json")
+    first = dict(results.slices)
+    stopped = {"state": State.STOPPED, "reason": "out of time", "figures": []}
+    results.slices["tests"] = {**first["nccl"], **stopped, "tests": {PASSED: "passed"}}
+    results.write(place / "gpu_dry.json")
+    return place, first, run(place, "--dry")
 
 
 @pytest.fixture
@@ -129,25 +133,26 @@ def test_again_measures_anew(dry, tmp_path, stored):
 
 def test_a_slice_stops_in_time_and_the_next_start_runs_it(tmp_path):
     """A sixteenth of a minute is less than what it keeps back to end its processes."""
-    run(tmp_path, "--dry", "1x8192", "--minutes", "0.0625")
-    stopped = slices_in(tmp_path)["1x8192"]
-    assert (stopped["state"], stopped["reason"]) == (State.STOPPED, "out of time")
-    run(tmp_path, "--dry", "1x8192")
-    assert slices_in(tmp_path)["1x8192"]["state"] == State.DONE
+    printed = run(tmp_path, "--dry", "2x2048", "nccl", "--minutes", "0.0625")
+    assert "run the command again for 2x2048, nccl" in printed
+    stopped = slices_in(tmp_path)
+    for name in ("2x2048", "nccl"):
+        assert stopped[name]["state"] == State.STOPPED
+        assert stopped[name]["reason"] == "out of time"
+    assert "nothing is left" in run(tmp_path, "--dry", "nccl")
+    assert slices_in(tmp_path)["nccl"]["state"] == State.DONE
 
 
-def test_tests_go_on_after_those_that_have_ended(tmp_path, stored):
-    """A test that has passed is not run again; the last one is."""
-    value, path = stored
-    tests = value["slices"]["tests"]
-    *ended, last = tests["tests"]
-    before = tests["tests"][last]
-    tests |= {"state": "stopped", "reason": "out of time", "tests": dict.fromkeys(ended, "passed")}
-    path.write_text(json.dumps(value), "utf-8")
-    run(tmp_path, "--dry", "tests")
-    found = slices_in(tmp_path)["tests"]
-    assert found["state"] == State.DONE
-    assert found["tests"] == dict.fromkeys(ended, "passed") | {last: before}
+def test_tests_go_on_after_those_that_have_ended(dry):
+    """A test that has passed is not run again, and every other test of the directory is."""
+    tests = slices_in(dry[0])["tests"]["tests"]
+    assert tests[PASSED] == "passed"
+    files = {name.partition("::")[0] for name in tests}
+    there = Path(SCRIPT).parents[1].glob("tests/gpu/test_*.py")
+    assert files == {f"tests/gpu/{path.name}" for path in there}
+    if not torch.cuda.is_available():
+        others = {outcome for name, outcome in tests.items() if name != PASSED}
+        assert all(one.startswith("skipped: needs ") for one in others)
 
 
 class OutOfTime:
@@ -158,7 +163,7 @@ class OutOfTime:
     def __init__(self, place, told):
         self.place, self.told = place, told
 
-    def finished(self, words, log, **environment):
+    def finished(self, words, log, cwd, **environment):
         lines = [json.dumps({"test": name, "outcome": outcome}) for name, outcome in self.told]
         Path(environment[gpu_slices.REPORT]).write_text("".join(f"{x}\n" for x in lines), "utf-8")
 
