@@ -14,7 +14,7 @@ import signal
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ RESERVE_S = 15  # of a slice's time: to end processes and to write
 TESTS_NEED = ("pytest", "hypothesis", "filelock")
 REPORT = "MENS_EXP_GPU_TESTS"  # names the file that takes the outcome of each test
 UNFINISHED = "out of time"
+SESSION = "the session of pytest"
+PYTEST_ENDED = {"0", "1", "5"}  # all passed, some failed, none was left to run
 # One H200, 2 × 2,048 tokens: the goals of this project.
 GOAL_CARD, GOAL_TOKENS_PER_S, GOAL_GIB = "H200", 16_000, 7.4
 
@@ -118,21 +120,22 @@ def tests_slice(job: Job) -> Found:
     known = dict(job.earlier["tests"]) if job.earlier else {}
     log, report = job.place / "pytest.log", job.place / "tests.jsonl"
     words = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-o", "addopts=", "-p", "gpu_slices"]
-    words += ["-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
+    words += ["-W", "ignore::pytest.PytestWarning", "-p", "no:cacheprovider"]
     words += ["-p", "no:randomly", f"--basetemp={job.place / 'pytest'}"]
     words += [f"--deselect={name}" for name in known]
     code = job.finished(words, log, ROOT, **{REPORT: str(report)})
     lines = report.read_text("utf-8").splitlines() if report.is_file() else []
     told = [json.loads(line) for line in lines]
     tests = {one["test"]: one["outcome"] for one in told}
+    status = tests.pop(SESSION, None)  # a process that broke may have any exit code
     unfinished = [name for name, outcome in tests.items() if outcome == UNFINISHED]
     if unfinished != list(tests)[:1]:  # the next start begins with it, and has all the time
         tests = {name: outcome for name, outcome in tests.items() if outcome != UNFINISHED}
     tests = known | tests
     if code is None:
         return Found(state=State.STOPPED, reason=UNFINISHED, tests=tests)
-    if not tests:
-        return refused(log, f"pytest ended with exit code {code} before any test")
+    if status not in PYTEST_ENDED:
+        return replace(refused(log, f"pytest ended with exit code {code}"), tests=tests)
     counted = dict.fromkeys(("passed", "failed", "skipped", UNFINISHED), 0)
     for outcome in tests.values():
         counted[outcome.partition(":")[0]] += 1
@@ -159,6 +162,11 @@ def pytest_runtest_logreport(report: Any) -> None:
         found = report.longrepr  # of a skipped test: file, line, reason
         why = found[-1] if isinstance(found, tuple) else last_of(str(found))
         _tell(report.nodeid, f"{report.outcome}: {why.removeprefix('Skipped: ')}")
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Tell the slice that pytest has come to its own end."""
+    _tell(SESSION, str(int(exitstatus)))
 
 
 def _tell(nodeid: str, outcome: str) -> None:

@@ -22,10 +22,9 @@ SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")
 
 
 def run(place, *words, code=0):
-    """Run the script and return what it printed."""
-    done = fork_server.run(
-        [sys.executable, SCRIPT, "--results", str(place), *words], cwd=place, capture_output=True
-    )
+    """Run the script, with time even on a busy machine, and return what it printed."""
+    command = [sys.executable, SCRIPT, "--results", str(place), "--minutes", "14", *words]
+    done = fork_server.run(command, cwd=place, capture_output=True)
     printed = (done.stdout + done.stderr).decode()
     assert done.returncode == code, printed
     return printed
@@ -155,17 +154,19 @@ def test_tests_go_on_after_those_that_have_ended(dry):
         assert all(one.startswith("skipped: needs ") for one in others)
 
 
-class OutOfTime:
-    """A job whose pytest has told of some tests when time runs out."""
+class Told:
+    """A job whose pytest tells of some tests, and then ends, or not in time."""
 
     earlier = None
 
-    def __init__(self, place, told):
-        self.place, self.told = place, told
+    def __init__(self, place, told, code=None):
+        self.place, self.told, self.code = place, told, code
 
     def finished(self, words, log, cwd, **environment):
+        log.write_text("Traceback\nMemoryError\n", "utf-8")
         lines = [json.dumps({"test": name, "outcome": outcome}) for name, outcome in self.told]
         Path(environment[gpu_slices.REPORT]).write_text("".join(f"{x}\n" for x in lines), "utf-8")
+        return self.code
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,33 @@ class OutOfTime:
 )
 def test_a_test_is_given_up_only_where_it_had_all_the_time(told, kept, tmp_path):
     """The next start begins with one that had to share it."""
-    found = gpu_slices.tests_slice(OutOfTime(tmp_path, told))
+    found = gpu_slices.tests_slice(Told(tmp_path, told))
     assert found.state is State.STOPPED
     assert found.tests == kept
+
+
+@pytest.mark.parametrize("told", [[], [("a", "passed")]])
+def test_a_pytest_that_breaks_is_a_failure(told, tmp_path):
+    """A crash of Python has the exit code of tests that failed; those that have ended are kept."""
+    job = Told(tmp_path, told, code=1)
+    found = gpu_slices.tests_slice(job)
+    assert found.state is State.FAILED
+    assert found.reason == "pytest ended with exit code 1: MemoryError"
+    assert found.tests == dict(told)
+
+
+def test_a_test_that_failed_is_a_figure_of_a_slice_that_is_done(tmp_path):
+    """Its message is kept."""
+    told = [("a", "passed"), ("b", "failed: E assert 1 == 2"), (gpu_slices.SESSION, "1")]
+    found = gpu_slices.tests_slice(Told(tmp_path, told, code=1))
+    assert found.state is State.DONE
+    assert {figure["name"]: figure["value"] for figure in found.figures} == {
+        "GPU tests passed": 1,
+        "GPU tests failed": 1,
+        "GPU tests skipped": 0,
+        "GPU tests out of time": 0,
+    }
+    assert found.tests == {"a": "passed", "b": "failed: E assert 1 == 2"}
 
 
 def test_a_job_that_lacks_a_package_is_skipped_and_any_other_failure_is_one(tmp_path):
