@@ -72,11 +72,13 @@ class Job:
         return self.end - RESERVE_S - time.monotonic()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a process of this slice."""
+        """Return the variables of a process of this slice, which finds what this one does."""
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        places = [Path(__file__).parent, *(Path(one).absolute() for one in given if one)]
         return {
             **os.environ,
             "MENS_EXP_CACHE": str(self.place / "cache"),
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
         }
 
     @contextlib.contextmanager

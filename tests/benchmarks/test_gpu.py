@@ -207,6 +207,15 @@ def test_a_test_that_failed_is_a_figure_of_a_slice_that_is_done(tmp_path):
     assert found.tests == {"a": "passed", "b": "failed: E assert 1 == 2"}
 
 
+def test_processes_of_a_slice_find_what_the_script_finds(tmp_path, monkeypatch):
+    """A place of carried wheels, named from the script's directory, is another one from theirs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "src:wheels")
+    job = gpu_slices.Job(device="cpu", end=0, place=tmp_path / "slice", earlier=None, card=None)
+    places = job.environment()["PYTHONPATH"].split(":")
+    assert places[1:] == [str(tmp_path / "src"), str(tmp_path / "wheels")]
+
+
 def test_a_job_that_lacks_a_package_is_skipped_and_any_other_failure_is_one(tmp_path):
     """The reason is the package's name, or the last line of the output."""
     log = tmp_path / "log"
