@@ -1,4 +1,4 @@
-"""What one CUDA machine does: our GPU tests, an 8B QLoRA step beside TRL and Unsloth, NCCL, a run.
+"""Measurements of one CUDA machine: our GPU tests, an 8B QLoRA step beside TRL and Unsloth, NCCL.
 
     python benchmarks/gpu.py [slice …]
     python benchmarks/gpu.py --dry

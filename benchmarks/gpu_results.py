@@ -125,7 +125,7 @@ def _problems_of(name: str, one: Slice) -> Iterator[tuple[str, str]]:
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """What a slice has found when it ends."""
+    """The findings of a slice when it ends."""
 
     state: State = State.DONE
     reason: str = ""
