@@ -30,7 +30,7 @@ DRY_NOTE = """
 
 
 class State(StrEnum):
-    """How a slice ended."""
+    """The end of a slice."""
 
     DONE = "done"
     STOPPED = "stopped"  # for want of time; the next start goes on
