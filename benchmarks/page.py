@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from record import Figure, Machine, Run
 
-SHARED = {"page", "processes", "record"}  # what scripts have in common; they measure nothing
+# What scripts have in common, which measures nothing, and what has a record and a page of its own.
+SHARED = {"page", "processes", "record", "gpu_arms", "gpu_results", "gpu_slices"}
+APART = {"gpu"}
 FRAC = "frac"  # a share of 1, shown as a percentage
 SHORT = 10  # digits of a commit
 SCALE = {"corpus_scale", "memory_model", "processes", "sweep"}  # on the page of their own
@@ -41,8 +43,8 @@ HEADS = {
     "speed": """# Speed
 
 How fast training, encoding, merging, planning and the other parts are, on the machines that we had:
-two CPU cores. Nothing on this page was measured on a GPU. Figures on size are under
-[Scale](scale.md).
+two CPU cores. Nothing on this page was measured on a GPU; `python benchmarks/gpu.py` measures on
+one ([Install](../how-to/install.md)). Figures on size are under [Scale](scale.md).
 """,
     "scale": """# Scale
 
@@ -62,7 +64,7 @@ def main() -> None:
 def scripts() -> list[str]:
     """Return the names of all scripts, in their order on the page."""
     names = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    return sorted(names - SHARED)
+    return sorted(names - SHARED - APART)
 
 
 def page(directory: Path, which: str = "speed") -> str:
@@ -82,7 +84,7 @@ def page(directory: Path, which: str = "speed") -> str:
     for name in names:
         question = read[name].question if name in read else "not measured yet"
         link = f"[{name}](#{name})" if name in read else f"`{name}`"
-        parts.append(f"| {link} | {_cell(question)} |")
+        parts.append(f"| {link} | {cell(question)} |")
     for name, results in ((one, read[one]) for one in names if one in read):
         parts += [f"\n## {name}\n", results.question, *_commands(results)]
     return "\n".join(parts).rstrip() + "\n"
@@ -101,19 +103,24 @@ def _section(run: Run, earlier: Sequence[Run]) -> Iterator[str]:
     before = next(
         (one for one in reversed(earlier) if comparable(run["machine"], one["machine"])), None
     )
-    facts = filter(None, [f"Run on {_when(run)}", _machine(run["machine"]), _versions(run)])
-    yield ". ".join(facts) + "."
+    yield ". ".join(facts_of(run)) + "."
     if run["note"]:
-        yield f"Note: {_cell(run['note'])}."
+        yield f"Note: {cell(run['note'])}."
     yield from _unknown(run)
     yield _compared(run, before, is_first=not earlier)
     yield ""
-    yield from _table(run, before)
+    yield from table(run["figures"], before)
     if before is not None:
         names = {one["name"] for one in run["figures"]}
         gone = [one["name"] for one in before["figures"] if one["name"] not in names]
         if gone:
-            yield f"\nNo longer measured: {_cell('; '.join(gone))}."
+            yield f"\nNo longer measured: {cell('; '.join(gone))}."
+
+
+def facts_of(run: Run) -> list[str]:
+    """Return when and on which code a run was, the machine, and the versions."""
+    facts = [f"Run on {_when(run)}", _machine(run["machine"]), _versions(run)]
+    return [fact for fact in facts if fact]
 
 
 def comparable(one: Machine, other: Machine) -> bool:
@@ -177,12 +184,13 @@ def _overlap(one: Figure, other: Figure) -> bool:
     return one["lowest"] <= other["highest"] and other["lowest"] <= one["highest"]
 
 
-def _table(run: Run, before: Run | None) -> Iterator[str]:
+def table(figures: Sequence[Figure], before: Run | None) -> Iterator[str]:
+    """Yield the lines of a table of figures, and how they moved since an earlier run."""
     then = {one["name"]: one for one in before["figures"]} if before else {}
     more = " Moved |" if before else ""
     yield f"| Figure | Value | Range | Ratio × reference |{more}"
     yield "|---|---:|---:|---|" + ("---|" if before else "")
-    for one in run["figures"]:
+    for one in figures:
         spread = ""
         if one["lowest"] is not None:
             spread = f"{_value(one['lowest'], one)} to {_value(one['highest'], one)}"
@@ -191,7 +199,7 @@ def _table(run: Run, before: Run | None) -> Iterator[str]:
         cells = [one["name"], f"{value}{unit}", spread, _ratio(one)]
         if before:
             cells.append(moved(one, then.get(one["name"])))
-        yield f"| {' | '.join(map(_cell, cells))} |"
+        yield f"| {' | '.join(map(cell, cells))} |"
 
 
 def _value(value: float | None, one: Figure) -> str:
@@ -236,7 +244,7 @@ def _unknown(run: Run) -> Iterator[str]:
     for name, reason in run["unknown"].items():
         by_reason.setdefault(reason, []).append(name.partition(".")[2] or name)
     for reason, names in by_reason.items():
-        yield f"Unknown: {', '.join(names)} ({_cell(reason)})."
+        yield f"Unknown: {', '.join(names)} ({cell(reason)})."
 
 
 def _compared(run: Run, before: Run | None, *, is_first: bool) -> str:
@@ -251,12 +259,13 @@ def _compared(run: Run, before: Run | None, *, is_first: bool) -> str:
     since = f"; since then {', '.join(changed)}" if changed else ""
     load = before["machine"]["load_1min"]
     remarks = [f"load {load} at its start"] if load is not None else []
-    remarks += [f"note: {_cell(before['note'])}"] if before["note"] else []
+    remarks += [f"note: {cell(before['note'])}"] if before["note"] else []
     remark = f" ({'; '.join(remarks)})" if remarks else ""
     return f"Compared with the run on {_when(before)}{remark}{since}."
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Return text that breaks no table."""
     return text.replace("|", "\\|")
 
 

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from gpu_arms import LLAMA_8B
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
@@ -15,13 +16,6 @@ from mens_exp.artifacts.run_dir import RunDir
 GIB = 1 << 30
 DEVICE_GIB, DISK_GIB = 60, 20  # 40 GiB without checkpointing, and what the interval allows
 
-# Llama-3.1-8B's dimensions; 16 GB of bf16 weights are drawn for it.
-LLAMA_8B = [
-    *("model=random", "model.name=llama_8b_shape", "model.dtype=bf16"),
-    *("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32"),
-    *("model.num_attention_heads=32", "model.num_key_value_heads=8", "model.vocab_size=128256"),
-    *("model.max_position_embeddings=8192", "model.tie_word_embeddings=false"),
-]
 RUN = [
     *("trainer=gpu", "logger=none", "suite=none", "data=jsonl", "data.seq_len=2048"),
     *("data.micro_batch_size=2", "trainer.accumulate_grad_batches=1", "trainer.max_steps=2"),

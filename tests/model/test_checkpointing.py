@@ -7,6 +7,7 @@ import torch
 
 from mens_exp.config.model import checkpointing_wanted
 from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.model import attention
 from mens_exp.objective.causal import CrossEntropy
 
 ON, OFF = "model.gradient_checkpointing=on", "model.gradient_checkpointing=off"
@@ -136,3 +137,26 @@ def test_what_was_resolved_is_a_fact(tiny_backend, setting, *, expected):
 def test_auto_is_on_for_a_large_base_on_a_gpu(setting, parameters, device, *, expected):
     """What is said outright holds anywhere."""
     assert checkpointing_wanted(setting, parameters=parameters, on_gpu=device == "cuda") is expected
+
+
+class Older(torch.nn.Module):
+    """A model with the names of transformers 5.17, and without the later ones."""
+
+    is_gradient_checkpointing = False
+    needs_input_gradients = True
+
+    def gradient_checkpointing_enable(self, kwargs):
+        assert kwargs == {"use_reentrant": False}
+        self.is_gradient_checkpointing = True
+
+    def disable_input_require_grads(self):
+        self.needs_input_gradients = False
+
+
+def test_a_model_of_an_older_transformers_is_switched_by_its_own_names():
+    """It was an AttributeError before step 1, though pyproject.toml admits those releases."""
+    model = Older()
+    assert not attention.is_checkpointing(model)
+    attention.enable_checkpointing(model)
+    assert attention.is_checkpointing(model)
+    assert not model.needs_input_gradients

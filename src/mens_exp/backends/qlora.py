@@ -316,7 +316,7 @@ class QloraBackend(torch.nn.Module):
             **quantization_facts(self.model),
             **self._expert_facts(),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
-            "gradient_checkpointing": bool(self.causal_lm.is_activation_checkpointing),
+            "gradient_checkpointing": attention.is_checkpointing(self.causal_lm),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,

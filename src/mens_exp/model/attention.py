@@ -384,5 +384,13 @@ def enable_checkpointing(model: Any) -> None:
     Uses the non-reentrant variant: the frozen embedding's output then need not require a gradient,
     and PEFT's own preparation, which would cast embedding and head to f32, is not needed.
     """
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    # The second name is that of transformers up to 5.17 at least; later ones warn about it.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.disable_input_require_grads()
+
+
+def is_checkpointing(model: Any) -> bool:
+    """Return whether a transformers model recomputes activations, whatever its release's name."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if found is None else found)
