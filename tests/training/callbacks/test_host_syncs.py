@@ -97,19 +97,24 @@ def files_of(groups):
     return [Counter(Path(one.file).name for one in group) for group in groups]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "packing"),
-    [(QLORA, True), (QLORA, False), (FULL, True)],
-    ids=["qlora", "padded", "full"],
-)
-def test_a_step_waits_once_and_its_micro_batches_never(phases, overrides, packing):
+ONCE = ([{}] * (MICRO_BATCHES - 1) + [{"module.py": 1}]) * STEPS
+
+
+@pytest.mark.parametrize("overrides", [QLORA, FULL], ids=["qlora", "full"])
+def test_a_step_waits_once_and_its_micro_batches_never(phases, overrides):
     """Loss, metrics and the norm of the gradient, for guard and telemetry, are read together."""
-    found = phases(*overrides, packing=packing)
+    found = phases(*overrides)
     assert not any(found.micro_batches), [
         str(one) for group in found.micro_batches for one in group
     ]
-    once = [{}] * (MICRO_BATCHES - 1) + [{"module.py": 1}]
-    assert files_of(found.steps) == once * STEPS
+    assert files_of(found.steps) == ONCE
+
+
+def test_a_padded_micro_batch_waits_for_transformers_alone(phases):
+    """Its masking looks whether the mask is all ones; a packed batch has no mask."""
+    found = phases(*QLORA, packing=False)
+    assert files_of(found.micro_batches) == [{"masking_utils.py": 1}] * STEPS * MICRO_BATCHES
+    assert files_of(found.steps) == ONCE
 
 
 def test_a_number_that_a_micro_batch_reads_is_found(phases):
