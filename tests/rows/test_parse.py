@@ -123,6 +123,31 @@ def test_empty_values_that_exporters_write_are_left_out():
     assert parse_row({"messages": turns}, "x:1").response == "b"
 
 
+def test_openais_spellings_are_read():
+    """As its guides to fine-tuning and to messages write them."""
+    turns = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "weight": 1, "refusal": None},
+    ]
+    assert parse_row({"messages": turns}, "x:1") == TrainingPair(
+        prompt="ab", response="c", system="s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "assistant", "content": "b", "weight": 0}, "objective.turns=last"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'content'"),
+        ({"role": "user", "content": "a", "weight": 1}, "unknown key 'weight'"),
+    ],
+)
+def test_turns_of_openais_that_say_something_else_are_refused(turn, said):
+    """An answer that is not to be learned would be, and a picture would be lost."""
+    assert said in told({"messages": [*chat("a", "b"), turn, *chat("a", "b")]})
+
+
 def test_system_prompt_said_twice_is_refused():
     """Which of the two is meant cannot be known."""
     turns = [{"role": "system", "content": "s"}, *chat("a", "b")]

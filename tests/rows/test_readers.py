@@ -263,6 +263,13 @@ def test_columns_may_hold_further_fields(rows):
         read_rows(rows, Reading(columns={**COLUMNS.columns, "fields.worse": "lagn"}))
 
 
+def test_a_column_may_be_empty_in_every_row(rows):
+    """Alpaca's `input` often is: it is there all the same."""
+    row = {"question": "a", "answer": "b", "context": ""}
+    how = Reading(columns={**COLUMNS.columns, "input": "context"})
+    assert [pair.prompt for pair in read_rows(written(rows, row, row), how).pairs] == ["a", "a"]
+
+
 def test_column_that_no_row_has_is_refused_with_the_nearest(rows):
     """A slip in an optional one would pass unseen."""
     how = Reading(columns={**COLUMNS.columns, "system": "lnag"})

@@ -189,6 +189,18 @@ def test_the_base_is_scored_alone(
     assert Manifest.read(out.manifest).inputs["subject"] == "base"
 
 
+def test_a_suite_that_has_nothing_to_ask_is_refused(trained, tmp_path, monkeypatch, capsys):
+    """The scorecard was asked for; a run of training notes it, and goes on."""
+    monkeypatch.chdir(tmp_path)
+    out = RunDir(tmp_path / "evaluation")
+    given = [f"path={trained.path}", "task=evaluate", *SUITE, "suite.max_new_tokens=1"]
+    assert cli.main([*given, f"hydra.run.dir={out.path}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "nothing can be scored" in said
+    assert "no held-out answer is under suite.max_new_tokens=1" in said
+    assert not out.scorecard.exists()
+
+
 @pytest.mark.parametrize("inside", ["adapter", "adapter/peft", "adapter/adapter.safetensors"])
 def test_an_adapter_by_itself_is_scored_on_the_models_base(
     trained,

@@ -39,7 +39,7 @@ class Batch:
     a process that would otherwise be idle while others take a stream's last micro-batches.
     ``document_M`` is the document number of each target, if known; documents that stay together
     have consecutive numbers. ``extra`` holds further values of each target, ``[M]``, which an
-    objective asked for.
+    objective asked for. ``on_host`` is the micro-batch that this one was copied from.
     """
 
     input_ids_BT: torch.Tensor
@@ -53,16 +53,31 @@ class Batch:
     is_filler: bool = False
     document_M: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    on_host: Batch | None = None
+
+    @property
+    def host(self) -> Batch:
+        """The same micro-batch in host memory; reading it does not wait for the device."""
+        return self if self.on_host is None else self.on_host
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
-        """Move the tensors to a device."""
+        """Copy the tensors to a device; the host does not wait for a GPU to have them."""
+        device = torch.device(device)
         moved: dict[str, Any] = {
-            one.name: value.to(device)
+            one.name: _sent(value, device)
             for one in fields(self)
             if isinstance(value := getattr(self, one.name), torch.Tensor)
         }
-        extra = {name: values.to(device) for name, values in self.extra.items()}
-        return replace(self, **moved, extra=extra)
+        extra = {name: _sent(values, device) for name, values in self.extra.items()}
+        on_host = None if device.type == "cpu" else self.host
+        return replace(self, **moved, extra=extra, on_host=on_host)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Start the copy of a tensor to a device; a GPU copies from page-locked memory by itself."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def packed_batch(

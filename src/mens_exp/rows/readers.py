@@ -236,7 +236,7 @@ class RowReader:
         if not columns:
             return dict(row)
         named = {name: row[column] for name, column in columns.items() if column in row}
-        self._seen.update(named)
+        self._seen.update(named.keys())
         for name in self._needed:
             if name in columns and name not in named:
                 likely = likely_columns(row)

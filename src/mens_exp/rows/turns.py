@@ -31,12 +31,17 @@ class TurnKeys:
 
 
 _ROLES: Final = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-MESSAGES: Final = TurnKeys(role="role", content="content", roles=_ROLES)
+MESSAGES: Final = TurnKeys(
+    role="role",
+    content="content",
+    roles={**_ROLES, "developer": "system"},  # OpenAI's name for it
+)
 SHAREGPT: Final = TurnKeys(
     role="from",
     content="value",
     roles={**_ROLES, "human": "user", "gpt": "assistant", _CALL: _CALL, "observation": "tool"},
 )
+_WEIGHT: Final = "weight"  # OpenAI's: 0 for an answer that is not to be learned
 # Keys of a turn in addition to role and content, by role.
 _EXTRA: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 
@@ -147,7 +152,9 @@ def _turn(
     role = keys.roles.get(spoken) if isinstance(spoken, str) else None
     extra = _EXTRA.get(role or "", ())
     for key, value in turn.items():
-        if key not in {keys.role, keys.content, *extra} and value is not None:
+        if key == _WEIGHT and role == "assistant":
+            _check_weight(value, name, problems)
+        elif key not in {keys.role, keys.content, *extra} and value is not None:
             problems.add(
                 f"{name} has an unknown key {str(key)!r}",
                 shown(value),
@@ -161,7 +168,7 @@ def _turn(
             f"{keys.role!r}: {shown(spoken)}",
             f"one of {', '.join(keys.roles)}{f'; the nearest is {close}' if close else ''}",
         )
-    label, said = f"{keys.content!r} of {name}", turn.get(keys.content)
+    label, said = f"{keys.content!r} of {name}", _text_of(turn.get(keys.content))
     if role == _CALL:
         calls = _calls(decoded(said), label, problems)
         return {"role": "assistant", "content": "", "tool_calls": calls}
@@ -177,6 +184,29 @@ def _turn(
     for key, value in given.items():
         problems.text(f"{key!r} of {name}", value)
     return None if role is None else {"role": role, "content": text, **given}
+
+
+def _check_weight(value: object, name: str, problems: RowProblems) -> None:
+    if value not in {None, 1}:
+        problems.add(
+            f"{name} has another {_WEIGHT!r} than 1",
+            shown(value),
+            "1, or none: every answer of a conversation is learned",
+            "end the row before that answer, or make rows that end with the answers to learn, "
+            "and take objective.turns=last",
+        )
+
+
+def _text_of(content: object) -> object:
+    """Join the parts of a content that OpenAI's form lists; return any other content unchanged."""
+    parts = content if isinstance(content, list) and content else [None]
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        for part in parts
+    ]
+    if all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
+    return content
 
 
 def _calls(value: object, label: str, problems: RowProblems) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ def score(
     """
     found = prepared or prepare(config, run, backend, heldout, tokenizer)
     if isinstance(found, str):
-        run.unknown("scorecard", found)
+        _not_scored(run, found)
         return
     events: list[ItemEvent] = []
     figures: dict[str, dict[str, float]] = {}
@@ -139,6 +139,24 @@ def score(
                     found.suite, found.engine, found.runner, found.plan, str(condition)
                 )
     keep(found.suite, events, config, run, found.runner, found.self_test, figures=figures)
+
+
+def _not_scored(run: Run, why: str) -> None:
+    """Note why a run has no scorecard.
+
+    Raises:
+        RequestError: the task was to make one.
+    """
+    if run.manifest.task == "evaluate":
+        raise RequestError(
+            "nothing can be scored",
+            where="suite",
+            found=why,
+            expected="a suite that has items for this model, on a machine that can run them",
+            remedy="change the suite's settings, or choose another suite",
+        )
+    run.unknown("scorecard", why)
+    run.manifest.notes.append(f"nothing was scored: {why}")
 
 
 def sample(
@@ -224,7 +242,7 @@ def score_by(config: RunConfig, run: Run, suite: Suite, engines: Mapping[str, En
     runner = runner_of(config, run) if suite.needs_sandbox else None
     self_test = tested(suite, runner, run)
     if isinstance(self_test, str):
-        run.unknown("scorecard", self_test)
+        _not_scored(run, self_test)
         return
     events: list[ItemEvent] = []
     for condition, engine in engines.items():

@@ -90,6 +90,7 @@ class _Read:
     supervised: float
     tokens: float
     metrics: dict[str, float]
+    grad_norm: float = math.nan
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class _Sums:
 
     ``count`` is of what the loss is a sum over, ``supervised`` of tokens with a label, ``tokens``
     of all tokens without padding. What a device has computed stays there, because reading it waits
-    for the device: :meth:`values` reads it.
+    for the device.
     """
 
     loss: float | torch.Tensor = 0.0
@@ -118,12 +119,21 @@ class _Sums:
             self.metrics[name] = self.metrics.get(name, 0.0) + value.detach().double()
             self.counts[name] = self.counts.get(name, 0.0) + loss.counts.get(name, loss.count)
 
-    def values(self, names: Sequence[str]) -> list[float]:
-        """Return the sums in a fixed order."""
+    def figures(self, names: Sequence[str]) -> torch.Tensor:
+        """Return the sums in a fixed order, f64 ``[4 + 2 · names]``, on the device of the loss."""
         metrics, counts = (
-            [float(sums.get(name, 0.0)) for name in names] for sums in (self.metrics, self.counts)
+            [sums.get(name, 0.0) for name in names] for sums in (self.metrics, self.counts)
         )
-        return [float(self.loss), self.count, self.supervised, self.tokens, *metrics, *counts]
+        device = self.loss.device if isinstance(self.loss, torch.Tensor) else None
+        every = [self.loss, self.count, self.supervised, self.tokens, *metrics, *counts]
+        return torch.stack(
+            [
+                one.to(device, torch.float64)
+                if isinstance(one, torch.Tensor)
+                else torch.full((), one, dtype=torch.float64, device=device)
+                for one in every
+            ]
+        )
 
 
 class TrainingModule(LightningModule):
@@ -137,9 +147,11 @@ class TrainingModule(LightningModule):
     ``selected`` is the step and the validation loss of the adapter in the model at the end of
     training. ``step_metrics`` holds the declared metrics of the current step; callbacks add to it
     with :meth:`record`, and the telemetry callback writes it together with ``step_digests``.
-    ``scored`` is the step of the latest scorecard of this process (-1 before the first) and its
-    metrics. ``validated_bytes`` is the size of the text that validation predicts, if it is known
-    and the objective is a likelihood; the loss is then also reported in bits per byte.
+    ``before_update`` holds what checks the loss sum and the norm of the gradient before the update
+    of the current step. ``scored`` is the step of the latest scorecard of this process (-1 before
+    the first) and its metrics. ``validated_bytes`` is the size of the text that validation
+    predicts, if it is known and the objective is a likelihood; the loss is then also reported in
+    bits per byte.
     ``validated`` has a row for each of the ``validation_documents`` documents, [documents, 2] f64:
     summed loss (nats) and supervised tokens at the latest validation, both 0 for a document that is
     not validated on. It is None if the objective gives no per-token loss. ``selected_validated`` is
@@ -186,6 +198,7 @@ class TrainingModule(LightningModule):
         self.selected_validated: torch.Tensor | None = None
         self.scored: tuple[int, dict[str, float]] = (-1, {})
         self._val_documents = torch.zeros(0, 2, dtype=torch.float64)
+        self.before_update: list[Callable[[float, float], None]] = []
         self._step = _Sums()
         self._val = _Sums()
 
@@ -262,14 +275,25 @@ class TrainingModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn gradient sums into the gradient of the mean, before clipping.
 
+        The figures of the step are read from the device together, once.
+
         Raises:
             DataError: the step has no supervised token.
         """
         if self.trainer.global_step + 1 == self.trainer.max_steps:
             self._validate_after_this_batch()
-        step = self._of_all_processes(self._step)
-        self.tokens += int(step.tokens)
-        self.supervised_tokens += int(step.supervised)
+        checks, self.before_update = self.before_update, []
+        figures = self._summed(self._step.figures(self._metric_names))
+        gradients = [p.grad for p in self.trained() if p.grad is not None]
+        if isinstance(self.trainer.strategy, ShardedBase):
+            averaged(gradients)  # DDP has done this already
+        # As a number where it is known, because reading it would wait for the device.
+        count = float(self._step.count) if self.trainer.world_size == 1 else figures[1]
+        for gradient in gradients:
+            gradient.div_(count)
+        norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form that clipping uses
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        step = self._read(torch.cat([figures, norm.to(figures)[None]]))
         if step.count == 0:
             raise DataError(
                 "an optimizer step held no supervised token",
@@ -278,16 +302,14 @@ class TrainingModule(LightningModule):
                 expected="at least one learned token",
                 remedy="look at data.seq_len and at what objective learns",
             )
-        gradients = [p.grad for p in self.trained() if p.grad is not None]
-        if isinstance(self.trainer.strategy, ShardedBase):
-            averaged(gradients)  # DDP has done this already
-        for gradient in gradients:
-            gradient.div_(step.count)
-        norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form that clipping uses
+        for check in checks:
+            check(step.loss, step.grad_norm)
+        self.tokens += int(step.tokens)
+        self.supervised_tokens += int(step.supervised)
         self.record("train/loss", step.loss / step.count)
         for name, value in step.metrics.items():
             self.record(f"train/{name}", value)
-        self.record("train/grad_norm", float(torch.linalg.vector_norm(torch.stack(norms))))
+        self.record("train/grad_norm", step.grad_norm)
         self.record("optim/lr", optimizer.param_groups[0]["lr"])
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
@@ -329,24 +351,32 @@ class TrainingModule(LightningModule):
                     remedy="download or convert the base model again: its file is damaged or wrong",
                 )
 
-    def _of_all_processes(self, sums: _Sums) -> _Read:
-        """Add up the sums of all processes."""
-        names = [one.name for one in self.config.objective.spec.metrics]
-        mine = torch.tensor(sums.values(names), dtype=torch.float64)
-        loss, count, supervised, tokens, *rest = self._summed(mine).tolist()
-        each = zip(names, rest[: len(names)], rest[len(names) :], strict=True)
+    @property
+    def _metric_names(self) -> list[str]:
+        return [one.name for one in self.config.objective.spec.metrics]
+
+    def _read(self, figures: torch.Tensor) -> _Read:
+        """Read sums over all processes, and the norm that may follow them, from the device."""
+        names = self._metric_names
+        loss, count, supervised, tokens, *rest = figures.cpu().tolist()
+        totals, numbers, norm = (
+            rest[: len(names)],
+            rest[len(names) : 2 * len(names)],
+            rest[2 * len(names) :],
+        )
+        each = zip(names, totals, numbers, strict=True)
         means = {name: total / number for name, total, number in each if number}
-        return _Read(loss, count, supervised, tokens, means)
+        return _Read(loss, count, supervised, tokens, means, *norm)
 
     def _summed(self, figures: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all processes."""
+        """Sum a tensor over all processes, on the device that they compute on."""
         if self.trainer.world_size == 1:
             return figures
         # Use the trainer's device: outside a fit, the module itself may be on another.
         device = self.trainer.strategy.root_device
         summed = self.trainer.strategy.reduce(figures.to(device), reduce_op="sum")
         assert isinstance(summed, torch.Tensor), "a tensor was given"
-        return summed.cpu()
+        return summed
 
     def _validate_after_this_batch(self) -> None:
         """Make Lightning's interval rule apply to the current micro-batch."""
@@ -387,8 +417,8 @@ class TrainingModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Set the validation loss: the mean over all that is counted, such as tokens, in nats."""
-        found = self._of_all_processes(self._val)
-        of_documents = self._summed(self._val_documents)
+        found = self._read(self._summed(self._val.figures(self._metric_names)))
+        of_documents = self._summed(self._val_documents).cpu()
         is_known = self.validation_documents and not of_documents.isnan().any()
         self.validated = of_documents if is_known else None
         self.validation = {

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from device_reads import Reads
 from lightning import Callback
 
 from mens_exp.errors import TrainingError
@@ -48,31 +47,42 @@ def test_a_number_that_is_not_finite_stops_the_step(fit, what, named):
 
 def test_a_norm_beyond_f32_stops_nothing_while_each_number_is_finite(fit):
     """The square of 1e30 is no f32; the gradient is one all the same."""
+    norms = []
 
     class Enlarge(Callback):
         def on_after_backward(self, trainer, pl_module):
             next(iter(pl_module.backend.trainable().values())).grad[0, 0] = 1e30
 
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            for parameter in pl_module.backend.trainable().values():
-                parameter.grad.zero_()  # after the guard
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            norms.append(pl_module.step_metrics.get("train/grad_norm"))
 
-    fit.run(fit.trainer(FiniteGuard(fit.record), Enlarge()))
+    fit.run(fit.trainer(FiniteGuard(fit.record), Enlarge(), gradient_clip_val=1.0))
     assert fit.module.global_step == 2
+    assert norms[1] == norms[3] == math.inf
 
 
-def test_one_number_is_read_however_many_gradients_there_are(fit):
-    """Reading each of 28 would wait for a GPU 28 times."""
-    counts = []
+def test_a_gradient_that_another_callback_spoils_stops_the_step(fit):
+    """The check follows all callbacks: nothing comes between it and the update."""
 
-    class Counted(FiniteGuard):
-        def on_before_optimizer_step(self, *arguments):
-            with Reads() as reads:
-                super().on_before_optimizer_step(*arguments)
-            counts.append(reads.count)
+    class Spoils(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            pl_module.backend.trainable()["l1.q.lora_b"].grad.fill_(math.nan)
 
-    fit.run(fit.trainer(Counted(fit.record)))
-    assert counts == [1, 1]
+    with pytest.raises(TrainingError, match=r"step 0: the gradient of l1.q.lora_b is not finite"):
+        fit.run(fit.trainer(FiniteGuard(fit.record), Spoils()))
+    assert not fit.module.backend.trainable()["l1.q.lora_b"].any()
+
+
+def test_a_module_that_reads_no_figures_is_guarded_too(fit):
+    """A hook of the user's in the place of ours: the guard looks itself."""
+
+    class Own(type(fit.module)):
+        def on_before_optimizer_step(self, optimizer):
+            pass
+
+    fit.module.__class__ = Own
+    with pytest.raises(TrainingError, match=r"step 1: the gradient of l0.q.lora_a is not finite"):
+        fit.run(fit.trainer(Spoil("gradient"), FiniteGuard(fit.record)))
 
 
 def test_steps_between_checks_are_not_looked_at(fit):

@@ -112,6 +112,7 @@ class Digests(Callback):
 
 def _chained(chain: str, batch: Batch) -> str:
     """Extend the chain by all model inputs of a micro-batch: ids, positions, bounds, labels."""
+    batch = batch.host
     sha256 = hashlib.sha256(chain.encode())
     sha256.update(repr(batch.documents).encode())
     for part in (

@@ -75,7 +75,7 @@ def _batch_facts(batch: Batch) -> dict[str, Any]:
         "packing": packed,
         "micro_batch_shape": list(batch.input_ids_BT.shape),
         "documents_in_first_batch": documents,
-        "longest_document_in_first_batch": int(batch.position_ids_BT.max()) + 1,
+        "longest_document_in_first_batch": int(batch.host.position_ids_BT.max()) + 1,
         "tokens_in_first_batch": batch.tokens,
         "supervised_tokens_in_first_batch": int(batch.targets_M.numel()),
     }

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import TYPE_CHECKING
 
-import torch
 from lightning import Callback
 
 from mens_exp.errors import TrainingError
@@ -30,29 +31,38 @@ class FiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer
     ) -> None:
-        """Check the step's loss sum and every gradient.
+        """Have the step's loss sum and its gradient checked, once the module has read them.
 
-        A norm that is finite proves that its gradient is, so that one number is read from the
-        device, whatever the number of gradients.
-
-        Raises:
-            TrainingError: one of them is not finite.
+        A class of the user's with such a hook may read neither; its numbers are checked here.
         """
         del optimizer
-        step = trainer.global_step
-        if step % self.check_every_n_steps:
+        if trainer.global_step % self.check_every_n_steps:
             return
-        loss = torch.as_tensor(pl_module.pending_loss)
-        named = pl_module.backend.trainable().items()
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
-        every = list(gradients.values())
-        norms = torch._foreach_norm(every) if every else ()  # noqa: SLF001  # as clipping does
-        if torch.stack([loss, *(norm.to(loss) for norm in norms)]).isfinite().all():
-            return
-        for what, value in {"the loss": loss, **gradients}.items():
-            if not value.isfinite().all():
-                pl_module.refuse_unfinite_base()
-                raise _not_finite(what if value is loss else f"the gradient of {what}", step)
+        check = functools.partial(_check, pl_module, trainer.global_step)
+        if type(pl_module).on_before_optimizer_step.__module__.startswith("mens_exp."):
+            pl_module.before_update.append(check)
+        else:
+            check(float(pl_module.pending_loss), math.nan)
+
+
+def _check(module: TrainingModule, step: int, loss: float, grad_norm: float) -> None:
+    """Check a step's loss sum and every gradient.
+
+    A norm that is finite proves that each number of the gradient is. One that is not may be a
+    finite gradient's, whose squares are too large.
+
+    Raises:
+        TrainingError: one of them is not finite.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    named = module.backend.trainable().items()
+    gradients = {name: p.grad for name, p in named if p.grad is not None}
+    bad = next((name for name, one in gradients.items() if not one.isfinite().all()), None)
+    if math.isfinite(loss) and bad is None:
+        return
+    module.refuse_unfinite_base()
+    raise _not_finite(f"the gradient of {bad}" if math.isfinite(loss) else "the loss", step)
 
 
 def _not_finite(what: str, step: int) -> TrainingError:
