@@ -214,6 +214,13 @@ def test_an_edited_study_is_refused(lab, rows_file, refused, change, said):
     assert "under another name" in told
 
 
+def test_a_study_that_is_there_is_continued_by_its_own_command(lab, refused):
+    """Planning it again names that command, because sweep.resume refuses a study."""
+    told = refused("study=ranks", "task=plan")
+    assert "a sweep is there already" in told
+    assert "python -m mens_exp study=ranks" in told
+
+
 def test_an_edit_of_the_record_does_not_help(lab, rows_file, refused):
     """The ledger has the digest too."""
     write(lab, settings(rows_file, margin=0.0))

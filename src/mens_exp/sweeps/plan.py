@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.artifacts.sweep import LeftOut, SweepDir
+from mens_exp.artifacts.sweep import LeftOut, SweepDir, SweepRecord
 from mens_exp.config.compose import config_digest
 from mens_exp.config.fields import range_problems
 from mens_exp.config.overrides import check
@@ -209,6 +210,17 @@ def _sweeper_problems(cell: Cell) -> list[ConfigError]:
     ]
 
 
+def _again(root: Path) -> str:
+    """Return what continues a sweep: its own command if it conducts a study."""
+    try:
+        record = SweepRecord.read(SweepDir(root).record)
+    except MensError:  # damaged; resuming says how
+        return f"sweep.resume={root}"
+    if record.study is None:
+        return f"sweep.resume={root}"
+    return shlex.join(["python", "-m", "mens_exp", *record.command])
+
+
 def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
     """Refuse directories that are not empty, or that two cells would share."""
     if SweepDir(root).record.exists():
@@ -216,7 +228,7 @@ def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
             RequestError(
                 "a sweep is there already",
                 where=str(root),
-                remedy=f"continue it with sweep.resume={root}, or choose another hydra.sweep.dir",
+                remedy=f"continue it with {_again(root)}, or choose another hydra.sweep.dir",
             )
         ]
     places = Counter(directory_of(cell) for cell in cells)
