@@ -74,7 +74,7 @@ def test_the_commit_is_recorded_and_held_to(
                 f"path={run.path}",
                 "suite=heldout_syntax",
                 "suite.items=1",
-                "suite.max_new_tokens=4",
+                "suite.max_new_tokens=40",
                 f"hydra.run.dir={scored}",
             ]
         )
