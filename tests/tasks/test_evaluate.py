@@ -190,7 +190,7 @@ def test_the_base_is_scored_alone(
 
 
 def test_a_suite_that_has_nothing_to_ask_is_refused(trained, tmp_path, monkeypatch, capsys):
-    """The scorecard was asked for; a run of training notes it, and goes on."""
+    """The scorecard was asked for; a run of training goes on without one."""
     monkeypatch.chdir(tmp_path)
     out = RunDir(tmp_path / "evaluation")
     given = [f"path={trained.path}", "task=evaluate", *SUITE, "suite.max_new_tokens=1"]
