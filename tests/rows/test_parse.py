@@ -139,6 +139,7 @@ def test_openais_spellings_are_read():
     ("turn", "said"),
     [
         ({"role": "assistant", "content": "b", "weight": 0}, "objective.turns=last"),
+        ({"role": "assistant", "content": "b", "weight": [1]}, "another 'weight' than 1"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'content'"),
         ({"role": "user", "content": "a", "weight": 1}, "unknown key 'weight'"),
     ],

@@ -370,8 +370,8 @@ class RowStream:
             bad += self._reader.bad
             self._reader.pairs.clear()
             self._reader.bad.clear()
-        is_first = self._epoch == self._number == 0
-        absent = [one for each in readers.values() for one in each.absent_columns() if is_first]
+        first = readers.values() if self._epoch == self._number == 0 else ()
+        absent = [one for each in first for one in each.absent_columns()]
         Problems.raise_if(wrong.told(absent, "data", is_part=True))
         return pairs, tuple(bad)
 

@@ -76,7 +76,7 @@ class _Reader:
         for name, value in given.items():
             if name not in _OF_INPUT:
                 self._problems.add(
-                    f"unknown key {name!r} in 'input'", shown(value), f"{', '.join(_OF_INPUT)}"
+                    f"unknown key {name!r} in 'input'", shown(value), ", ".join(_OF_INPUT)
                 )
             elif self._values.setdefault(name, value) is not value:
                 self._problems.add(

@@ -187,7 +187,7 @@ def _turn(
 
 
 def _check_weight(value: object, name: str, problems: RowProblems) -> None:
-    if value not in {None, 1}:
+    if value is not None and value != 1:
         problems.add(
             f"{name} has another {_WEIGHT!r} than 1",
             shown(value),

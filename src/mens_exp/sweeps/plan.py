@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -212,13 +213,11 @@ def _sweeper_problems(cell: Cell) -> list[ConfigError]:
 
 def _again(root: Path) -> str:
     """Return what continues a sweep: its own command if it conducts a study."""
-    try:
+    with suppress(MensError):  # of a damaged record; resuming names the damage
         record = SweepRecord.read(SweepDir(root).record)
-    except MensError:  # damaged; resuming says how
-        return f"sweep.resume={root}"
-    if record.study is None:
-        return f"sweep.resume={root}"
-    return shlex.join(["python", "-m", "mens_exp", *record.command])
+        if record.study is not None:
+            return shlex.join(["python", "-m", "mens_exp", *record.command])
+    return f"sweep.resume={root}"
 
 
 def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
