@@ -94,6 +94,7 @@ def test_what_a_service_refused_is_sent_later(train, wandb_service, tmp_path, ca
     wandb_service.refuses = lambda _: True
     run = train("logger.wait_s=0", "logger.console=true")
     whole(run)
+    _until_asked(wandb_service)
     assert settled_not(run)
     assert sent(wandb_service, run) == []
     wandb_service.refuses = lambda _: False
@@ -113,7 +114,7 @@ def test_a_service_that_never_answers_delays_nothing(train, wandb_service, tmp_p
     wandb_service.hangs = lambda _: True
     run = train("logger.wait_s=0")
     whole(run)
-    assert wandb_service.operations  # it was asked, and has answered nothing
+    _until_asked(wandb_service)
     assert wandb_service.runs == {}
     assert settled_not(run)
     wandb_service.hangs = lambda _: False
@@ -142,6 +143,14 @@ def test_an_online_evaluation_is_tied_to_the_run_that_it_scored(
     assert (f"adapter-{name}", "scored") in wandb_service.lineage
     assert len(wandb_service.versions(f"adapter-{name}")) == 1
     assert wandb_service.unknown == []
+
+
+def _until_asked(service):
+    """Wait for the sender's first request: a run may end before its sender has started."""
+    deadline = time.monotonic() + 300
+    while not service.operations and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert service.operations
 
 
 def settled_not(run):
