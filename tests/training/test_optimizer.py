@@ -26,7 +26,7 @@ def gradients(count, shape=LARGE):
 
 def trained(config, steps, shape=LARGE):
     parameter = start(shape)
-    optimizer = build_optimizer(config.optim, [parameter])
+    optimizer = build_optimizer(config.optim, {"l0.q.lora_a": parameter})
     for gradient in gradients(steps, shape):
         parameter.grad = gradient
         optimizer.step()
@@ -102,7 +102,7 @@ def test_small_matrices_keep_f32_moments(tiny_config):
 def test_a_paged_optimizer_is_refused_on_cpu(tiny_config):
     """To take an unpaged one instead would be another optimizer."""
     with pytest.raises(SetupError, match="paged memory is CUDA's own") as caught:
-        build_optimizer(tiny_config("optim=paged_adamw_8bit").optim, [start()])
+        build_optimizer(tiny_config("optim=paged_adamw_8bit").optim, {"l0.q.lora_a": start()})
     assert "optim=adamw_8bit" in (caught.value.remedy or "")
 
 
@@ -112,9 +112,79 @@ def test_state_survives_saving_and_loading(tiny_config, option):
     config = tiny_config(f"optim={option}")
     through, _ = trained(config, 5)
     stopped, before = trained(config, 3)
-    after = build_optimizer(config.optim, [stopped])
+    after = build_optimizer(config.optim, {"l0.q.lora_a": stopped})
     after.load_state_dict(before.state_dict())
     for gradient in gradients(5)[3:]:
         stopped.grad = gradient
         after.step()
     assert torch.equal(stopped, through)
+
+
+# LoRA+
+
+
+def of_peft(model, config, ratio):
+    """Return PEFT's own optimizer of LoRA+ over a model of PEFT's."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    decay = config.optim.weight_decay
+    return create_loraplus_optimizer(
+        model,
+        torch.optim.AdamW,
+        lr=config.optim.lr,
+        loraplus_lr_ratio=ratio,
+        loraplus_weight_decay=decay,
+        betas=tuple(config.optim.betas),
+        eps=config.optim.eps,
+    )
+
+
+def rates(optimizer):
+    """Return rate and decay of each parameter, by its identity."""
+    groups = optimizer.param_groups
+    return {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_lora_plus_has_the_groups_of_peft(tiny_backend, tiny_config, variant):
+    """Every parameter of a real model has PEFT's rate and decay, DoRA's magnitudes too."""
+    settings = ("optim.loraplus_lr_ratio=16", "optim.weight_decay=0.1", f"lora.variant={variant}")
+    config = tiny_config(*settings)
+    backend = tiny_backend(*settings)
+    ours = rates(build_optimizer(config.optim, backend.trainable()))
+    assert ours == rates(of_peft(backend.model, config, 16))
+    assert {rate for rate, _ in ours.values()} == {2e-3, 16 * 2e-3}
+
+
+def test_lora_plus_takes_the_steps_of_peft(tiny_backend, tiny_config):
+    """Three steps with the same gradients end at the same bits."""
+    settings = ("optim.loraplus_lr_ratio=4", "optim.weight_decay=0.1")
+    config = tiny_config(*settings)
+    ends = []
+    for build in (
+        lambda backend: build_optimizer(config.optim, backend.trainable()),
+        lambda backend: of_peft(backend.model, config, 4),
+    ):
+        backend = tiny_backend(*settings)
+        optimizer = build(backend)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            for parameter in backend.trainable().values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        ends.append([p.detach().clone() for p in backend.trainable().values()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["backend=full", "optim.loraplus_lr_ratio=16"], "trains no matrices A and B"),
+        (["optim.loraplus_lr_ratio=0.5"], "a value >= 1"),
+    ],
+)
+def test_lora_plus_is_refused_where_it_means_nothing(overrides, words):
+    """Without A and B, or with a ratio that would slow B down."""
+    (problem,) = check(overrides).problems
+    assert problem.where == "optim.loraplus_lr_ratio"
+    assert words in str(problem)

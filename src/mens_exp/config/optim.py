@@ -8,7 +8,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Effect, setting
+from mens_exp.config.fields import Condition, Effect, setting
 
 DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training loss
 
@@ -39,9 +39,19 @@ class OptimizerConfig:
     )
 
 
+_HAS_PAIR = Condition(
+    holds=lambda config: config.backend.name != "full" and config.lora.spec.form.has_pair,
+    words=lambda config: (
+        f"with backend={config.backend.name} and lora.variant={config.lora.spec.name}, which "
+        "trains no matrices A and B"
+    ),
+    needs="an adapter with matrices A and B, such as lora.variant=lora",
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(OptimizerConfig):
-    """Additional settings of the built-in optimizers."""
+    """Additional settings of AdamW and of the optimizers that share its form."""
 
     betas: list[float] = setting(
         [0.9, 0.999], "Decay of the two averages (torch's default).", example="[0.9,0.95]"
@@ -51,6 +61,17 @@ class OptimConfig(OptimizerConfig):
         "Decoupled decay (0: adapters are small, B starts at 0).",
         ge=0,
         aliases={"weight_decay": "Transformers and TRL, Axolotl and LLaMA-Factory"},
+    )
+    loraplus_lr_ratio: float | None = setting(
+        None,
+        "LoRA+ (arXiv:2402.12354): B, and DoRA's magnitudes, learn at this multiple of the rate, "
+        "and A at the rate itself. The paper advises 16 with a lower rate. null: one rate.",
+        ge=1,
+        only_if=_HAS_PAIR,
+        idle=None,
+        aliases={"loraplus_lr_ratio": "PEFT, Axolotl and LLaMA-Factory"},
+        example="16",
+        label="LoRA+ ratio",
     )
 
 

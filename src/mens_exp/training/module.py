@@ -225,9 +225,10 @@ class TrainingModule(LightningModule):
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
         if not isinstance(scheduler, LambdaLR):
             return  # of a class of the user's, whose own state was restored
-        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](self.trainer.global_step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        step = self.trainer.global_step
+        rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, (peak, multiple) in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = peak * multiple(step)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the micro-batch's loss sum, scaled to cancel the divisions that follow.
@@ -458,7 +459,9 @@ class TrainingModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the adapter, and its schedule per optimizer step."""
-        optimizer = build_optimizer(self.config.optim, self.trained())
+        names = {id(parameter): name for name, parameter in self.backend.trainable().items()}
+        named = {names.get(id(one), f"added.{n}"): one for n, one in enumerate(self.trained())}
+        optimizer = build_optimizer(self.config.optim, named)
         schedule = self.config.schedule
         scheduler = build_scheduler(schedule, optimizer, total_steps=self.total_steps)
         return {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class, instantiate
 
 from mens_exp.config.optim import (
+    OptimConfig,
     PagedAdamw8bitConfig,
     ScheduleConfig,
     ScheduleKind,
@@ -18,7 +19,7 @@ from mens_exp.config.optim import (
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     import torch
     from torch.optim.lr_scheduler import LRScheduler
@@ -64,19 +65,44 @@ def build_scheduler(
     )
 
 
-_OURS = {"_target_", "name"}  # identify the optimizer; the rest are its arguments
+# Identify the optimizer, or make its groups of parameters; the rest are its arguments.
+_OURS = {"_target_", "name", "loraplus_lr_ratio"}
+_LORA_B = "lora_b"
+
+
+def parameter_groups(
+    config: OptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]
+) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
+    """Return the trained parameters; with LoRA+, in a group for each of its two rates.
+
+    B and every vector, such as DoRA's magnitudes, learn faster: PEFT's division
+    (`peft.optimizers.create_loraplus_optimizer`).
+    """
+    ratio = config.loraplus_lr_ratio if isinstance(config, OptimConfig) else None
+    if ratio is None:
+        return [*parameters.values()]
+    slow, fast = [], []
+    for name, parameter in parameters.items():
+        is_fast = name.rpartition(".")[2] == _LORA_B or parameter.ndim == 1
+        (fast if is_fast else slow).append(parameter)
+    groups = [{"params": slow}, {"params": fast, "lr": config.lr * ratio}]
+    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]
+    config: OptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trained parameters, which are already on their device.
+
+    Args:
+        config: the `optim` group.
+        parameters: by name; the last part of an adapter's is that of its record.
 
     Raises:
         SetupError: a paged optimizer without a CUDA device. bitsandbytes would fall back to a
             non-paged one with a warning.
     """
-    device = parameters[0].device.type
+    device = next(iter(parameters.values())).device.type
     if isinstance(config, PagedAdamw8bitConfig) and device != "cuda":
         raise SetupError(
             "paged memory is CUDA's own",
@@ -91,5 +117,5 @@ def build_optimizer(
         if field.name not in _OURS
     }
     cls: Any = get_class(config._target_)  # Hydra's own spelling
-    optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
+    optimizer: torch.optim.Optimizer = cls(parameter_groups(config, parameters), **arguments)
     return optimizer
