@@ -106,7 +106,7 @@ def fit(
             val_check_interval=validate_every or steps * accumulate + 1,
             check_val_every_n_epoch=None,
             deterministic=True,
-            callbacks=[watch],
+            callbacks=[watch, *other.get("callbacks", [])],
             plugins=[AtomicCheckpointIO()],
             logger=False,
             enable_checkpointing=False,
@@ -376,10 +376,22 @@ def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(fit, tm
     assert 3 * size < path.stat().st_size < 3 * size + (64 << 10)
 
 
-@pytest.mark.parametrize("kind", ["cosine", "constant"])
-def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path, kind):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["schedule=cosine"],
+        ["schedule=constant"],
+        ["optim.loraplus_lr_ratio=16"],
+        ["optim=muon"],
+        ["optim=schedule_free"],
+        ["optim=adafactor"],
+        ["optim=sgd"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path, settings):
     """In mid-epoch, in bf16 with dropout: adapter, counters and metrics agree bit for bit."""
-    real = ("quant.compute_dtype=bf16", "lora.dropout=0.1", f"schedule={kind}")
+    real = ("quant.compute_dtype=bf16", "lora.dropout=0.1", *settings)
     whole, watch, _ = fit(*real, steps=5, accumulate=3)
     _, _, trainer = fit(*real, steps=2, accumulate=3, total_steps=5)
     trainer.save_checkpoint(tmp_path / "step.ckpt")
@@ -387,6 +399,66 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path,
     assert same(tensors_of(resumed), tensors_of(whole))
     assert again.metrics == watch.metrics[2:]
     assert resumed.tokens == whole.tokens
+
+
+FREE = ("optim=schedule_free", "optim.lr=1e-2")
+
+
+class Points(Callback):
+    """Keeps the adapter at every pass that is learned from, and wherever it is looked at."""
+
+    def __init__(self):
+        self.learned, self.seen = [], []
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.learned.append(tensors_of(pl_module))
+
+    def on_validation_batch_start(self, trainer, pl_module, *_):
+        self.seen.append(tensors_of(pl_module))
+
+    on_train_batch_end = on_validation_batch_start
+
+
+def test_schedule_free_steps_are_those_of_a_loop_by_hand(tiny_backend, tiny_config, documents, fit):
+    """Three steps of one micro-batch, in f32: the package's own loop ends at the same average."""
+    from schedulefree import AdamWScheduleFree
+
+    module, _, _ = fit(*FREE, steps=3, accumulate=1)
+    backend = tiny_backend(*EXACT, *FREE, live=True).train()
+    optimizer = AdamWScheduleFree([*backend.trainable().values()], lr=1e-2)
+    optimizer.train()
+    for batch in stream(documents, size=1, total=3, seed=0):
+        optimizer.zero_grad()
+        backend.begin(batch.index)
+        logits = backend.head(backend(batch))
+        functional.cross_entropy(logits, batch.targets_M).backward()
+        optimizer.step()
+    optimizer.eval()
+    for name, values in tensors_of(module).items():
+        assert (values - backend.trainable()[name]).abs().max() < 1e-5, name  # steps are a thousand times as large
+
+
+def test_what_looks_at_a_schedule_free_run_sees_the_average(fit):
+    """After each micro-batch and in validation it is another point than the one that learns."""
+    points = Points()
+    module, _, trainer = fit(*FREE, steps=4, accumulate=2, validate_every=4, callbacks=[points])
+    optimizer = trainer.optimizers[0]
+    assert same(points.seen[-1], tensors_of(module))
+    assert not same(points.learned[-1], points.seen[-1])
+    # Twice between two steps, the same point is learned from, and the same average is seen.
+    assert same(points.learned[-1], points.learned[-2])
+    for name, average in tensors_of(module).items():
+        state = optimizer.state[module.backend.trainable()[name]]
+        by_hand = state["y"].double() + (1 - 1 / 0.9) * (state["z"].double() - state["y"].double())
+        assert (average - by_hand).abs().max() < 1e-7
+
+
+def test_more_validations_change_nothing_of_a_schedule_free_run(fit):
+    """The way to the average and back leaves no trace."""
+    seldom, _, _ = fit(*FREE, steps=4, accumulate=1)
+    often, watch, _ = fit(*FREE, steps=4, accumulate=1, validate_every=1)
+    assert len(watch.validations) >= 4
+    assert same(tensors_of(seldom), tensors_of(often))
 
 
 def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit, tmp_path):

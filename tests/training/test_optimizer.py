@@ -106,7 +106,9 @@ def test_a_paged_optimizer_is_refused_on_cpu(tiny_config):
     assert "optim=adamw_8bit" in (caught.value.remedy or "")
 
 
-@pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
+@pytest.mark.parametrize(
+    "option", ["adamw", "adamw_8bit", "lion", "muon", "schedule_free", "adafactor", "sgd"]
+)
 def test_state_survives_saving_and_loading(tiny_config, option):
     """Three steps, saved, and two more are the five of an optimizer that was never saved."""
     config = tiny_config(f"optim={option}")
@@ -118,6 +120,149 @@ def test_state_survives_saving_and_loading(tiny_config, option):
         stopped.grad = gradient
         after.step()
     assert torch.equal(stopped, through)
+
+
+# torch's own, and schedulefree's
+
+
+@pytest.mark.parametrize(
+    ("option", "overrides", "theirs", "arguments"),
+    [
+        ("sgd", ("optim.nesterov=true",), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        ("sgd", ("optim.momentum=0",), torch.optim.SGD, {}),
+        ("adafactor", ("optim.d=2",), torch.optim.Adafactor, {"d": 2.0, "beta2_decay": -0.8}),
+    ],
+)
+def test_an_optimizer_of_torch_takes_torch_s_steps(
+    tiny_config, option, overrides, theirs, arguments
+):
+    """Five steps end at the same bits, and no other setting reaches it."""
+    config = tiny_config(f"optim={option}", "optim.lr=1e-2", "optim.weight_decay=0.1", *overrides)
+    found, _ = trained(config, 5)
+    expected = start()
+    reference = theirs([expected], lr=1e-2, weight_decay=0.1, **arguments)
+    for gradient in gradients(5):
+        expected.grad = gradient
+        reference.step()
+    assert torch.equal(found, expected)
+
+
+def orthogonal(values, steps=5):
+    """The iteration of https://kellerjordan.github.io/posts/muon, in f64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = values.T if values.shape[0] > values.shape[1] else values
+    x = x / np.linalg.norm(x)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if values.shape[0] > values.shape[1] else x
+
+
+def test_muon_follows_its_definition(tiny_config):
+    """One step by hand: the average's look-ahead, made orthogonal, as large as AdamW's update.
+
+    torch iterates in bf16, which leaves a hundredth.
+    """
+    config = tiny_config("optim=muon", "optim.lr=1e-2", "optim.weight_decay=0.1")
+    found, _ = trained(config, 1)
+    (gradient,) = (one.double().numpy() for one in gradients(1))
+    ahead = (1 + 0.95) * 0.05 * gradient
+    size = 0.2 * np.sqrt(max(LARGE))
+    before = start().detach().double().numpy()
+    expected = before * (1 - 1e-2 * 0.1) - 1e-2 * size * orthogonal(ahead)
+    moved = np.linalg.norm(expected - before)
+    assert np.linalg.norm(found.detach().numpy() - expected) / moved < 0.02
+
+
+def test_muon_leaves_vectors_to_adamw(tiny_config):
+    """A matrix takes the steps of torch's Muon, a vector those of torch's AdamW, bit for bit."""
+    config = tiny_config("optim=muon", "optim.lr=1e-2", "optim.weight_decay=0.1")
+    shapes = {"l0.q.lora_a": (8, 64), "l0.q.lora_magnitude": (64,)}
+    ours = {name: start(shape) for name, shape in shapes.items()}
+    theirs = {name: start(shape) for name, shape in shapes.items()}
+    matrix, vector = theirs.values()
+    optimizer = build_optimizer(config.optim, ours)
+    references = (
+        torch.optim.Muon(
+            [matrix], lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW([vector], lr=1e-2, weight_decay=0.1),
+    )
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(ours.values(), theirs.values(), strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        for one in (optimizer, *references):
+            one.step()
+    assert all(torch.equal(ours[name], theirs[name]) for name in shapes)
+
+
+def test_muon_s_two_parts_follow_one_schedule_after_loading(tiny_config):
+    """A rate set on a group is the one that its part steps with, also with loaded groups."""
+    config = tiny_config("optim=muon", "optim.lr=1e-2")
+    named = {"l0.q.lora_a": start((8, 64)), "l0.q.lora_magnitude": start((64,))}
+    optimizer = build_optimizer(config.optim, named)
+    for one in named.values():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [one.detach().clone() for one in named.values()]
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, named.values(), strict=True))
+
+
+def test_schedule_free_steps_are_those_of_the_package(tiny_config):
+    """Ten steps: the model holds the package's average, and its state the package's point."""
+    from schedulefree import AdamWScheduleFree
+
+    config = tiny_config("optim=schedule_free", "schedule=constant", "optim.lr=1e-2")
+    found, optimizer = trained(config, 10)
+    expected = start()
+    reference = AdamWScheduleFree([expected], lr=1e-2)
+    reference.train()
+    for gradient in gradients(10):
+        expected.grad = gradient.clone()  # the package divides it in place
+        reference.step()
+    optimizer.train()
+    assert torch.equal(found, expected)
+    reference.eval()
+    optimizer.eval()
+    assert torch.equal(found, expected)
+
+
+def test_a_look_at_the_average_changes_no_bit_of_what_follows(tiny_config):
+    """The package's own way there and back rounds; ours restores the point that it left."""
+    config = tiny_config("optim=schedule_free", "schedule=constant", "optim.lr=1e-2")
+    found, optimizer = trained(config, 3)
+    optimizer.train()
+    point = found.detach().clone()
+    for _ in range(50):
+        optimizer.eval()
+        average = found.detach().clone()
+        optimizer.train()
+    assert torch.equal(found, point)
+    assert not torch.equal(average, point)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "words"),
+    [
+        (["optim=muon", "backend=full"], "optim", "matrices of adapters"),
+        (["optim=schedule_free"], "schedule", "averages its steps"),
+        (["optim=schedule_free", "schedule=constant", "optim.betas=[0,0.9]"], "optim.betas", "last"),
+        (["optim=muon", "optim.betas=[0.9]"], "optim.betas", "two decay rates"),
+        (["optim=sgd", "optim.momentum=0", "optim.nesterov=true"], "optim.nesterov", "momentum=0"),
+        (["optim=muon", "optim.ns_steps=0"], "optim.ns_steps", "a value >= 1"),
+    ],
+)
+def test_a_setting_that_an_optimizer_cannot_have_is_refused(overrides, where, words):
+    """Before any work, by name."""
+    (problem,) = check(overrides).problems
+    assert problem.where == where
+    assert words in str(problem)
 
 
 # LoRA+

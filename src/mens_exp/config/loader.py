@@ -84,12 +84,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "proxy": backend.ProxyConfig,
     },
     "data": {name: spec.schema for name, spec in data_sources.SOURCES.built_in.items()},
-    "optim": {
-        "adamw": optim.AdamwConfig,
-        "adamw_8bit": optim.Adamw8bitConfig,
-        "paged_adamw_8bit": optim.PagedAdamw8bitConfig,
-        "lion": optim.LionConfig,
-    },
+    "optim": {**optim.OPTIMIZERS},
     "schedule": {"schedule": optim.ScheduleConfig},
     "module": {"module": trainer.ModuleConfig},
     "trainer": {"trainer": trainer.TrainerConfig},

@@ -10,10 +10,11 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import Condition, Effect, setting
 
+_F32 = 4  # bytes
 DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training loss
 
 
-def lr_beside(default_lr: float | None, parts: int = 1) -> float:
+def lr_beside(default_lr: float | None, parts: float = 1) -> float:
     """Return the default peak rate when none is set: the model's, divided by ``parts``.
 
     Args:
@@ -37,6 +38,21 @@ class OptimizerConfig:
         aliases={"learning_rate": "Transformers and TRL, Axolotl and LLaMA-Factory"},
         label="learning rate",
     )
+
+    def state_bytes(self, parameters: int, sides: int) -> float | None:
+        """Return the bytes of the state; None for a class of the user's, which tells nothing.
+
+        Args:
+            parameters: trained parameters.
+            sides: rows and columns of the trained matrices, summed.
+        """
+        del parameters, sides
+        return None
+
+    @property
+    def usual_parts(self) -> float:
+        """How many times smaller its usual rate is than AdamW's."""
+        return 1.0
 
 
 _HAS_PAIR = Condition(
@@ -74,6 +90,11 @@ class OptimConfig(OptimizerConfig):
         label="LoRA+ ratio",
     )
 
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of two moments in f32."""
+        del sides
+        return 2.0 * _F32 * parameters
+
 
 @dataclass(kw_only=True, slots=True)
 class AdamwConfig(OptimConfig):
@@ -97,6 +118,11 @@ class Adamw8bitConfig(AdamwConfig):
 
     name: str = setting("adamw_8bit", "The option's name; set by the option.")
 
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of two moments of a byte, each with one scale for 256 elements."""
+        del sides
+        return 2 * (1 + _F32 / 256) * parameters
+
 
 @dataclass(kw_only=True, slots=True)
 class PagedAdamw8bitConfig(Adamw8bitConfig):
@@ -119,6 +145,159 @@ class LionConfig(OptimConfig):
     betas: list[float] = setting(
         [0.9, 0.99], "Decay of the average in the update and in the state (the paper's)."
     )
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of one average in f32."""
+        del sides
+        return float(_F32 * parameters)
+
+    @property
+    def usual_parts(self) -> float:
+        """All its steps have the same size (arXiv:2302.06675, section 5)."""
+        return 10.0
+
+
+class MuonRate(Enum):
+    """The meaning of Muon's rate for a matrix, as torch names it."""
+
+    match_rms_adamw = "match_rms_adamw"
+    original = "original"
+
+
+@dataclass(kw_only=True, slots=True)
+class MuonConfig(OptimizerConfig):
+    """Muon (https://kellerjordan.github.io/posts/muon) for matrices, AdamW for all others.
+
+    An update is the average gradient with its singular values set to about 1, by five steps of a
+    Newton-Schulz iteration in bf16. torch does the arithmetic of both (`torch.optim.Muon`).
+    """
+
+    name: str = setting("muon", "The option's name; set by the option.")
+    adjust_lr_fn: MuonRate = setting(
+        MuonRate.match_rms_adamw,
+        "match_rms_adamw: updates as large as AdamW's, whose rate can be kept (arXiv:2502.16982); "
+        "original: the rate is scaled by the square root of rows over columns, if that is above 1.",
+    )
+    momentum: float = setting(
+        0.95, "Decay of the average gradient of a matrix (torch's default).", ge=0, lt=1
+    )
+    nesterov: bool = setting(True, "Look ahead by one step of the average (torch's default).")
+    ns_steps: int = setting(5, "Steps of the iteration (torch's default).", ge=1, lt=100)
+    betas: list[float] = setting(
+        [0.9, 0.999], "Decay of AdamW's two averages (torch's default).", example="[0.9,0.95]"
+    )
+    eps: float = setting(1e-8, "Added to AdamW's denominator (torch's default).", gt=0)
+    weight_decay: float = setting(
+        0.0, "Decoupled decay (0: adapters are small, B starts at 0).", ge=0
+    )
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of one average in f32; vectors, of which few are trained, have two."""
+        del sides
+        return float(_F32 * parameters)
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleFreeConfig(AdamwConfig):
+    """Schedule-free AdamW (arXiv:2405.15682): an average over all steps instead of a decay.
+
+    The model holds the average wherever it is validated, scored, saved or written; a gradient is
+    taken at the point between the average and the last step, as the paper asks. Needs the
+    schedulefree package.
+    """
+
+    name: str = setting("schedule_free", "The option's name; set by the option.")
+    betas: list[float] = setting(
+        [0.9, 0.999],
+        "Weight of the average at the point of the gradient; decay of the squared gradient "
+        "(schedulefree's defaults).",
+        example="[0.95,0.999]",
+    )
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of the last step, the gradient's point and the second moment, in f32."""
+        del sides
+        return 3.0 * _F32 * parameters
+
+
+@dataclass(kw_only=True, slots=True)
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor (arXiv:1804.04235): a second moment of row and column sums, and no first one.
+
+    The rate is relative to the root mean square of each matrix, or to 0.001 where that is smaller,
+    and at most ``1 / sqrt(step)``: torch's `torch.optim.Adafactor`.
+    """
+
+    name: str = setting("adafactor", "The option's name; set by the option.")
+    lr: float = setting(
+        50 * DEFAULT_LR,
+        "Peak relative rate; unless set, fifty times model.default_lr (unverified guess: A's root "
+        "mean square is then a fiftieth, and its steps are as large as AdamW's).",
+        gt=0,
+    )
+    beta2_decay: float = setting(
+        -0.8, "Exponent of the step in the decay of the second moment (the paper's).", le=0
+    )
+    d: float = setting(1.0, "Largest root mean square of an update (the paper's).", ge=1)
+    weight_decay: float = setting(
+        0.0, "Decoupled decay (0: adapters are small, B starts at 0).", ge=0
+    )
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of the sums, in f32."""
+        del parameters
+        return float(_F32 * sides)
+
+    @property
+    def usual_parts(self) -> float:
+        """Its rate is a share of a matrix's size."""
+        return 1 / 50
+
+
+@dataclass(kw_only=True, slots=True)
+class SgdConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum: `torch.optim.SGD`."""
+
+    name: str = setting("sgd", "The option's name; set by the option.")
+    lr: float = setting(
+        100 * DEFAULT_LR,
+        "Peak rate; unless set, a hundred times model.default_lr (unverified guess).",
+        gt=0,
+    )
+    momentum: float = setting(0.9, "Share of the last update that is kept (0: none).", ge=0, lt=1)
+    nesterov: bool = setting(
+        False,
+        "Look ahead by one step of the momentum.",
+        only_if=Condition(
+            holds=lambda config: config.optim.momentum > 0,
+            words=lambda _: "with optim.momentum=0",
+            needs="optim.momentum above 0",
+        ),
+        idle=False,
+    )
+    weight_decay: float = setting(0.0, "Decay, added to the gradient (torch's).", ge=0)
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of the momentum in f32."""
+        del sides
+        return float(_F32 * parameters) if self.momentum > 0 else 0.0
+
+    @property
+    def usual_parts(self) -> float:
+        """Its steps are as small as the gradient."""
+        return 1 / 100
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamwConfig,
+    "adamw_8bit": Adamw8bitConfig,
+    "paged_adamw_8bit": PagedAdamw8bitConfig,
+    "lion": LionConfig,
+    "muon": MuonConfig,
+    "schedule_free": ScheduleFreeConfig,
+    "adafactor": AdafactorConfig,
+    "sgd": SgdConfig,
+}
 
 
 DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60

@@ -6,6 +6,7 @@ A target is a group (``attention``), the last name or names of a module (``q_pro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -200,20 +201,25 @@ def pattern_values(
 
 
 def adapter_parameters(lora: LoraConfig, shape: Shape) -> int:
-    """Count trained parameters: the adapter method's tensors of each module.
+    """Count trained parameters; see :func:`adapter_tensors`."""
+    return sum(many * math.prod(sizes) for many, sizes in adapter_tensors(lora, shape))
+
+
+def adapter_tensors(lora: LoraConfig, shape: Shape) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the shape of every trained tensor, and how many of it a module has.
 
     Gate and up of an expert are one tensor in transformers, so they share a matrix A. Targets that
-    match nothing count as zero; they are reported elsewhere.
+    match nothing have none; they are reported elsewhere.
     """
     modules = [] if target_problems(lora, shape) else chosen(lora, shape)
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
-    total = 0
     for one in modules:
         matrices, width = 1, one.width
         if one.slot is not None:
             matrices, width = one.slot.matrices, 0 if one.slot.part else one.width
-        total += matrices * lora.spec.form.parameters(r=ranks[one.path], width=width, out=one.out)
-    return total
+        shapes = lora.spec.form.shapes(r=ranks[one.path], width=width, out=one.out)
+        for sizes in shapes.values():
+            yield matrices, sizes
 
 
 def adapter_shapes(one: LinearModule, form: AdapterForm, r: int) -> dict[str, tuple[int, ...]]:

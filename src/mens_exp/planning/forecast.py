@@ -87,7 +87,7 @@ class Disk:
 def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Disk:
     """Estimate the disk space that a run needs."""
     parameters = trained_parameters(config, shape)
-    moments, _ = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
+    moments, _ = optimizer_bytes(config, shape)
     whole = shape.linear_parameters + shape.embedding_parameters
     saves = "checkpoint" in config.callbacks
     keep = config.checkpoint.keep if saves else 0

@@ -19,8 +19,10 @@ from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout.targets import (
     adapter_parameters,
+    adapter_tensors,
     chosen,
     described,
+    linear_modules,
 )
 from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
 
@@ -35,18 +37,15 @@ if TYPE_CHECKING:
 BUCKETS = "gradient buckets"  # what only several processes have
 
 _F32 = 4  # bytes of an element
-# Bytes of moments per parameter, by the optimizer's class name.
+# Bytes of moments per parameter, by the class name of an optimizer that a user's option names.
 _MOMENTS = {
-    "AdamW": 8.0,
-    "Adam": 8.0,
-    "Lion": 4.0,
     "AdamW8bit": 2.0 + 2 * _F32 / 256,  # two moments, one scale for 256 elements of each
     "PagedAdamW8bit": 2.0 + 2 * _F32 / 256,
-    "PagedAdamW": 8.0,
+    "Lion": 4.0,
     "Lion8bit": 1.0 + _F32 / 256,
     "SGD": 4.0,
 }
-_MOMENTS_UNKNOWN = 8.0  # Adam's; for a user-defined optimizer
+_MOMENTS_UNKNOWN = 8.0  # Adam's
 
 # measured: experiments/memory_model, SmolLM2-135M on CPU
 # With checkpointing, one layer's activations are allocated and freed thirty times and leave larger
@@ -130,15 +129,36 @@ def dense_experts(config: RunConfig, shape: Shape) -> int:
     return shape.expert_parameters if is_whole else 0
 
 
-def optimizer_bytes(target: str, parameters: int) -> tuple[int, bool]:
-    """Return the bytes of an optimizer's state, and whether they are in pageable host memory.
+def optimizer_bytes(config: RunConfig, shape: Shape) -> tuple[int, bool]:
+    """Return the bytes of the optimizer's state, and whether they are in pageable host memory.
 
     Args:
-        target: class of the optimizer.
-        parameters: trainable parameters.
+        config: the whole configuration.
+        shape: dimensions of the base model.
     """
-    name = target.rpartition(".")[2]
-    return round(_MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters), name.startswith("Paged")
+    optim, parameters = config.optim, trained_parameters(config, shape)
+    name = optim._target_.rpartition(".")[2]  # Hydra's own spelling
+    found = optim.state_bytes(parameters, _matrix_sides(config, shape))
+    if found is None:
+        found = _MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters
+    return round(found), name.startswith("Paged")
+
+
+def _matrix_sides(config: RunConfig, shape: Shape) -> int:
+    """Return rows and columns of all trained matrices, summed."""
+    total = 0
+    if config.backend.name == "full" or trains_base(config.backend, config.model.source):
+        total += sum(one.out + one.width for one in linear_modules(shape))
+        total += shape.vocab_size + shape.hidden_size  # the embedding; vectors are left out
+    if config.backend.name == "full":
+        return total
+    stack = proxy_stack(config, shape)
+    if stack is not None:
+        many, d, r = len(stack.middle), shape.hidden_size, config.lora.r
+        return total + many * 2 * (d + r) + shape.vocab_size + d + 2 * r
+    return total + sum(
+        many * sum(sizes) for many, sizes in adapter_tensors(config.lora, shape) if len(sizes) > 1
+    )
 
 
 def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
@@ -161,7 +181,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
     parameters = trained_parameters(config, shape)
-    moments, is_paged = optimizer_bytes(config.optim._target_, parameters)  # Hydra's own spelling
+    moments, is_paged = optimizer_bytes(config, shape)
     on_cpu = kind == "cpu"
     again = recomputes(config, shape, kind)
     kept = saved_bytes(config, shape, documents, width=width, on_cpu=on_cpu, again=again)

@@ -145,6 +145,11 @@ class HostedModule(TrainingModule):
                 parameter.copy_(checkpoint["added"][name])
         super(TrainingModule, self).on_load_checkpoint(checkpoint)
 
+    def on_after_backward(self) -> None:
+        """Put the average back, then let the user's module look."""
+        super().on_after_backward()
+        super(TrainingModule, self).on_after_backward()
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide by the step's tokens, then let the user's module look."""
         super().on_before_optimizer_step(optimizer)

@@ -20,7 +20,7 @@ from mens_exp.errors import DataError, TrainingError
 from mens_exp.objective.causal import Objective, OverTokens, Passed
 from mens_exp.tokenizer.load import bits_per_byte
 from mens_exp.training.distributed import ShardedBase, averaged
-from mens_exp.training.optimizer import build_optimizer, build_scheduler
+from mens_exp.training.optimizer import build_optimizer, build_scheduler, switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -236,6 +236,7 @@ class TrainingModule(LightningModule):
         Lightning divides by the number of micro-batches of a step, and gradients are averaged over
         processes.
         """
+        switch(self.trainer.optimizers, learns=True)
         loss = self.training_loss(batch, batch_idx)
         if not batch.is_filler:
             self._step.add(batch, loss)
@@ -244,6 +245,10 @@ class TrainingModule(LightningModule):
         stream.position = batch.index + 1  # a checkpoint resumes from here
         weight = 0 if batch.is_filler else self.trainer.world_size
         return loss.total * (self.trainer.accumulate_grad_batches * weight)
+
+    def on_after_backward(self) -> None:
+        """Put the average back, if the optimizer trains another point than the one it returns."""
+        switch(self.trainer.optimizers, learns=False)
 
     def training_loss(self, batch: Batch, batch_idx: int) -> LossSum:
         """Return the loss of a micro-batch that is trained on."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class, instantiate
 
+from mens_exp.config.fields import plain
 from mens_exp.config.optim import (
     OptimConfig,
     PagedAdamw8bitConfig,
@@ -19,7 +20,7 @@ from mens_exp.config.optim import (
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch.optim.lr_scheduler import LRScheduler
@@ -112,10 +113,21 @@ def build_optimizer(
             remedy="use optim=adamw_8bit, which is the same arithmetic, or optim=adamw",
         )
     arguments = {
-        field.name: getattr(config, field.name)
+        field.name: plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in _OURS
     }
     cls: Any = get_class(config._target_)  # Hydra's own spelling
     optimizer: torch.optim.Optimizer = cls(parameter_groups(config, parameters), **arguments)
     return optimizer
+
+
+def switch(optimizers: Sequence[torch.optim.Optimizer], *, learns: bool) -> None:
+    """Put into the model the point where gradients are taken, or the one that is the result.
+
+    They differ for schedule-free optimizers alone, which have methods for it.
+    """
+    for optimizer in optimizers:
+        change = getattr(optimizer, "train" if learns else "eval", None)
+        if change is not None:
+            change()

@@ -9,8 +9,15 @@ import re
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
+from mens_exp.config.fields import plain, shown
 from mens_exp.config.objective import OBJECTIVES
-from mens_exp.config.optim import OptimConfig, ScheduleConfig
+from mens_exp.config.optim import (
+    MuonConfig,
+    OptimConfig,
+    ScheduleConfig,
+    ScheduleFreeConfig,
+    ScheduleKind,
+)
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import (
     BY_CLASS,
@@ -311,16 +318,59 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems of `optim`."""
+    """Yield the problems of `optim`; a user-defined optimizer checks its own values."""
     optim = config.optim
-    if not isinstance(optim, OptimConfig):
-        return  # a user-defined optimizer checks its own values
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):  # noqa: PLR2004
+    betas = getattr(optim, "betas", None) if isinstance(optim, OptimConfig | MuonConfig) else None
+    if betas is not None and (len(betas) != 2 or not all(0 <= one < 1 for one in betas)):  # noqa: PLR2004
         yield ConfigError(
             "two decay rates are needed",
             where="optim.betas",
-            found=optim.betas,
+            found=betas,
             expected="two numbers >= 0 and < 1",
+        )
+    if isinstance(optim, MuonConfig):
+        yield from _muon_problems(config)
+    if isinstance(optim, ScheduleFreeConfig):
+        yield from _schedule_free_problems(config, optim)
+
+
+def _muon_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Refuse Muon for weights that are no adapter's, and for an adapter without matrices."""
+    if not has_frozen_base(config.backend, config.model.source):
+        yield ConfigError(
+            "Muon trains matrices of adapters, and here embedding and head are trained too, which "
+            "it is not meant for",
+            where="optim",
+            found=f"muon with backend={config.backend.name}",
+            expected="a backend whose base is frozen: qlora, lora or proxy",
+            remedy="choose optim=adamw",
+        )
+    elif all(len(sizes) == 1 for sizes in config.lora.spec.form.tensors.values()):
+        yield ConfigError(
+            "Muon trains matrices, and this adapter has vectors alone",
+            where="optim",
+            found=f"muon with lora.variant={config.lora.spec.name}",
+            expected="an adapter with matrices, such as lora.variant=lora",
+            remedy="choose optim=adamw",
+        )
+
+
+def _schedule_free_problems(config: RunConfig, optim: ScheduleFreeConfig) -> Iterator[ConfigError]:
+    """Refuse a decay beside the average, which takes its place."""
+    if getattr(config.schedule, "kind", None) is not ScheduleKind.constant:
+        yield ConfigError(
+            "a schedule-free optimizer averages its steps instead of making them smaller",
+            where="schedule",
+            found=f"{shown(plain(getattr(config.schedule, 'kind', None)))} with optim={optim.name}",
+            expected="constant, whose warm-up it has too",
+            remedy="choose schedule=constant",
+        )
+    if optim.betas and optim.betas[0] == 0:
+        yield ConfigError(
+            "the gradient's point would be the last step, and the average would be lost",
+            where="optim.betas",
+            found=optim.betas,
+            expected="a first number above 0",
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.fields import range_problems
 from mens_exp.config.model import HfModel
+from mens_exp.config.optim import MuonConfig
 from mens_exp.config.trainer import Strategy
 from mens_exp.errors import ConfigError
 from mens_exp.layout.model_cache import marked_weights, ready_directory
@@ -74,6 +75,15 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
             found=f"{lora.init.value}, with adapters on experts",
             expected="lora.init=default",
             remedy=f"set lora.init=default; to leave the experts alone, {without}",
+        )
+    if isinstance(config.optim, MuonConfig):
+        yield ConfigError(
+            "PEFT keeps the matrices of a layer's experts in one, which Muon would orthogonalize "
+            "together",
+            where="optim",
+            found=f"{config.optim.name}, with adapters on experts",
+            expected="optim=adamw or another that treats each value apart",
+            remedy=f"choose optim=adamw; to leave the experts alone, {without}",
         )
     if config.trainer.sharing is Strategy.fsdp:
         yield ConfigError(

@@ -12,7 +12,7 @@ from packaging.version import Version
 from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
-from mens_exp.config.optim import LionConfig, PagedAdamw8bitConfig
+from mens_exp.config.optim import PagedAdamw8bitConfig, ScheduleFreeConfig
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
@@ -159,7 +159,6 @@ def _disk_errors(written: Disk, cache: Path) -> Iterator[MensError]:
 _FEWEST, _MANY = 3e9, 2e10  # parameters
 _RATE, _RATE_OF_MANY = 2e-4, 1e-4
 _FAR = 4.0  # factor, in either direction; unverified guess
-_OF_LION = 0.1  # all its steps have the same size (arXiv:2302.06675, section 5)
 
 
 def check_optimizer(config: RunConfig) -> Iterator[MensError]:
@@ -173,6 +172,14 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
             expected="optim=adamw, adamw_8bit or lion, which run on CPU",
             remedy="use optim=adamw_8bit, which is the same arithmetic, or optim=adamw",
         )
+    if isinstance(config.optim, ScheduleFreeConfig) and find_spec("schedulefree") is None:
+        yield MissingExtra(
+            "schedulefree is not installed",
+            where="optim",
+            found=config.optim.name,
+            expected="the package schedulefree, or another optimizer, such as optim=adamw",
+            remedy="pip install 'mens-exp[schedule-free]'",
+        )
 
 
 def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
@@ -180,7 +187,7 @@ def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
     if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
         return
     published = _RATE if shape.parameters < _MANY else _RATE_OF_MANY
-    usual = published * (_OF_LION if isinstance(config.optim, LionConfig) else 1.0)
+    usual = published / config.optim.usual_parts
     times = config.optim.lr / usual
     if not 1 / _FAR <= times <= _FAR:
         yield (
