@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.optim import ScheduleConfig, ScheduleKind, warmup_steps
+from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, warmup_steps
 
 
 def schedule(steps=None, frac=None):

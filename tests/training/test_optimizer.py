@@ -11,6 +11,7 @@ from mens_exp.config.overrides import check
 from mens_exp.errors import SetupError
 from mens_exp.training.optimizer import build_optimizer
 
+FREE = ("optim=schedule_free", "schedule=constant")
 LARGE = (128, 64)  # from 4,096 elements on, bitsandbytes keeps moments in 8 bits
 
 
@@ -252,7 +253,11 @@ def test_a_look_at_the_average_changes_no_bit_of_what_follows(tiny_config):
     [
         (["optim=muon", "backend=full"], "optim", "matrices of adapters"),
         (["optim=schedule_free"], "schedule", "averages its steps"),
-        (["optim=schedule_free", "schedule=constant", "optim.betas=[0,0.9]"], "optim.betas", "last"),
+        (
+            ["optim=schedule_free", "schedule=constant", "optim.betas=[0,0.9]"],
+            "optim.betas",
+            "last",
+        ),
         (["optim=muon", "optim.betas=[0.9]"], "optim.betas", "two decay rates"),
         (["optim=sgd", "optim.momentum=0", "optim.nesterov=true"], "optim.nesterov", "momentum=0"),
         (["optim=muon", "optim.ns_steps=0"], "optim.ns_steps", "a value >= 1"),

@@ -4,14 +4,25 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 
-from mens_exp.config.optim import ScheduleKind
-from mens_exp.training.optimizer import multiplier
+from mens_exp.config.schedule import (
+    DecayShape,
+    OneCycleConfig,
+    ScheduleConfig,
+    ScheduleKind,
+    WsdConfig,
+)
 
 COSINE, LINEAR, CONSTANT = ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.constant
+PLAIN = (COSINE, LINEAR, CONSTANT)
 
 
-@pytest.mark.parametrize("kind", ScheduleKind)
+def multiplier(kind, step, *, warmup_steps, total_steps):
+    return ScheduleConfig(kind=kind, warmup_steps=warmup_steps).multiple(step, total_steps)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
 def test_warm_up_rises_by_equal_parts_from_the_first_step_on(kind):
     """Four steps: a quarter, a half, three quarters, all of it; the first one moves."""
     found = [multiplier(kind, step, warmup_steps=4, total_steps=12) for step in range(5)]
@@ -63,7 +74,7 @@ def test_the_last_step_of_a_run_still_moves(kind):
         assert multiplier(kind, step, warmup_steps=3, total_steps=60) == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize("kind", PLAIN)
 def test_a_warm_up_as_long_as_the_run_never_falls(kind):
     """Three steps of three: the last has the peak, and nothing divides by zero."""
     found = [multiplier(kind, step, warmup_steps=3, total_steps=3) for step in range(4)]
@@ -75,3 +86,69 @@ def test_the_rate_never_rises_after_warm_up(kind):
     """Sixty steps, each at most the one before."""
     found = [multiplier(kind, step, warmup_steps=5, total_steps=60) for step in range(5, 65)]
     assert all(later <= earlier for earlier, later in pairwise(found))
+
+
+def rates(scheduler, steps):
+    """Return the rates that a scheduler over a peak of 1 sets, step by step."""
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "theirs"), [(DecayShape.linear, "linear"), (DecayShape.sqrt, "1-sqrt")]
+)
+def test_wsd_decays_as_transformers_does(shape, theirs):
+    """Forty steps, of which ten decay; without warm-up, whose first step they give no rate."""
+    from transformers import get_wsd_schedule
+
+    ours = WsdConfig(warmup_steps=0, decay_frac=0.25, decay=shape)
+    reference = get_wsd_schedule(optimizer(), 0, 10, num_training_steps=40, decay_type=theirs)
+    found = [ours.multiple(step, 40) for step in range(40)]
+    assert found == pytest.approx(rates(reference, 40), abs=1e-12)
+    assert found[30] == 1.0
+    assert 0 < found[39] < found[38] < found[31] < 1.0
+    assert ours.multiple(40, 40) == 0.0
+
+
+def test_wsd_runs_of_two_lengths_share_their_steps_up_to_the_decay():
+    """That is what it is for: a longer run goes on from a shorter one's stable phase."""
+    short, long = (
+        [WsdConfig(warmup_steps=5).multiple(step, total) for step in range(80)]
+        for total in (100, 200)
+    )
+    assert short == long
+    assert short[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(40, 12), (10, 3), (7, 2)])
+def test_one_cycle_is_torch_s_own(total, warmup):
+    """Every step, with factors of its own; a warm-up of W steps is a pct_start of W over all."""
+    ours = OneCycleConfig(warmup_steps=warmup, div_factor=10.0, final_div_factor=100.0)
+    reference = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer(),
+        max_lr=1.0,
+        total_steps=total,
+        pct_start=warmup / total,
+        div_factor=10.0,
+        final_div_factor=100.0,
+        cycle_momentum=False,
+    )
+    found = [ours.multiple(step, total) for step in range(total)]
+    assert found[:-1] == pytest.approx(rates(reference, total - 1), abs=1e-12)
+    assert found[-1] == pytest.approx(1 / 1000)
+    assert ours.multiple(total, total) == found[-1]
+
+
+def test_one_cycle_rises_over_three_tenths_unless_told_otherwise():
+    """Torch's pct_start; ours is a twentieth elsewhere."""
+    found = [OneCycleConfig().multiple(step, 40) for step in range(40)]
+    assert found.index(max(found)) == 11
+    assert found[0] == pytest.approx(1 / 25)

@@ -1,8 +1,7 @@
-"""The optimizer and the learning-rate schedule."""
+"""Settings of `optim`: the optimizers, and the size of their states."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -298,65 +297,3 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adafactor": AdafactorConfig,
     "sgd": SgdConfig,
 }
-
-
-DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60
-_DECIMALS = 9  # precision of fraction * steps: 0.07 * 100 is 7.000000000000001
-
-
-class ScheduleKind(Enum):
-    """Shape of the decay after warm-up."""
-
-    cosine = "cosine"
-    linear = "linear"
-    constant = "constant"
-
-
-@dataclass(kw_only=True, slots=True)
-class AnySchedule:
-    """A learning-rate schedule over the optimizer steps of a run."""
-
-
-@dataclass(kw_only=True, slots=True)
-class OwnSchedule(AnySchedule):
-    """A scheduler of torch's form, by its class; its other keys are the class's arguments."""
-
-    _target_: str = setting(MISSING, "Class of the scheduler; set by the option.")
-
-
-@dataclass(kw_only=True, slots=True)
-class ScheduleConfig(AnySchedule):
-    """Linear warm-up, then decay to zero over the remaining steps (constant: no decay)."""
-
-    kind: ScheduleKind = setting(MISSING, "Shape of the decay; set by the option.")
-    warmup_steps: int | None = setting(
-        None,
-        "Optimizer steps over which the rate rises to optim.lr; null: by fraction.",
-        ge=0,
-        contract=("exec.warmup_steps",),
-        aliases={
-            "warmup_steps": "Transformers and TRL, Axolotl and LLaMA-Factory",
-            "num_warmup_steps": "torchtune",
-        },
-    )
-    warmup_frac: float | None = setting(
-        None,
-        "The same as a share of the run's optimizer steps, rounded up; null: warmup_steps, and "
-        f"{DEFAULT_WARMUP_FRAC:g} where neither is set.",
-        ge=0,
-        lt=1,
-        aliases={"warmup_ratio": "Transformers and TRL, Axolotl and LLaMA-Factory"},
-    )
-
-
-def warmup_steps(schedule: AnySchedule, total_steps: int) -> int | None:
-    """Return the number of warm-up steps in a run of ``total_steps`` optimizer steps.
-
-    None for a class of the user's, which tells nothing of it.
-    """
-    if not isinstance(schedule, ScheduleConfig):
-        return None
-    if schedule.warmup_steps is not None:
-        return schedule.warmup_steps
-    frac = DEFAULT_WARMUP_FRAC if schedule.warmup_frac is None else schedule.warmup_frac
-    return math.ceil(round(frac * total_steps, _DECIMALS))

@@ -17,7 +17,7 @@ from mens_exp.config.logger import LoggerConfig, NoLogger, WandbLogger
 from mens_exp.config.lora import LoraConfig
 from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import AnySchedule, OptimizerConfig
+from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.promotion import (
     DECIDES,
     CompareConfig,
@@ -26,6 +26,7 @@ from mens_exp.config.promotion import (
     StudyConfig,
 )
 from mens_exp.config.quant import QuantConfig
+from mens_exp.config.schedule import AnySchedule
 from mens_exp.config.suite import SuiteConfig, by_suite
 from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (

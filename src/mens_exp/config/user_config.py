@@ -29,8 +29,9 @@ from mens_exp.config.data_sources import OwnData
 from mens_exp.config.fields import setting
 from mens_exp.config.logger import OwnLogger
 from mens_exp.config.objective import ObjectiveConfig
-from mens_exp.config.optim import OptimizerConfig, OwnSchedule
+from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.root import MOVED
+from mens_exp.config.schedule import OwnSchedule
 from mens_exp.config.trainer import REFUSED, CallbackConfig, ModuleConfig
 from mens_exp.errors import ConfigError, DataError, Problems, nearest
 

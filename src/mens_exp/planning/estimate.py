@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import StdlibData, SyntheticData
 from mens_exp.config.model import HfModel
-from mens_exp.config.optim import warmup_steps
+from mens_exp.config.schedule import warmup_steps
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
 from mens_exp.corpus.source import cache_key, load_rows

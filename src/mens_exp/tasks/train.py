@@ -16,8 +16,8 @@ from mens_exp.artifacts.digest import checkpoint_digests, last_intact_checkpoint
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
-from mens_exp.config.optim import ScheduleConfig, ScheduleKind, warmup_steps
 from mens_exp.config.overrides import Cell
+from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, warmup_steps
 from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
@@ -30,7 +30,6 @@ from mens_exp.tasks.plan import keep_measurement, note_plan, planned
 from mens_exp.tasks.run import complete, reopen_run
 from mens_exp.tasks.scoring import sample, score
 from mens_exp.tokenizer.load import bits_per_byte
-from mens_exp.training.optimizer import multiplier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -319,10 +318,7 @@ def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
     warmups = {total: warmup_steps(schedule, total) or 0 for total in (old, new)}
     if kind is ScheduleKind.constant and max(step, *warmups.values()) in {step, warmups[old]}:
         return [f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"]
-    was, now = (
-        after.optim.lr * multiplier(kind, step, warmup_steps=warmup, total_steps=total)
-        for total, warmup in warmups.items()
-    )
+    was, now = (after.optim.lr * schedule.multiple(step, total) for total in (old, new))
     laid = f"the {kind.value} schedule is laid over {new} steps from here on"
     rate = f"the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"
     return [f"{_MAX_STEPS} went from {old} to {new}: {laid}, so {rate}"]

@@ -63,7 +63,7 @@ class MuonAndAdamW(Optimizer):
         self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of both.
 
         Args:

@@ -1,22 +1,16 @@
-"""The configured optimizer, and the learning-rate schedule as a multiple of the peak."""
+"""The configured optimizer, and its learning-rate schedule."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class, instantiate
 
 from mens_exp.config.fields import plain
-from mens_exp.config.optim import (
-    OptimConfig,
-    PagedAdamw8bitConfig,
-    ScheduleConfig,
-    ScheduleKind,
-    warmup_steps,
-)
+from mens_exp.config.optim import OptimConfig, PagedAdamw8bitConfig
+from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
@@ -25,22 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-    from mens_exp.config.optim import AnySchedule, OptimizerConfig
-
-
-def multiplier(kind: ScheduleKind, step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step ``step`` (from 0) as a fraction of the peak.
-
-    Warm-up step ``i`` has the fraction ``(i + 1) / warmup_steps``, so that the first step is not
-    zero and the last warm-up step has the peak rate. The decay then runs from the peak, at the
-    first step after warm-up, towards zero, which would be reached at step ``total_steps``.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if kind is ScheduleKind.constant:
-        return 1.0
-    share = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-    return 1 - share if kind is ScheduleKind.linear else (1 + math.cos(math.pi * share)) / 2
+    from mens_exp.config.optim import OptimizerConfig
+    from mens_exp.config.schedule import AnySchedule
 
 
 def build_scheduler(
@@ -59,11 +39,7 @@ def build_scheduler(
         offered = {"total_steps": total_steps} if "total_steps" in taken else {}
         made: LRScheduler = instantiate({**offered, **settings}, optimizer, _convert_="all")
         return made
-    warmup = warmup_steps(config, total_steps) or 0
-    return LambdaLR(
-        optimizer,
-        lambda step: multiplier(config.kind, step, warmup_steps=warmup, total_steps=total_steps),
-    )
+    return LambdaLR(optimizer, lambda step: config.multiple(step, total_steps))
 
 
 # Identify the optimizer, or make its groups of parameters; the rest are its arguments.
@@ -82,11 +58,12 @@ def parameter_groups(
     ratio = config.loraplus_lr_ratio if isinstance(config, OptimConfig) else None
     if ratio is None:
         return [*parameters.values()]
-    slow, fast = [], []
+    slow: list[torch.nn.Parameter] = []
+    fast: list[torch.nn.Parameter] = []
     for name, parameter in parameters.items():
         is_fast = name.rpartition(".")[2] == _LORA_B or parameter.ndim == 1
         (fast if is_fast else slow).append(parameter)
-    groups = [{"params": slow}, {"params": fast, "lr": config.lr * ratio}]
+    groups: list[dict[str, Any]] = [{"params": slow}, {"params": fast, "lr": config.lr * ratio}]
     return [group for group in groups if group["params"]]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _POINT = "y"  # of a parameter's state
 
 
-class ScheduleFreeAdamW(AdamWScheduleFree):
+class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]  # an untyped package's
     """The package's optimizer; its state has y besides z and the second moment.
 
     Call :meth:`train` before a forward pass that is learned from, and :meth:`eval` after its

@@ -14,11 +14,10 @@ from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.optim import (
     MuonConfig,
     OptimConfig,
-    ScheduleConfig,
     ScheduleFreeConfig,
-    ScheduleKind,
 )
 from mens_exp.config.rules.suite import scorecard_of
+from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, WsdConfig, warmup_steps
 from mens_exp.config.trainer import (
     BY_CLASS,
     REFUSED_STRATEGIES,
@@ -403,6 +402,15 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
     if not isinstance(schedule, ScheduleConfig):
         return
     steps = schedule.warmup_steps
+    if isinstance(schedule, WsdConfig):
+        warmup, decay = warmup_steps(schedule, total_steps) or 0, schedule.decay_steps(total_steps)
+        if warmup + decay > total_steps:
+            yield ConfigError(
+                "warm-up and decay overlap",
+                where="schedule.decay_frac",
+                found=f"{schedule.decay_frac:g}: {decay} steps after {warmup} of warm-up",
+                expected=f"together at most {bound} ({total_steps})",
+            )
     # A fraction scales with the run, except in a run of one step, which is then all warm-up.
     if steps is not None and steps >= total_steps:
         yield ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning import Callback
 
-from mens_exp.config.optim import warmup_steps
+from mens_exp.config.schedule import warmup_steps
 from mens_exp.training.hosted_module import promises
 
 if TYPE_CHECKING:
