@@ -105,6 +105,22 @@ FORMS = {
             no_delta="DoRA is no delta: it sets the length of each row of the weight that it "
             "changes",
         ),
+        AdapterForm(
+            name="ia3",
+            tensors={"ia3_l": ("out",)},
+            no_delta="(IA)³ is no delta: it multiplies the rows of the weight that it changes",
+        ),
+        AdapterForm(
+            name="loha",
+            tensors={
+                "hada_w1_a": ("out", "r"),
+                "hada_w1_b": ("r", "in"),
+                "hada_w2_a": ("out", "r"),
+                "hada_w2_b": ("r", "in"),
+            },
+            no_delta="the update of LoHa is a product of two low-rank matrices, and no such matrix "
+            "itself",
+        ),
     )
 }
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from mens_exp.artifacts.adapter_tensors import (
     FORMS,
+    MAGNITUDE,
     SIZES,
     AdapterForm,
     TensorFile,
@@ -421,7 +422,7 @@ def portable(
 
 def _refuse_no_delta(manifest: AdapterManifest) -> None:
     if manifest.form.no_delta is not None:
-        other = "export it with format=peft, or " if manifest.variant in FORMS else ""
+        other = "export it with format=peft, or " if MAGNITUDE in manifest.form.tensors else ""
         raise DataError(
             manifest.form.no_delta,
             where="mens_exp.variant",

@@ -287,11 +287,11 @@ class QloraBackend(torch.nn.Module):
         """Write the adapter as a PEFT directory, atomically.
 
         Raises:
-            SetupError: PEFT has no form of the adapter method.
+            SetupError: the adapter method has no PEFT directory.
         """
         if not self.has_peft_view:
             raise SetupError(
-                f"PEFT has no form of {self.lora.spec.name}",
+                f"no PEFT directory is written of {self.lora.spec.name}",
                 where=str(directory),
                 expected="an adapter method with a PEFT view, such as lora.variant=lora",
                 remedy="read adapter/adapter.safetensors, schema v3",

@@ -40,11 +40,14 @@ class AdapterSpec:
         schema: the group's settings, if it has some of its own; None is `LoraConfig`.
         inits: the values of `lora.init` that it can start from.
         backends: the backends that can have it.
-        peft: keys of PEFT's LoRA configuration that select it; None if PEFT has no form of it.
+        peft: keys of PEFT's LoRA configuration that select it; None if no PEFT
+            directory is written of it.
         keeps_inputs: whether the backward pass keeps the input of an adapted layer.
         not_on_head: why it cannot adapt the head; None if it can.
         not_on_experts: why it cannot adapt the experts of a layer; None if it can.
         not_merged: why it cannot be merged into weights; None if it can.
+        not_on_biased: why it cannot adapt a layer with a bias; None if it can.
+        forms_update: whether a forward pass makes the update of a whole weight, and keeps it.
     """
 
     name: str
@@ -59,6 +62,8 @@ class AdapterSpec:
     not_on_head: str | None = _LINEAR_ALONE
     not_on_experts: str | None = _LINEAR_ALONE
     not_merged: str | None = None
+    not_on_biased: str | None = None
+    forms_update: bool = False
 
     def fits(self, settings: LoraConfig) -> bool:
         """Return whether the group has the settings that it reads."""
@@ -87,7 +92,8 @@ class AdapterSpec:
         found = [self.name]
         for name in ("r", "alpha"):
             if name in self.settings:
-                several = getattr(settings, "rank_pattern" if name == "r" else "alpha_pattern")
+                pattern = "rank_pattern" if name == "r" else "alpha_pattern"
+                several = pattern in self.settings and getattr(settings, pattern)
                 found.append(f"{name} {getattr(settings, name)}{' and others' if several else ''}")
         if "dropout" in self.settings:
             found.append(f"dropout {settings.dropout:g}")
@@ -145,6 +151,20 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             not_on_head="the head has rows of zeros (padding), which have no direction to learn "
             "apart",
             not_on_experts="PEFT has no DoRA for experts",
+        ),
+        AdapterSpec(
+            name="ia3",
+            method="mens_exp.lora.peft_methods:IA3",
+            form=FORMS["ia3"],
+            not_on_biased="(IA)³ multiplies the bias too, and a merge changes weights alone",
+        ),
+        AdapterSpec(
+            name="loha",
+            method="mens_exp.lora.peft_methods:LOHA",
+            form=FORMS["loha"],
+            settings=frozenset({"r", "alpha"}),
+            keeps_inputs=True,
+            forms_update=True,
         ),
     )
 }
@@ -217,6 +237,8 @@ class LoraVariant(Enum):
     lora = "lora"
     rslora = "rslora"
     dora = "dora"
+    ia3 = "ia3"
+    loha = "loha"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
     @property
@@ -295,8 +317,10 @@ class LoraConfig:
     )
     variant: LoraVariant = setting(
         LoraVariant.lora,
-        "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); or dora, which learns "
-        "the length of each output's weights apart (arXiv:2402.09353).",
+        "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns "
+        "the length of each output's weights apart (arXiv:2402.09353); ia3, a factor for each "
+        "output (arXiv:2205.05638); or loha, the elementwise product of two low-rank matrices "
+        "(arXiv:2108.06098).",
     )
     rank_pattern: dict[str, int] = setting(
         {},

@@ -366,7 +366,7 @@ def _flags(manifest: AdapterManifest) -> dict[str, bool]:
     spec = ADAPTERS.known(manifest.variant)
     if spec is None or spec.peft is None:
         raise DataError(
-            f"PEFT has no form of {manifest.variant}",
+            f"no PEFT directory is written of {manifest.variant}",
             where="mens_exp.variant",
             found=manifest.variant,
             expected="lora, rslora or dora",

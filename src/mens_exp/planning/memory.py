@@ -204,6 +204,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **_sums_of_experts(config, shape, width=width, again=again),
+        **_updates(config, shape, width=width, again=again),
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
@@ -307,6 +308,24 @@ def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool
     largest = max(sizes.values())
     kept = largest if again else sum(sizes.values())
     return {"experts with their adapters": (kept + largest) * width}
+
+
+def _updates(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
+    """Return the memory of updates as large as their weights, which some methods compute.
+
+    The backward pass needs each again, in the compute format. Two more of the largest, in f32,
+    exist while one is made.
+    """
+    if config.backend.name in {"full", "proxy"} or not config.lora.spec.forms_update:
+        return {}
+    sizes = [one.out * one.width for one in modules_of(config, shape)]
+    layers: dict[int | None, int] = {}
+    for one in modules_of(config, shape):
+        layers[one.layer] = layers.get(one.layer, 0) + one.out * one.width
+    if not sizes:
+        return {}
+    kept = max(layers.values()) if again else sum(sizes)
+    return {"updates of whole weights": kept * width + 2 * max(sizes) * _F32}
 
 
 def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:

@@ -44,6 +44,15 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
     modules = () if problems else chosen(lora, shape)
     if any(one.layer is None for one in modules):
         yield from _head_problems(lora)
+    biased = sorted({one.kind for one in modules} & set(shape.family.biased))
+    if biased and lora.spec.not_on_biased is not None:
+        yield ConfigError(
+            lora.spec.not_on_biased,
+            where="lora.targets",
+            found=f"{', '.join(biased)} of a {shape.family.model_type} model",
+            expected="layers without a bias",
+            remedy="choose other targets, or lora.variant=lora",
+        )
     if any(one.stack is not None for one in modules):
         yield from _expert_problems(config, without_experts(shape.family, modules))
 

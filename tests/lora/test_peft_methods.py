@@ -1,0 +1,206 @@
+"""(IA)³ and LoHa against PEFT's own models: losses, steps, weights; and what they refuse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mens_exp.data.batch import packed_batch
+from mens_exp.model.quiet import quiet
+from mens_exp.objective.causal import CrossEntropy
+from mens_exp.planning.preflight import preflight
+from mens_exp.quant.bnb import dequantized
+
+F32 = ("quant.compute_dtype=f32",)
+DENSE = ("backend=lora", "quant=none", *F32)
+METHODS = ("ia3", "loha")
+LENGTHS = (11, 30, 47)
+
+
+def own_config(name, **others):
+    """Return PEFT's configuration of the options lora=ia3 and lora=loha."""
+    from peft import IA3Config, LoHaConfig
+
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    if name == "loha":
+        return LoHaConfig(r=4, alpha=4, target_modules=projections)
+    usual = {"target_modules": ["k_proj", "v_proj", "up_proj"], "feedforward_modules": []}
+    return IA3Config(**{**usual, **others})
+
+
+def of_peft(name, directory, *, quantized=False, **others):
+    """Return PEFT's model of the same base, attention and dtype as its documentation says."""
+    from bitsandbytes.nn import Linear4bit
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, quantization_config=nf4 if quantized else None
+        )
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return get_peft_model(model, own_config(name, **others))
+
+
+def places(backend, model):
+    """Yield our parameter and PEFT's of each layer and part."""
+    layers = dict(model.named_modules())
+    for one in backend.modules_chosen:
+        theirs = layers[f"base_model.model.{one.path}"]
+        for part, ours in backend.method.parameters(backend.layers[one.logical]).items():
+            yield ours, getattr(theirs, part)["default"]
+
+
+def filled(backend, model=None, seed=7):
+    """Move our adapter off its start, and copy it into PEFT's."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in backend.trainable().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for ours, theirs in places(backend, model) if model else ():
+            theirs.copy_(ours.reshape(theirs.shape))
+    return backend
+
+
+def mean_loss(model, documents):
+    """Return the mean loss of `forward(labels=…)`, document by document."""
+    total, count = 0.0, 0
+    for start, end in pairwise(documents.offsets.tolist()):
+        ids = torch.from_numpy(documents.ids[None, start:end]).long()
+        learned = torch.from_numpy(documents.supervised[None, start:end])
+        labels = ids.masked_fill(~learned, -100)
+        many = int(learned[:, 1:].sum())
+        total = total + model(input_ids=ids, labels=labels).loss * many
+        count += many
+    return total / count
+
+
+def our_loss(backend, documents):
+    batch = packed_batch(documents, [list(range(len(LENGTHS)))], index=0)
+    backend.begin(0)
+    found = CrossEntropy("causal", 64)(backend(batch), batch.targets_M, backend.head)
+    return found.total / found.count
+
+
+@pytest.fixture
+def documents(random_documents):
+    return random_documents(LENGTHS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_start_adds_nothing_and_is_drawn_from_the_seed(name, tiny_backend, documents):
+    """The base's own loss; and another seed is another start, where there are random numbers."""
+    backend, again, other = (
+        tiny_backend(f"lora={name}", *DENSE, f"seed={seed}") for seed in (1, 1, 2)
+    )
+    with torch.no_grad():
+        tuned = our_loss(backend, documents)
+        with backend.base_only():
+            assert torch.equal(our_loss(backend, documents), tuned)
+    values = [torch.cat([p.flatten() for p in b.trainable().values()]) for b in (backend, again)]
+    assert torch.equal(*values)
+    drawn = torch.cat([p.flatten() for p in other.trainable().values()])
+    assert torch.equal(values[0], drawn) is (name == "ia3")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_losses_and_steps_are_those_of_a_loop_over_peft(name, tiny_backend, tiny_base, documents):
+    """Three steps of AdamW by hand, in f32: equal losses, and equal adapters at the end."""
+    backend = tiny_backend(f"lora={name}", *DENSE).train()
+    model = of_peft(name, tiny_base.directory).train()
+    filled(backend, model)
+    ours = torch.optim.AdamW([*backend.trainable().values()], lr=1e-2)
+    theirs = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        losses = our_loss(backend, documents), mean_loss(model, documents)
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+        for optimizer, loss in zip((ours, theirs), losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for one, other in places(backend, model):
+            assert (one.grad - other.grad.reshape(one.shape)).abs().max() < 1e-5
+        for optimizer in (ours, theirs):
+            optimizer.step()
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == sum(
+        p.numel() for p in backend.trainable().values()
+    )
+
+
+def test_ia3_on_four_bits_has_the_loss_of_peft(tiny_backend, tiny_base, documents):
+    """PEFT has a layer of (IA)³ for bitsandbytes' weights."""
+    backend = tiny_backend("lora=ia3", *F32).train()
+    model = of_peft("ia3", tiny_base.directory, quantized=True)
+    filled(backend, model)
+    found = our_loss(backend, documents).item()
+    assert found == pytest.approx(mean_loss(model, documents).item(), rel=1e-6)
+
+
+def test_factors_of_up_proj_are_those_that_peft_puts_before_down_proj(
+    tiny_backend, tiny_base, documents
+):
+    """PEFT's default for this family, which multiplies the input of down_proj."""
+    backend = filled(tiny_backend("lora=ia3", *DENSE).train())
+    default = {"target_modules": None, "feedforward_modules": None}
+    model = of_peft("ia3", tiny_base.directory, **default)
+    layers = dict(model.named_modules())
+    with torch.no_grad():
+        for one in backend.modules_chosen:
+            path = f"base_model.model.{one.path}".replace("up_proj", "down_proj")
+            theirs = layers[path].ia3_l["default"]
+            theirs.copy_(backend.layers[one.logical].ia3_l.reshape(theirs.shape))
+    found = our_loss(backend, documents).item()
+    assert found == pytest.approx(mean_loss(model, documents).item(), rel=1e-6)
+
+
+def test_loha_on_four_bits_is_peft_s_on_the_same_weights_dense(tiny_backend, tiny_base, documents):
+    """PEFT's LoHa cannot stand on 4-bit weights: it gets the values that they stand for."""
+    backend = tiny_backend("lora=loha", *F32).train()
+    model = of_peft("loha", tiny_base.directory)
+    filled(backend, model)
+    layers = dict(model.named_modules())
+    with torch.no_grad():
+        for one in backend.modules_chosen:
+            weight = backend.layers[one.logical].get_base_layer().weight
+            layers[f"base_model.model.{one.path}"].get_base_layer().weight.copy_(dequantized(weight))
+    found = our_loss(backend, documents).item()
+    assert found == pytest.approx(mean_loss(model, documents).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_merged_weights_are_those_that_peft_merges(name, tiny_backend, tiny_base):
+    """f32, from the same adapter; PEFT merges into a dense copy of the base."""
+    backend = tiny_backend(f"lora={name}", *DENSE)
+    model = of_peft(name, tiny_base.directory)
+    filled(backend, model)
+    plain = {
+        one.logical: backend.layers[one.logical].get_base_layer().weight.detach().clone()
+        for one in backend.modules_chosen
+    }
+    merged = dict(model.merge_and_unload().named_parameters())
+    for one in backend.modules_chosen:
+        ours = backend.merged(one.logical, plain[one.logical])
+        assert (ours - merged[f"{one.path}.weight"]).abs().max() < 1e-6, one.path
+        assert (ours - plain[one.logical]).abs().max() > 1e-3, one.path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "said"),
+    [
+        (("lora=ia3", "lora.targets=[lm_head]"), "lora.variant", "decoder layers alone"),
+        (("lora=ia3", "model=tiny_qwen2"), "lora.targets", "multiplies the bias"),
+    ],
+)
+def test_a_layer_that_a_method_cannot_adapt_is_refused(tiny_config, overrides, where, said):
+    """By the plan, before anything is loaded."""
+    (problem,) = [one for one in preflight(tiny_config(*overrides)) if one.where == where]
+    assert said in str(problem)
