@@ -171,7 +171,9 @@ def test_loha_on_four_bits_is_peft_s_on_the_same_weights_dense(tiny_backend, tin
     with torch.no_grad():
         for one in backend.modules_chosen:
             weight = backend.layers[one.logical].get_base_layer().weight
-            layers[f"base_model.model.{one.path}"].get_base_layer().weight.copy_(dequantized(weight))
+            layers[f"base_model.model.{one.path}"].get_base_layer().weight.copy_(
+                dequantized(weight)
+            )
     found = our_loss(backend, documents).item()
     assert found == pytest.approx(mean_loss(model, documents).item(), rel=1e-6)
 

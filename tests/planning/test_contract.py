@@ -16,6 +16,7 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import Effect
 from mens_exp.config.loader import SCHEMAS, declarations, effect_of
 from mens_exp.config.root import RunConfig
+from mens_exp.config.schedule import SCHEDULES
 from mens_exp.config.user_config import group_options
 from mens_exp.corpus import synthetic
 from mens_exp.planning.contract import RECORDING_CALLBACKS, contract_of, learned_settings
@@ -34,7 +35,11 @@ COMMANDS = {
     "backend.burn": ["backend=burn"],
     "optim.adamw_8bit": ["optim=adamw_8bit"],
     "optim.paged_adamw_8bit": ["optim=paged_adamw_8bit"],
-    "optim.lion": ["optim=lion"],
+    **{f"optim.{one}": [f"optim={one}"] for one in ("lion", "muon", "adafactor", "sgd")},
+    "optim.schedule_free": ["optim=schedule_free", "schedule=constant"],
+    **{
+        f"schedule.{one}": [f"schedule={one}"] for one in ("linear", "constant", "wsd", "one_cycle")
+    },
     "logger.csv": ["logger=csv"],
     "logger.tensorboard": ["logger=tensorboard"],
     "data.jsonl": ["data=jsonl", "data.path=rows.jsonl"],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import mens_exp
 from mens_exp.config.compose import compose, typed
@@ -21,6 +22,7 @@ from mens_exp.planning.estimate import make_plan, steps_of
 from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
 from mens_exp.tokenizer.implementations import HfTokenizer
+from mens_exp.training.optimizer import build_optimizer
 
 # Each marker of ChatML is one token, here written x; then a hundred letters and the end marker.
 ROW_TOKENS = len("xuser\npNx\nxassistant\n") + 101
@@ -266,13 +268,63 @@ def test_memory_is_the_sum_of_its_components(on_rows, cache):
     assert memory["runs"] == []
 
 
-@pytest.mark.parametrize(("option", "state"), [("adamw", 8), ("adamw_8bit", 2), ("lion", 4)])
+@pytest.mark.parametrize(
+    ("option", "state"),
+    [
+        ("adamw", 8),
+        ("adamw_8bit", 2),
+        ("lion", 4),
+        ("muon", 4),
+        ("schedule_free schedule=constant", 12),
+        ("sgd", 4),
+        ("sgd optim.momentum=0", 0),
+    ],
+)
 def test_memory_counts_the_optimizer_s_own_state(on_rows, cache, option, state):
     """Beside four bytes of gradient; the scales of 8-bit blocks are a sixty-fourth more."""
-    plan = make_plan(on_rows(f"optim={option}"), cache)
+    plan = make_plan(on_rows(*f"optim={option}".split()), cache)
     components, parameters = plan["memory_bytes"]["components"], plan["trainable_parameters"]
     assert components["optimizer"] == pytest.approx(state * parameters, rel=0.016)
     assert components["gradients"] == 4 * parameters
+
+
+OPTIMIZERS = {
+    "adamw": (),
+    "muon": (),
+    "sgd": (),
+    "adafactor": (),
+    "schedule_free": ("schedule=constant",),
+}
+
+
+@pytest.mark.parametrize(("option", "more"), OPTIMIZERS.items(), ids=OPTIMIZERS)
+def test_the_planned_state_is_that_of_the_optimizer(on_rows, cache, tiny_backend, option, more):
+    """After one step over a real graph, to the counters of a step."""
+    overrides = (f"optim={option}", *more)
+    config, backend = on_rows(*overrides), tiny_backend(*overrides)
+    optimizer = build_optimizer(config.optim, backend.trainable())
+    for parameter in backend.trainable().values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+    planned = make_plan(config, cache)["memory_bytes"]["components"]["optimizer"]
+    assert planned == held
+
+
+@pytest.mark.parametrize("option", ["lora", "ia3", "loha"])
+def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend, option):
+    """Counted from shapes, and in the model; LoHa's updates of whole weights are a component."""
+    overrides = () if option == "lora" else (f"lora={option}",)
+    plan = make_plan(on_rows(*overrides), cache)
+    parameters = tiny_backend(*overrides).trainable().values()
+    assert plan["trainable_parameters"] == sum(one.numel() for one in parameters)
+    component = plan["memory_bytes"]["components"].get("updates of whole weights", 0)
+    assert (component > 0) is (option == "loha")
 
 
 def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):

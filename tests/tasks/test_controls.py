@@ -176,10 +176,24 @@ def test_checkpointed_activations_change_no_byte_of_the_adapter(train_in, finish
 # optimizers
 
 
-@pytest.mark.parametrize("option", ["lion", "adamw_8bit"])
-def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(broken, train_in, tmp_path, option):
+# Matrices of 4,096 elements have 8-bit moments.
+CHOICES = {
+    "lion": ("optim=lion",),
+    "adamw_8bit": ("optim=adamw_8bit", "lora.r=64"),
+    "lora plus": ("optim.loraplus_lr_ratio=8",),
+    "muon": ("optim=muon", "lora.variant=dora", "schedule=wsd"),
+    "schedule_free": ("optim=schedule_free", "schedule=constant"),
+    "adafactor": ("optim=adafactor", "schedule=one_cycle"),
+    "ia3": ("lora=ia3", "optim=sgd"),
+    "loha": ("lora=loha",),
+}
+
+
+@pytest.mark.parametrize("settings", CHOICES.values(), ids=CHOICES)
+def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
+    broken, train_in, tmp_path, settings
+):
     """Its state is in the checkpoint, whatever its format."""
-    settings = (f"optim={option}", "lora.r=64")  # matrices of 4,096 elements have 8-bit moments
     through = train_in(tmp_path / "through", *settings)
     run = broken(tmp_path / "run", 13, *settings)
     assert cli.main([f"resume={run.path}"]) == 0

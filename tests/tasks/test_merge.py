@@ -32,6 +32,8 @@ FORMS = {
     "pissa": ["lora.init=pissa", "lora.r=4"],
     "pissa, rslora": ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
     "loftq": ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
+    "ia3": ["lora=ia3"],
+    "loha": ["lora=loha"],
     "fp4, some left alone": ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
 }
 MERGED = [(family, kind) for family in FAMILIES for kind in KINDS]
@@ -48,6 +50,8 @@ def graph_on(directory, config, *, std=0.05):
             parameter.data.normal_(std=std, generator=generator)
         elif name.endswith("lora_magnitude"):
             parameter.data.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
+        elif name.endswith(("ia3_l", "hada_w2_b")):
+            parameter.data.add_(0.1 * torch.rand(parameter.shape, generator=generator))
     return graph.eval()
 
 
