@@ -82,6 +82,8 @@ def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
         ],
         ["backend=proxy", "objective.k=4"],
         ["backend=full", "optim.lr=1e-5"],
+        ["lora.variant=dora", "optim.loraplus_lr_ratio=4", "trainer.val_check_interval=4"],
+        ["optim=schedule_free", "schedule=constant", "trainer.val_check_interval=4"],
     ],
     ids=" ".join,
 )

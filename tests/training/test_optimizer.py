@@ -9,7 +9,7 @@ import torch
 
 from mens_exp.config.overrides import check
 from mens_exp.errors import SetupError
-from mens_exp.training.optimizer import build_optimizer
+from mens_exp.training.optimizer import build_optimizer, in_its_order
 
 FREE = ("optim=schedule_free", "schedule=constant")
 LARGE = (128, 64)  # from 4,096 elements on, bitsandbytes keeps moments in 8 bits
@@ -338,3 +338,14 @@ def test_lora_plus_is_refused_where_it_means_nothing(overrides, words):
     (problem,) = check(overrides).problems
     assert problem.where == "optim.loraplus_lr_ratio"
     assert words in str(problem)
+
+
+def test_the_state_of_two_groups_is_named_in_their_order(tiny_config):
+    """A's are numbered before B's, whatever the order of the layers."""
+    config = tiny_config("optim.loraplus_lr_ratio=4")
+    names = [f"{layer}.lora_{half}" for layer in ("l0.q", "l1.q") for half in "ab"]
+    parameters = {name: start((2, 2)) for name in names}
+    optimizer = build_optimizer(config.optim, parameters)
+    found = in_its_order(optimizer, parameters)
+    assert list(found) == ["l0.q.lora_a", "l1.q.lora_a", "l0.q.lora_b", "l1.q.lora_b"]
+    assert all(found[name] is parameters[name] for name in names)

@@ -50,7 +50,7 @@ class OptimizerConfig:
 
     @property
     def usual_parts(self) -> float:
-        """How many times smaller its usual rate is than AdamW's."""
+        """The factor by which its usual rate is smaller than AdamW's."""
         return 1.0
 
 

@@ -322,11 +322,13 @@ def _start_checks(again: _Again, backend: Backend) -> list[Check]:
 def _steps(again: _Again, backend: Backend, data: RowsDataModule) -> None:
     """Train until a step differs or enough steps were equal."""
     from mens_exp.training.build import build_module, build_trainer, fit_first_steps
+    from mens_exp.training.optimizer import in_its_order
 
     def look(step: int, figures: dict[str, Any], state: dict[int, dict[str, Any]]) -> bool:
         checks = _figure_checks(again, step, figures)
         if not differing(checks):
-            checks += state_checks(again.subject, step, backend.trainable(), state)
+            trained = in_its_order(module.trainer.optimizers[0], backend.trainable())
+            checks += state_checks(again.subject, step, trained, state)
             if again.manifest.results.get("adapter_step") == step:
                 checks += saved_adapter_check(again.subject, step, backend, again.config)
         again.checks += checks

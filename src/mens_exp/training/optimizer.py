@@ -108,3 +108,12 @@ def switch(optimizers: Sequence[torch.optim.Optimizer], *, learns: bool) -> None
         change = getattr(optimizer, "train" if learns else "eval", None)
         if change is not None:
             change()
+
+
+def in_its_order(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.nn.Parameter]:
+    """Return named parameters in the order in which the optimizer's state numbers them."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    return {names.get(id(one), f"added.{number}"): one for number, one in enumerate(every)}
