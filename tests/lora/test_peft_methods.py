@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from mens_exp.data.batch import packed_batch
+from mens_exp.export.adapter import config_of_adapter, with_scale_one
 from mens_exp.model.quiet import quiet
+from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.preflight import preflight
 from mens_exp.quant.bnb import dequantized
+from mens_exp.training.build import build_backend
 
 F32 = ("quant.compute_dtype=f32",)
 DENSE = ("backend=lora", "quant=none", *F32)
@@ -193,6 +196,23 @@ def test_merged_weights_are_those_that_peft_merges(name, tiny_backend, tiny_base
         ours = backend.merged(one.logical, plain[one.logical])
         assert (ours - merged[f"{one.path}.weight"]).abs().max() < 1e-6, one.path
         assert (ours - plain[one.logical]).abs().max() > 1e-3, one.path
+
+
+@pytest.mark.parametrize("settings", [("lora=ia3",), ("lora=loha", "lora.r=3", "lora.alpha=12")])
+def test_an_adapter_without_its_run_is_the_same_model(
+    settings, tiny_backend, tiny_config, documents, cache
+):
+    """Built from what the record says: rank, alpha and targets."""
+    config = tiny_config(*settings, *DENSE)
+    backend = filled(tiny_backend(*settings, *DENSE))
+    manifest, tensors = backend.adapter(config)
+    again = config_of_adapter(config, manifest, backend.base, backend.shape, None)
+    again.model = config.model
+    fresh = build_backend(again, resolve(config.model, cache))
+    fresh.load_adapter(with_scale_one(manifest, tensors))
+    with torch.no_grad():
+        losses = [our_loss(one.eval(), documents).item() for one in (backend, fresh)]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

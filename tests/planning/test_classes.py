@@ -122,3 +122,11 @@ def test_what_was_loaded_is_on_record(made, tmp_path):
         "targets": [f"{name}.Loss"],
         "files": {f"{name}.py": sha256_bytes(GOOD.encode())},
     }
+
+
+@pytest.mark.parametrize("kind", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
+def test_an_optimizer_that_leaves_another_point_in_the_model_is_refused(made, kind):
+    """By name, with the option that puts the average there."""
+    found = said(made("optim", f"schedulefree.{kind}", "lr: 0.001"))
+    assert "The artifact is the model" in found
+    assert "use optim=schedule_free" in found

@@ -33,7 +33,7 @@ FORMS = {
     "pissa, rslora": ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
     "loftq": ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
     "ia3": ["lora=ia3"],
-    "loha": ["lora=loha"],
+    "loha": ["lora=loha", "lora.alpha=12"],
     "fp4, some left alone": ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
 }
 MERGED = [(family, kind) for family in FAMILIES for kind in KINDS]

@@ -453,6 +453,18 @@ def test_what_looks_at_a_schedule_free_run_sees_the_average(fit):
         assert (average - by_hand).abs().max() < 1e-7
 
 
+def test_a_schedule_free_run_writes_the_adapter_that_was_validated(fit, tiny_backend, documents):
+    """On a fresh graph, the tensors that are written have the loss of the last validation."""
+    module, watch, _ = fit(*FREE, steps=3, accumulate=1)
+    _, written = module.backend.adapter(module.config)
+    fresh = tiny_backend(*EXACT, *FREE)
+    fresh.load_adapter(written)
+    with torch.no_grad():
+        everything = packed_batch(documents, [list(range(len(documents)))], index=0)
+        loss = mean_loss(fresh.eval(), everything).item()
+    assert watch.validations[-1]["val/loss"] == pytest.approx(loss, rel=1e-6)
+
+
 def test_more_validations_change_nothing_of_a_schedule_free_run(fit):
     """The way to the average and back leaves no trace."""
     seldom, _, _ = fit(*FREE, steps=4, accumulate=1)

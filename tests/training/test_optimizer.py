@@ -9,7 +9,7 @@ import torch
 
 from mens_exp.config.overrides import check
 from mens_exp.errors import SetupError
-from mens_exp.training.optimizer import build_optimizer, in_its_order
+from mens_exp.training.optimizer import build_optimizer, build_scheduler, in_its_order
 
 FREE = ("optim=schedule_free", "schedule=constant")
 LARGE = (128, 64)  # from 4,096 elements on, bitsandbytes keeps moments in 8 bits
@@ -227,10 +227,10 @@ def test_schedule_free_steps_are_those_of_the_package(tiny_config):
     for gradient in gradients(10):
         expected.grad = gradient.clone()  # the package divides it in place
         reference.step()
-    optimizer.train()
+    optimizer.to_gradient_point()
     assert torch.equal(found, expected)
     reference.eval()
-    optimizer.eval()
+    optimizer.to_average()
     assert torch.equal(found, expected)
 
 
@@ -238,14 +238,33 @@ def test_a_look_at_the_average_changes_no_bit_of_what_follows(tiny_config):
     """The package's own way there and back rounds; ours restores the point that it left."""
     config = tiny_config("optim=schedule_free", "schedule=constant", "optim.lr=1e-2")
     found, optimizer = trained(config, 3)
-    optimizer.train()
+    optimizer.to_gradient_point()
     point = found.detach().clone()
     for _ in range(50):
-        optimizer.eval()
+        optimizer.to_average()
         average = found.detach().clone()
-        optimizer.train()
+        optimizer.to_gradient_point()
     assert torch.equal(found, point)
     assert not torch.equal(average, point)
+
+
+def test_a_warm_up_of_ours_is_the_package_s_own(tiny_config):
+    """Four steps of rising rate, which weigh less in the average, and six at the peak."""
+    from schedulefree import AdamWScheduleFree
+
+    config = tiny_config(*FREE, "optim.lr=1e-2", "schedule.warmup_steps=4")
+    found, expected = start(), start()
+    optimizer = build_optimizer(config.optim, {"l0.q.lora_a": found})
+    scheduler = build_scheduler(config.schedule, optimizer, total_steps=10)
+    reference = AdamWScheduleFree([expected], lr=1e-2, warmup_steps=4)
+    reference.train()
+    for gradient in gradients(10):
+        found.grad, expected.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        scheduler.step()
+        reference.step()
+    reference.eval()
+    assert (found - expected).abs().max() < 1e-8
 
 
 @pytest.mark.parametrize(

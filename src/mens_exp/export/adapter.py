@@ -265,12 +265,13 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
     ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
     spec = ADAPTERS.known(manifest.variant)
     assert spec is not None, "the caller has asked whether it can be merged"
-    has_rank = "r" in spec.settings
+    has_rank = "rank_pattern" in spec.settings
     return (spec.schema or LoraConfig)(
         name="adapter",
         targets=list(ranks),
         r=manifest.rank,
-        alpha=manifest.rank,
+        # The scale of a pair is folded into its B: see `with_scale_one`.
+        alpha=manifest.rank if spec.form.has_pair else manifest.alpha,
         dropout=0.0,
         variant=LoraVariant("lora" if spec.form.root_scale else spec.name),
         rank_pattern=ranks if has_rank else {},

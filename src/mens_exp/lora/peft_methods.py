@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mens_exp.lora.method import Tensors
 
 _ADAPTER = "default"
+_NAME = "layer"
 
 
 class Ia3Layer(AdaptedLayer):
@@ -75,13 +76,13 @@ class LohaLayer(AdaptedLayer):
 
     def __init__(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> None:
         """Place PEFT's layer beside the linear layer, which it does not touch."""
-        from peft import LoHaConfig
-        from peft.tuners.loha.layer import Linear
+        from peft import LoHaConfig, inject_adapter_in_model
 
         super().__init__(base)
-        settings = LoHaConfig(r=lora.r, alpha=lora.alpha)
         stand_in = _of_shape(one.out, one.width, next(base.parameters()).device)
-        made = Linear(stand_in, _ADAPTER, config=settings, r=lora.r, alpha=lora.alpha)
+        settings = LoHaConfig(r=lora.r, alpha=lora.alpha, target_modules=[_NAME])
+        alone = torch.nn.ModuleDict({_NAME: stand_in})
+        made = inject_adapter_in_model(settings, alone, adapter_name=_ADAPTER)[_NAME]
         self._of_peft = [made]  # in a list, torch does not see a second place of the parameters
         self.scale = float(made.scaling[_ADAPTER])
         self.hada_w1_a = made.hada_w1_a[_ADAPTER]
@@ -90,9 +91,9 @@ class LohaLayer(AdaptedLayer):
         self.hada_w2_b = made.hada_w2_b[_ADAPTER]
 
     def adapted(self, x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Add what PEFT's layer makes of the input."""
-        update: torch.Tensor = self._of_peft[0]._get_delta_activations(_ADAPTER, x)  # noqa: SLF001
-        return plain + update
+        """Add what PEFT's update makes of the input."""
+        update_OI: torch.Tensor = self._of_peft[0].get_delta_weight(_ADAPTER)
+        return plain + torch.nn.functional.linear(x.to(update_OI.dtype), update_OI)
 
 
 class Loha(AdapterMethod):

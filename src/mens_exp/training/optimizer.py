@@ -102,10 +102,11 @@ def build_optimizer(
 def switch(optimizers: Sequence[torch.optim.Optimizer], *, learns: bool) -> None:
     """Put into the model the point where gradients are taken, or the one that is the result.
 
-    They differ for schedule-free optimizers alone, which have methods for it.
+    They differ for :class:`mens_exp.training.schedule_free.ScheduleFreeAdamW` alone. A module of
+    the user's that brings an optimizer of that kind switches it itself.
     """
     for optimizer in optimizers:
-        change = getattr(optimizer, "train" if learns else "eval", None)
+        change = getattr(optimizer, "to_gradient_point" if learns else "to_average", None)
         if change is not None:
             change()
 

@@ -23,12 +23,12 @@ _POINT = "y"  # of a parameter's state
 class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]  # an untyped package's
     """The package's optimizer; its state has y besides z and the second moment.
 
-    Call :meth:`train` before a forward pass that is learned from, and :meth:`eval` after its
-    backward pass. The steps are those of the package.
+    Call :meth:`to_gradient_point` before a forward pass that is learned from, and
+    :meth:`to_average` after its backward pass. The steps are those of the package.
     """
 
     @torch.no_grad()
-    def train(self) -> None:
+    def to_gradient_point(self) -> None:
         """Put y into the parameters, the bits that the last step left."""
         for group in self.param_groups:
             for parameter in () if group["train_mode"] else group["params"]:
@@ -48,11 +48,15 @@ class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]  # an untyped 
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.train()
+        self.to_gradient_point()
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if state := self.state[parameter]:
                     state[_POINT] = parameter.clone()
-        self.eval()
+        self.to_average()
         return loss
+
+    def to_average(self) -> None:
+        """Put x into the parameters, of the same bits each time."""
+        self.eval()

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from mens_exp.layout.shape import shape_of
+from mens_exp.planning.checks import machine
 from mens_exp.planning.checks.machine import check_optimizer, rate_warnings
 from mens_exp.planning.preflight import preflight
 
@@ -44,6 +45,22 @@ def test_other_optimizers_run_anywhere(monkeypatch, tiny_config, option):
     """The CPU kernels of bitsandbytes hold 8-bit moments too."""
     has_gpu(monkeypatch, there=False)
     assert list(check_optimizer(tiny_config(f"optim={option}"))) == []
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch, tiny_config):
+    """Of the supported versions, those from 2.9 on."""
+    monkeypatch.setattr(machine, "version", lambda name: "2.8.1+cpu")
+    (problem,) = check_optimizer(tiny_config("optim=muon"))
+    assert (problem.exit_code, problem.found) == (3, "torch 2.8.1+cpu")
+    monkeypatch.setattr(machine, "version", lambda name: "2.9.0")
+    assert list(check_optimizer(tiny_config("optim=muon"))) == []
+
+
+def test_schedule_free_needs_its_package(monkeypatch, tiny_config):
+    """The message has the extra's name."""
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    (problem,) = check_optimizer(tiny_config("optim=schedule_free", "schedule=constant"))
+    assert "mens-exp[schedule-free]" in (problem.remedy or "")
 
 
 OF_8B = ("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32")

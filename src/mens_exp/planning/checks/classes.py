@@ -95,6 +95,7 @@ _AVERAGES = Refusal(
     "its state is in no checkpoint",
     "average the adapter alone (docs/how-to/extending.md, Weight averaging)",
 )
+_SCHEDULE_FREE = ("AdamW", "RAdam", "SGD")
 _REFUSED = {
     f"{_CALLBACKS}batch_size_finder.BatchSizeFinder": Refusal(
         Promise.PLANNED,
@@ -132,6 +133,15 @@ _REFUSED = {
         Promise.PLANNED,
         "the rates of all steps are known before the first, and it follows a measurement",
         "use schedule=cosine or another that follows steps, with callbacks.early_stopping",
+    ),
+    **dict.fromkeys(
+        (f"schedulefree.{one.lower()}_schedulefree.{one}ScheduleFree" for one in _SCHEDULE_FREE),
+        Refusal(
+            Promise.ARTIFACT,
+            "the model would hold the point where gradients are taken, and not the average, when "
+            "it is validated, saved and written",
+            "use optim=schedule_free, which puts the average there",
+        ),
     ),
     f"{_CALLBACKS}prediction_writer.BasePredictionWriter": Refusal(
         Promise.ASKED, "a run predicts nothing", "read the answers in events.jsonl"

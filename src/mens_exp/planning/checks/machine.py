@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from packaging.version import Version
 from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
-from mens_exp.config.optim import PagedAdamw8bitConfig, ScheduleFreeConfig
+from mens_exp.config.optim import MuonConfig, PagedAdamw8bitConfig, ScheduleFreeConfig
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
@@ -161,6 +162,9 @@ _RATE, _RATE_OF_MANY = 2e-4, 1e-4
 _FAR = 4.0  # factor, in either direction; unverified guess
 
 
+_HAS_MUON = Version("2.9")
+
+
 def check_optimizer(config: RunConfig) -> Iterator[MensError]:
     """Yield an error for an optimizer that this machine cannot run."""
     accelerator = config.trainer.accelerator
@@ -171,6 +175,14 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
             found=f"{config.optim.name} with trainer={accelerator}, and no GPU to use",
             expected="optim=adamw, adamw_8bit or lion, which run on CPU",
             remedy="use optim=adamw_8bit, which is the same arithmetic, or optim=adamw",
+        )
+    if isinstance(config.optim, MuonConfig) and Version(version("torch")) < _HAS_MUON:
+        yield SetupError(
+            "this torch has no Muon",
+            where="optim",
+            found=f"torch {version('torch')}",
+            expected=f"torch {_HAS_MUON} or newer",
+            remedy="install a newer torch, or choose optim=adamw",
         )
     if isinstance(config.optim, ScheduleFreeConfig) and find_spec("schedulefree") is None:
         yield MissingExtra(
