@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.fields import declared, range_of
+from mens_exp.config.fields import declared, plain, range_of
 from mens_exp.config.loader import DISCRIMINATORS, SCHEMAS, SET_BY_OPTION
 from mens_exp.config.root import RunConfig
 from mens_exp.config.user_config import config_directory, group_options
@@ -111,7 +111,7 @@ def test_numbers_have_a_range():
 def test_discriminators_are_fields_that_tell_options_apart():
     """Each schema of such a group has its own value there, so that stored values find it."""
     for group, field in DISCRIMINATORS.items():
-        values = [getattr(schema(), field) for schema in SCHEMAS[group].values()]
+        values = [plain(getattr(schema(), field)) for schema in SCHEMAS[group].values()]
         assert values == list(SCHEMAS[group])
 
 

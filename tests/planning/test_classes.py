@@ -130,3 +130,9 @@ def test_an_optimizer_that_leaves_another_point_in_the_model_is_refused(made, ki
     found = said(made("optim", f"schedulefree.{kind}", "lr: 0.001"))
     assert "The artifact is the model" in found
     assert "use optim=schedule_free" in found
+
+
+def test_an_option_of_ones_own_with_a_class_that_ours_names_too_is_checked(made):
+    """optim=sgd names torch.optim.SGD; a misspelled argument of another option is still found."""
+    found = said(made("optim", "torch.optim.SGD", "lr: 0.1\nmomentun: 0.9"))
+    assert "the nearest is momentum" in found

@@ -271,7 +271,7 @@ def test_a_warm_up_of_ours_is_the_package_s_own(tiny_config):
     ("overrides", "where", "words"),
     [
         (["optim=muon", "backend=full"], "optim", "matrices of adapters"),
-        (["optim=schedule_free"], "schedule", "averages its steps"),
+        (["optim=schedule_free", "schedule=cosine"], "schedule", "averages its steps"),
         (
             ["optim=schedule_free", "schedule=constant", "optim.betas=[0,0.9]"],
             "optim.betas",

@@ -500,6 +500,8 @@ def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictCon
     # Of these groups, only options of the user's name a class.
     is_ours = group in {"data", "logger", "schedule"} and "_target_" not in values
     is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
+    # A class of torch's may be named by an option of ours and by one of the user's.
+    is_own |= group == "optim" and values.get("name") not in SCHEMAS["optim"]
     if is_own and not is_ours and not is_installed(group, values):
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))

@@ -85,6 +85,27 @@ class ScheduleConfig(AnySchedule):
         return 1 - share if is_linear else (1 + math.cos(math.pi * share)) / 2
 
 
+@dataclass(kw_only=True, slots=True)
+class CosineConfig(ScheduleConfig):
+    """Warm-up, then half a cosine to zero."""
+
+    kind: ScheduleKind = setting(ScheduleKind.cosine, "Shape of the schedule; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class LinearConfig(ScheduleConfig):
+    """Warm-up, then a straight line to zero."""
+
+    kind: ScheduleKind = setting(ScheduleKind.linear, "Shape of the schedule; set by the option.")
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstantConfig(ScheduleConfig):
+    """Warm-up, then the peak rate."""
+
+    kind: ScheduleKind = setting(ScheduleKind.constant, "Shape of the schedule; set by the option.")
+
+
 class DecayShape(Enum):
     """Shape of the decay at the end of a run."""
 
@@ -141,6 +162,8 @@ class OneCycleConfig(ScheduleConfig):
         None,
         "The same as a share of the run's optimizer steps, rounded up; null: warmup_steps, and 0.3 "
         "where neither is set (torch's pct_start).",
+        ge=0,
+        lt=1,
     )
     div_factor: float = setting(
         25.0, "The peak over the rate of the first step (torch's default).", ge=1
@@ -169,9 +192,9 @@ def _between(first: float, last: float, share: float) -> float:
 
 
 SCHEDULES: dict[str, type[ScheduleConfig]] = {
-    "cosine": ScheduleConfig,
-    "linear": ScheduleConfig,
-    "constant": ScheduleConfig,
+    "cosine": CosineConfig,
+    "linear": LinearConfig,
+    "constant": ConstantConfig,
     "wsd": WsdConfig,
     "one_cycle": OneCycleConfig,
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
 from mens_exp.config.loader import declarations, declarations_of
 from mens_exp.config.root import RunConfig
-from mens_exp.config.rules import corpus, data, graph, suite, task, training
+from mens_exp.config.rules import corpus, data, graph, optim, suite, task, training
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
 
@@ -44,8 +44,8 @@ def problems_of(config: RunConfig) -> list[MensError]:
     problems: list[MensError] = [*range_problems(config), *_idle_values(config, config)]
     rules = (
         training.trainer_problems,
-        training.schedule_problems,
-        training.optim_problems,
+        optim.schedule_problems,
+        optim.optim_problems,
         training.adapter_problems,
         data.data_problems,
         graph.lora_problems,

@@ -387,6 +387,7 @@ _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 # out, so that a stored configuration means what it meant.
 _LATER: dict[str, Any] = {
     "module._target_": TUNING,
+    "optim.loraplus_lr_ratio": None,
     **dict.fromkeys(
         f"trainer.{name}"
         for name in (

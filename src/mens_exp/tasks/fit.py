@@ -18,8 +18,8 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
 from mens_exp.config.quant import QUANTIZERS
+from mens_exp.config.rules.optim import warmup_problems
 from mens_exp.config.rules.suite import late_scorecard_problems
-from mens_exp.config.rules.training import warmup_problems
 from mens_exp.corpus import contract_rules
 from mens_exp.corpus.data_contract import heldout_part, overlap_part, rows_part, token_part
 from mens_exp.corpus.source import cache_key, labelling_of, load_rows

@@ -1,4 +1,4 @@
-"""Rules for training: trainer, sharding, optimizer, schedule, objective, checkpoints, kept adapter.
+"""Rules for training: trainer, sharding, objective, checkpoints, kept adapter.
 
 trainer=fsdp shards the frozen decoder layers of a causal model, and nothing else.
 """
@@ -9,15 +9,8 @@ import re
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
-from mens_exp.config.fields import plain, shown
 from mens_exp.config.objective import OBJECTIVES
-from mens_exp.config.optim import (
-    MuonConfig,
-    OptimConfig,
-    ScheduleFreeConfig,
-)
 from mens_exp.config.rules.suite import scorecard_of
-from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, WsdConfig, warmup_steps
 from mens_exp.config.trainer import (
     BY_CLASS,
     REFUSED_STRATEGIES,
@@ -313,111 +306,6 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
             found=scorecard.every_n_steps,
             expected="null: scored when training has ended",
             remedy="choose callbacks.scorecard.every_n_steps=null, or trainer=ddp",
-        )
-
-
-def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems of `optim`; a user-defined optimizer checks its own values."""
-    optim = config.optim
-    betas = getattr(optim, "betas", None) if isinstance(optim, OptimConfig | MuonConfig) else None
-    if betas is not None and (len(betas) != 2 or not all(0 <= one < 1 for one in betas)):  # noqa: PLR2004
-        yield ConfigError(
-            "two decay rates are needed",
-            where="optim.betas",
-            found=betas,
-            expected="two numbers >= 0 and < 1",
-        )
-    if isinstance(optim, MuonConfig):
-        yield from _muon_problems(config)
-    if isinstance(optim, ScheduleFreeConfig):
-        yield from _schedule_free_problems(config, optim)
-
-
-def _muon_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Refuse Muon for weights that are no adapter's, and for an adapter without matrices."""
-    if not has_frozen_base(config.backend, config.model.source):
-        yield ConfigError(
-            "Muon trains matrices of adapters, and here embedding and head are trained too, which "
-            "it is not meant for",
-            where="optim",
-            found=f"muon with backend={config.backend.name}",
-            expected="a backend whose base is frozen: qlora, lora or proxy",
-            remedy="choose optim=adamw",
-        )
-    elif all(len(sizes) == 1 for sizes in config.lora.spec.form.tensors.values()):
-        yield ConfigError(
-            "Muon trains matrices, and this adapter has vectors alone",
-            where="optim",
-            found=f"muon with lora.variant={config.lora.spec.name}",
-            expected="an adapter with matrices, such as lora.variant=lora",
-            remedy="choose optim=adamw",
-        )
-
-
-def _schedule_free_problems(config: RunConfig, optim: ScheduleFreeConfig) -> Iterator[ConfigError]:
-    """Refuse a decay beside the average, which takes its place."""
-    if getattr(config.schedule, "kind", None) is not ScheduleKind.constant:
-        yield ConfigError(
-            "a schedule-free optimizer averages its steps instead of making them smaller",
-            where="schedule",
-            found=f"{shown(plain(getattr(config.schedule, 'kind', None)))} with optim={optim.name}",
-            expected="constant, whose warm-up it has too",
-            remedy="choose schedule=constant",
-        )
-    if optim.betas and optim.betas[0] == 0:
-        yield ConfigError(
-            "the gradient's point would be the last step, and the average would be lost",
-            where="optim.betas",
-            found=optim.betas,
-            expected="a first number above 0",
-        )
-
-
-def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems of `schedule`."""
-    schedule, trainer = config.schedule, config.trainer
-    if not isinstance(schedule, ScheduleConfig):
-        return  # a class of the user's checks its own values
-    if schedule.warmup_steps is not None and schedule.warmup_frac is not None:
-        yield ConfigError(
-            "warm-up is set twice",
-            where="schedule.warmup_frac",
-            found=f"{schedule.warmup_frac:g} beside warmup_steps {schedule.warmup_steps}",
-            expected="one of the two",
-            remedy="set the other one to null",
-        )
-    elif trainer.max_steps > 0 and trainer.max_epochs <= 0:
-        yield from warmup_problems(config, trainer.max_steps, "trainer.max_steps")
-
-
-def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator[ConfigError]:
-    """Yield a problem if warm-up never ends.
-
-    Args:
-        config: the whole configuration.
-        total_steps: optimizer steps of the run.
-        bound: the setting that determines this length, for the message.
-    """
-    schedule = config.schedule
-    if not isinstance(schedule, ScheduleConfig):
-        return
-    steps = schedule.warmup_steps
-    if isinstance(schedule, WsdConfig):
-        warmup, decay = warmup_steps(schedule, total_steps) or 0, schedule.decay_steps(total_steps)
-        if warmup + decay > total_steps:
-            yield ConfigError(
-                "warm-up and decay overlap",
-                where="schedule.decay_frac",
-                found=f"{schedule.decay_frac:g}: {decay} steps after {warmup} of warm-up",
-                expected=f"together at most {bound} ({total_steps})",
-            )
-    # A fraction scales with the run, except in a run of one step, which is then all warm-up.
-    if steps is not None and steps >= total_steps:
-        yield ConfigError(
-            "warm-up lasts as long as the run",
-            where="schedule.warmup_steps",
-            found=steps,
-            expected=f"less than {bound} ({total_steps})",
         )
 
 

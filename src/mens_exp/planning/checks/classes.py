@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.config.optim import OPTIMIZERS
 from mens_exp.config.plugins import target_at
 from mens_exp.config.trainer import Promise, Refusal
 from mens_exp.config.untrusted_config import our_targets
@@ -95,6 +96,7 @@ _AVERAGES = Refusal(
     "its state is in no checkpoint",
     "average the adapter alone (docs/how-to/extending.md, Weight averaging)",
 )
+_OPTIMIZERS = frozenset(OPTIMIZERS.values())  # others may name the same classes
 _SCHEDULE_FREE = ("AdamW", "RAdam", "SGD")
 _REFUSED = {
     f"{_CALLBACKS}batch_size_finder.BatchSizeFinder": Refusal(
@@ -279,7 +281,8 @@ def _own_nodes(config: RunConfig, group: str) -> Iterator[tuple[str, Any]]:
     named = node.items() if isinstance(node, dict) else [(None, node)]
     for name, one in named:
         target = getattr(one, "_target_", None)  # our own loggers name no class
-        if target is not None and target not in our_targets():
+        is_ours = target in our_targets() and (group != "optim" or type(one) in _OPTIMIZERS)
+        if target is not None and not is_ours:
             yield f"{group}.{name}" if name else group, one
 
 
