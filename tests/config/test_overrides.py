@@ -91,8 +91,21 @@ REFUSED = [
     ("model.default_lr=1e-4", "model.default_lr", ["is set by the option", "set optim.lr"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
-    ("hydra.runn.dir=x", None, ["Key 'runn' not in"]),
+    ("hydra.runn.dir=x", "hydra.runn", ["hydra.runn: is no setting of Hydra", "write hydra.run"]),
 ]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("hydra.run.dri=x", ["expected one of dir; the nearest is dir", "write hydra.run.dir"]),
+        ("hydra.job.chdir=maybe", ["hydra.job.chdir: Value 'maybe' is not a valid bool"]),
+    ],
+)
+def test_setting_that_hydra_refuses_is_named(override, parts):
+    """Hydra says `Key 'dri' not in 'RunDir'`."""
+    (problem,) = checked(override).problems
+    assert all(part in str(problem) for part in parts)
 
 
 @functools.cache

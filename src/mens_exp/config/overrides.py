@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.config.compose import Composed, compose, typed
@@ -42,7 +42,7 @@ from mens_exp.config.user_config import (
     user_config_problems,
 )
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
-from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
+from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -499,7 +499,21 @@ def _key(override: str) -> str:
 
 
 def _refused_by_hydra(error: Exception) -> ConfigError:
-    return ConfigError(_first_line(error.__cause__ or error))
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None)
+    if not key:
+        return ConfigError(_first_line(cause))
+    if not isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return ConfigError(_first_line(cause), where=key)
+    parent, _, name = key.rpartition(".")
+    names = sorted(map(str, getattr(cause, "parent_node", None) or ()))
+    close = nearest(name, names)
+    return ConfigError(
+        "is no setting of Hydra",
+        where=key,
+        expected=f"{listed(names)}{f'; the nearest is {close}' if close else ''}",
+        remedy=f"write {parent}.{close}" if close else f"drop {key}",
+    )
 
 
 def _first_line(error: BaseException) -> str:
