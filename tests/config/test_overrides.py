@@ -215,6 +215,8 @@ def test_required_value_is_asked_for():
 def test_required_value_given_wrongly_is_not_asked_for_again():
     """One fault, one message."""
     assert "several values" in str(problem("data=jsonl", "data.path=a.jsonl,b.jsonl"))
+    told = problem("task=compare", "path=a,b")  # nothing about a path that is missing
+    assert "'path=\"a,b\"'" in str(told)
 
 
 def test_value_that_does_not_resolve_is_told():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shlex
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -268,13 +269,17 @@ def _parser() -> Any:
 
 def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigError]:
     where, found = override.key_or_group, _line(override)
+    value = found.partition("=")[2]
+    whole = shlex.quote(f'{where}="{value}"')
     if not multirun:
         yield ConfigError(
             "several values need a sweep",
             where=where,
             found=found,
             expected="one value, or -m to run them all",
-            remedy="add -m, or quote a value that contains a comma",
+            remedy=f"add -m, or quote a value that contains a comma: {whole}"
+            if '"' not in value
+            else "add -m, or quote a value that contains a comma",
         )
     elif not override.is_discrete_sweep() or getattr(override.value(), "shuffle", False):
         # An interval has no list of values; Hydra would shuffle a list differently at run time.
@@ -460,7 +465,8 @@ def _judged(
     idle = {_key(text) for text in dropped}
     keys = [o.key_or_group for o in given.overrides if o.key_or_group not in idle]
     told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
-    problems = problems_of(config)
+    refused = given.named - {o.key_or_group for o in given.overrides}  # told already
+    problems = [problem for problem in problems_of(config) if problem.where not in refused]
     problems += unread_overrides(
         config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
     )
