@@ -205,6 +205,13 @@ def test_wrong_key_of_a_misspelt_option_is_told():
     assert [problem.where for problem in problems] == ["data", "data.pth"]
 
 
+def test_a_callbacks_class_on_the_command_line_is_told_its_file():
+    """As Hydra's users add an object; the option can then be named in records and sweeps."""
+    told = problem("+callbacks.mine._target_=pkg.Mine")
+    assert "conf/callbacks/mine.yaml" in told.expected
+    assert "callbacks=[default,mine]" in told.remedy
+
+
 def test_required_value_is_asked_for():
     """The key is named, with how to give it."""
     asked = problem("data=jsonl")

@@ -48,6 +48,15 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
     if group == "trainer" and field in REFUSED:
         return REFUSED[field].error(key, found)
     value = found.partition("=")[2] or "…"
+    if group == "callbacks" and field.endswith("._target_"):
+        name = field.partition(".")[0]
+        return ConfigError(
+            "a callback of one's own is an option of the group",
+            where=key,
+            found=found,
+            expected=f"conf/callbacks/{name}.yaml in the working directory, with _target_: {value}",
+            remedy=f"write that file, then callbacks=[default,{name}]",
+        )
     if (inside := _of_one_logger(group, field, leaves)) is not None:
         return ConfigError(
             "several loggers are chosen, and this is a key of one",

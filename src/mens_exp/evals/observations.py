@@ -193,6 +193,12 @@ def _own_metrics(manifest: Manifest) -> dict[str, float | None]:
     return found
 
 
+def undirected_metrics(manifest: Manifest) -> set[str]:
+    """Return the user's metrics of a run for which no direction is declared."""
+    declared = manifest.facts.get("metrics") or {}
+    return {name for name, about in declared.items() if about["direction"] == Direction.NONE}
+
+
 def _score(kpi: Kpi, valued: dict[str, float], every: Sequence[str], items: int | None) -> Score:
     if not valued:
         return Score(mean=None, why="no item has a value")
