@@ -245,9 +245,7 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PAIR = 2
-_ANY = (
-    "policy=<name> and path=<compare.json>, or promote.open_cycle=<name>, or promote.replay=true"
-)
+_ANY = "policy=<name> and path=<compare.json>, or promote.open_cycle=<name>, or promote.replay=true"
 
 
 def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
