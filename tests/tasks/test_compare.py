@@ -222,6 +222,10 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
     said = " ".join(typed(*asked, code=2).split())
     assert "neither way is declared as better" in said
     assert '@declares("lr-AdamW", direction="min")' in said
+    turned = {"probe/margin": {**about, "direction": "min"}}
+    again = compare(study("again", metrics=(measured, turned)), "compare.primary=probe/margin")
+    found = again.contrasts[0]["kpis"]["probe/margin"]
+    assert (found["direction"], found["verdict"]) == ("min", Verdict.WORSE)  # of these runs alone
 
 
 def test_another_suite_confounds(study, compare):
