@@ -348,7 +348,12 @@ def test_lora_plus_takes_the_steps_of_peft(tiny_backend, tiny_config):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["backend=full", "optim.loraplus_lr_ratio=16"], "trains no matrices A and B"),
+        (["backend=full", "optim.loraplus_lr_ratio=16"], "do not train matrices A and B alone"),
+        (["lora=ia3", "optim.loraplus_lr_ratio=16"], "do not train matrices A and B alone"),
+        (
+            ["backend=burn", "model=tiny_llama", "optim.loraplus_lr_ratio=16"],
+            "do not train matrices A and B alone",
+        ),
         (["optim.loraplus_lr_ratio=0.5"], "a value >= 1"),
     ],
 )

@@ -7,6 +7,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
+from mens_exp.config.backend import has_frozen_base
 from mens_exp.config.fields import Condition, Effect, setting
 
 _F32 = 4  # bytes
@@ -55,12 +56,14 @@ class OptimizerConfig:
 
 
 _HAS_PAIR = Condition(
-    holds=lambda config: config.backend.name != "full" and config.lora.spec.form.has_pair,
+    holds=lambda config: (
+        has_frozen_base(config.backend, config.model.source) and config.lora.spec.form.has_pair
+    ),
     words=lambda config: (
         f"with backend={config.backend.name} and lora.variant={config.lora.spec.name}, which "
-        "trains no matrices A and B"
+        "do not train matrices A and B alone"
     ),
-    needs="an adapter with matrices A and B, such as lora.variant=lora",
+    needs="a frozen base, and an adapter with matrices A and B, such as lora.variant=lora",
 )
 
 
