@@ -7,12 +7,18 @@ import torch
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.objective import OBJECTIVES
+from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.quant import QuantConfig
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, shape_of
 from mens_exp.planning.activations import Documents
-from mens_exp.planning.memory import bits_per_weight, memory, optimizer_bytes
+from mens_exp.planning.memory import (
+    bits_per_weight,
+    memory,
+    optimizer_bytes,
+    trained_parameters,
+)
 
 LLAMA_8B = Shape(
     family=FAMILIES["llama"],
@@ -102,15 +108,20 @@ def test_recomputing_keeps_one_layer(tiny_config):
 @pytest.mark.parametrize(
     ("target", "expected", "paged"),
     [
-        ("torch.optim.AdamW", 8000, False),
-        ("bitsandbytes.optim.AdamW8bit", 2031, False),
-        ("bitsandbytes.optim.PagedAdamW8bit", 2031, True),
-        ("mine.Unknown", 8000, False),
+        ("torch.optim.AdamW", 8, False),
+        ("torch.optim.SGD", 4, False),
+        ("bitsandbytes.optim.AdamW8bit", 2 + 8 / 256, False),
+        ("bitsandbytes.optim.PagedAdamW8bit", 2 + 8 / 256, True),
+        ("mine.Unknown", 8, False),
     ],
 )
-def test_moments_by_optimizer(target, expected, paged):
-    """A thousand parameters: two f32 moments, or two bytes and two scales of 256 elements."""
-    assert optimizer_bytes(target, 1000) == (expected, paged)
+def test_moments_by_the_class_of_an_option_of_ones_own(tiny_config, target, expected, paged):
+    """For each parameter: f32 moments, or two bytes and two scales of 256 elements."""
+    config = tiny_config()
+    config.optim = OptimizerConfig(_target_=target, lr=1e-3)
+    shape = shape_of(config.model)
+    parameters = trained_parameters(config, shape)
+    assert optimizer_bytes(config, shape) == (round(expected * parameters), paged)
 
 
 def test_paged_moments_leave_a_gpu_but_not_a_cpu(tiny_config):
