@@ -34,12 +34,13 @@ class Binding:
         """
         del quant, skip
 
-    def quantize(self, model: torch.nn.Module, paths: Collection[str]) -> None:
+    def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
         """Quantize modules of a loaded model in place, where the loader did not.
 
         Args:
             model: transformers' model, its weights in the compute format.
             paths: of the linear modules of decoder layers that no setting leaves out.
+            quant: the `quant` group.
         """
 
     def holds(self, module: torch.nn.Module) -> bool:

@@ -281,6 +281,14 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
     return {"quantized_linears": 0, "quant": "none"}
 
 
+def parameter_count(model: torch.nn.Module) -> int:
+    """Count parameters, each once; of quantized layers those that their codes stand for."""
+    layers = list(quantized_linears(model).values())
+    codes = {id(layer.weight) for layer in layers}
+    plain = sum(one.numel() for one in model.parameters() if id(one) not in codes)
+    return plain + sum(int(layer.in_features * layer.out_features) for layer in layers)
+
+
 def values_of(module: torch.nn.Module) -> torch.Tensor:
     """Return what a linear layer's weight stands for, f32 ``[O, I]``, quantized or not."""
     binding = binding_that_holds(module)
