@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from mens_exp.config.overrides import check
 from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, warmup_steps
 
 
@@ -26,3 +27,13 @@ def test_steps_are_taken_as_they_are():
 def test_neither_is_a_twentieth():
     """Three of sixty, one of a few."""
     assert [warmup_steps(schedule(), total) for total in (60, 4, 12_000)] == [3, 1, 600]
+
+
+def test_a_decay_that_begins_within_warm_up_is_refused():
+    """Twelve steps of each do not fit into twenty; ten do, and one step is all warm-up."""
+    wsd = ["schedule=wsd", "schedule.decay_frac=0.6", "trainer.max_steps=20"]
+    (problem,) = check([*wsd, "schedule.warmup_steps=12"]).problems
+    assert problem.where == "schedule.decay_frac"
+    assert "12 steps after 12 of warm-up" in str(problem)
+    assert check([*wsd, "schedule.warmup_steps=8"]).problems == ()
+    assert check(["schedule=wsd", "trainer.max_steps=1"]).problems == ()

@@ -147,6 +147,8 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     [
         (("lora=experts", "lora.dropout=0.05"), "set lora.dropout=0 to adapt experts"),
         (("lora=experts", "lora.variant=dora"), "PEFT has no DoRA for experts"),
+        (("lora=experts", "optim=muon"), "which Muon would orthogonalize together"),
+        (("lora=experts", "lora.variant=loha"), "for linear layers of decoder layers alone"),
         (("lora=experts", "lora.init=pissa"), "experts are not quantized"),
         (("lora.targets=[w1]", "lora.dropout=0"), "all experts of a layer are one tensor"),
         (("lora.targets=['*.experts.2.*']", "lora.dropout=0"), "all experts of a layer are one"),

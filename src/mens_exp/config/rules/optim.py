@@ -104,7 +104,7 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
     steps = schedule.warmup_steps
     if isinstance(schedule, WsdConfig):
         warmup, decay = warmup_steps(schedule, total_steps) or 0, schedule.decay_steps(total_steps)
-        if warmup + decay > total_steps:
+        if warmup + decay > total_steps > 1:
             yield ConfigError(
                 "warm-up and decay overlap",
                 where="schedule.decay_frac",
