@@ -33,7 +33,7 @@ _PIECE: Final = 1 << 22  # weights quantized at once, of which each takes some 4
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How a block's scale is found and stored.
+    """A rule that finds a block's scale, in the format in which it is stored.
 
     Attributes:
         name: in records.
