@@ -101,7 +101,8 @@ def test_skipped_modules_are_not_measured(attributed):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["quant=none"], "has no 4-bit error to attribute"),
+        (["quant=none"], "has no error to attribute to modules"),
+        (["quant=int8"], "expected one of nf4, fp4, nf2"),
         (["quant.skip=[all_linear]"], "leaves nothing quantized"),
         (["quant.skip=[nothing]"], "matches no linear module"),
         (["attribute.position_bounds=[16,64]"], "the first 0"),
