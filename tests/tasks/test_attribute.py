@@ -98,6 +98,15 @@ def test_skipped_modules_are_not_measured(attributed):
     assert record.suggestion["skip"] in ([], ["mlp"])
 
 
+def test_a_codebook_is_attributed_beside_nf4(attributed):
+    """Three bits cost more than four, of the whole model and in bits."""
+    record = Attribution.read(attributed("quant=int3").attribution)
+    assert record.variants == ["int3", "nf4_double"]
+    three, four = (record.whole[name] for name in record.variants)
+    assert three["kl"] > 1.5 * four["kl"]
+    assert three["bits_per_parameter"] == 4.5  # codes of three bits are stored in four
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
