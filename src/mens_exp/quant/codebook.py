@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mens_exp.quant.binding import Binding
+from mens_exp.quant.binding import Binding, RoundTrip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -222,6 +222,15 @@ class CodebookLinear(torch.nn.Linear):
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
 
+def _as_linear(layer: Any) -> torch.nn.Linear:
+    """Return transformers' `Conv1D`, whose weight is ``[I, O]``, as a linear layer."""
+    inputs, outputs = layer.weight.shape
+    made = torch.nn.Linear(inputs, outputs, device="meta")
+    made.weight = torch.nn.Parameter(layer.weight.data.T.contiguous(), requires_grad=False)
+    made.bias = layer.bias
+    return made
+
+
 class _Codes(Binding):
     """Layers of one codebook."""
 
@@ -233,6 +242,9 @@ class _Codes(Binding):
         """Replace the weights of layers by codes."""
         for path in paths:
             layer: Any = model.get_submodule(path)
+            if not isinstance(layer, torch.nn.Linear):
+                layer = _as_linear(layer)
+                model.set_submodule(path, layer)
             layer.__class__ = CodebookLinear
             layer.quantize(self.name, self.book, layer.weight.data, quant.block)
 
@@ -254,6 +266,14 @@ class _Codes(Binding):
         """Return what the codes stand for, f32 ``[O, I]``."""
         found: torch.Tensor = layer.dequantized()
         return found
+
+    def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
+        """Quantize and dequantize a weight by itself."""
+        packed, scales_ON = self.book.quantize(weight_OI, quant.block)
+        return RoundTrip(
+            values=self.book.dequantize(packed, scales_ON),
+            stored_bytes=packed.nbytes + scales_ON.nbytes,
+        )
 
     def multiplies(self, layer: Any) -> bool:
         """Tell that every layer computes with its dequantized weight."""
