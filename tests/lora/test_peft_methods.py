@@ -12,6 +12,8 @@ from mens_exp.export.adapter import config_of_adapter, with_scale_one
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
+from mens_exp.planning.activations import Documents
+from mens_exp.planning.memory import memory
 from mens_exp.planning.preflight import preflight
 from mens_exp.quant.bnb import dequantized
 from mens_exp.training.build import build_backend
@@ -213,6 +215,42 @@ def test_an_adapter_without_its_run_is_the_same_model(
     with torch.no_grad():
         losses = [our_loss(one.eval(), documents).item() for one in (backend, fresh)]
     assert losses[0] == losses[1]
+
+
+def test_the_plan_counts_the_updates_that_the_backward_pass_keeps(
+    tiny_backend, tiny_config, documents, monkeypatch
+):
+    """As autograd's hooks show them, and two of the largest that exist while one is made.
+
+    Three of them need not be kept: nothing before the first layer learns.
+    """
+    from peft.tuners.loha.layer import LoHaLayer
+
+    settings = ("lora=loha", *DENSE, "model.gradient_checkpointing=off")
+    config, backend = tiny_config(*settings), filled(tiny_backend(*settings).train())
+    made, kept = set(), {}
+    of_peft = LoHaLayer.get_delta_weight
+
+    def watched(layer, name):
+        update = of_peft(layer, name)
+        made.add(update.data_ptr())
+        return update
+
+    def seen(tensor):
+        if tensor.data_ptr() in made:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    monkeypatch.setattr(LoHaLayer, "get_delta_weight", watched)
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        loss = our_loss(backend, documents)
+    lengths = Documents(longest=100, typical=100)
+    planned = memory(config, backend.shape, lengths, kind="cpu").components
+    largest = 4 * max(one.out * one.width for one in backend.modules_chosen)
+    assert loss.requires_grad
+    first = [one for one in backend.modules_chosen if one.logical in {"l0.q", "l0.k", "l0.v"}]
+    not_kept = sum(4 * one.out * one.width for one in first)
+    assert planned["updates of whole weights"] == sum(kept.values()) + not_kept + 2 * largest
 
 
 @pytest.mark.parametrize(
