@@ -228,12 +228,12 @@ def test_the_plan_counts_the_updates_that_the_backward_pass_keeps(
 
     settings = ("lora=loha", *DENSE, "model.gradient_checkpointing=off")
     config, backend = tiny_config(*settings), filled(tiny_backend(*settings).train())
-    made, kept = set(), {}
+    made, kept = {}, {}  # what is held is at no other's address
     of_peft = LoHaLayer.get_delta_weight
 
     def watched(layer, name):
         update = of_peft(layer, name)
-        made.add(update.data_ptr())
+        made[update.data_ptr()] = update
         return update
 
     def seen(tensor):
