@@ -19,7 +19,7 @@ from mens_exp.backends.saved_model import write_model
 from mens_exp.errors import RequestError
 from mens_exp.layout.shape import shape_of
 from mens_exp.lora.method import AdapterMethod
-from mens_exp.quant.bnb import compute_dtype
+from mens_exp.quant.binding import compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,9 +26,9 @@ from mens_exp.lora.keyed import SFC64
 from mens_exp.model import attention, fused_attention
 from mens_exp.model.kernels import is_rounded
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.binding import compute_dtype
 from mens_exp.quant.bnb import (
     as_published,
-    compute_dtype,
     differs_in_evaluation,
     parameter_count,
     quantization_facts,
