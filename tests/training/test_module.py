@@ -189,6 +189,25 @@ def test_four_micro_batches_of_one_are_one_of_four(fit, accumulate, size):
             assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.parametrize(("accumulate", "size"), [(4, 1), (1, 4)])
+def test_smoothing_and_z_loss_are_means_over_the_step_s_tokens(
+    fit, tiny_backend, documents, accumulate, size
+):
+    """Ragged micro-batches against torch's loss on all logits; validation stays plain."""
+    own = CrossEntropy("causal", 8, label_smoothing=0.1, z_loss=0.02)
+    _, watch, _ = fit(objective=own, accumulate=accumulate, size=size)
+    order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
+    reference = tiny_backend(*EXACT, live=True).train()
+    batch = packed_batch(documents, [order], index=0)
+    logits = reference.head(reference(batch))
+    smoothed = functional.cross_entropy(logits, batch.targets_M, label_smoothing=0.1)
+    loss = smoothed + 0.02 * torch.logsumexp(logits, dim=1).square().mean()
+    loss.backward()
+    assert watch.metrics[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in reference.trainable().items():
+        assert torch.allclose(watch.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7), name
+
+
 @pytest.mark.parametrize("accumulate", [3, 7])
 def test_an_accumulation_that_no_float_divides_by_changes_nothing(fit, accumulate):
     """Lightning's division and the module's multiplication cancel."""

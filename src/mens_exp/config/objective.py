@@ -103,7 +103,30 @@ class CrossEntropyConfig(ObjectiveConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class CausalObjective(CrossEntropyConfig):
+class TokenObjective(CrossEntropyConfig):
+    """Settings common to the objectives over single tokens; validation measures without them."""
+
+    label_smoothing: float = setting(
+        0.0,
+        "Share of each target's probability that is spread evenly over the vocabulary "
+        "(arXiv:1512.00567, 0.1 there; torch's cross_entropy). train/loss has it, val/loss never.",
+        ge=0,
+        lt=1,
+        aliases={"label_smoothing_factor": "Transformers and TRL"},
+        example="0.1",
+    )
+    z_loss: float = setting(
+        0.0,
+        "Weight of (log Z)² that is added for each learned token, Z the sum of the exponentials of "
+        "its logits, which keeps logits small (arXiv:2204.02311, 1e-4 there). train/loss has it, "
+        "val/loss never.",
+        ge=0,
+        example="1e-4",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CausalObjective(TokenObjective):
     """Causal language modeling: every token is supervised."""
 
     name: str = "causal"
@@ -111,7 +134,7 @@ class CausalObjective(CrossEntropyConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class AssistantObjective(CrossEntropyConfig):
+class AssistantObjective(TokenObjective):
     """Supervise the assistant's turns, each with its end marker."""
 
     name: str = "assistant"
@@ -122,7 +145,7 @@ class AssistantObjective(CrossEntropyConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class LastKObjective(CrossEntropyConfig):
+class LastKObjective(TokenObjective):
     """Supervise the last tokens of each text, including the end marker of its last answer."""
 
     name: str = "last_k"
@@ -261,7 +284,8 @@ class ObjectiveSpec:
         selects: its settings that select tokens; the others are arguments of its class.
         truncation: side on which a document that is too long is cut, unless `data` says.
         in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
-        is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens.
+        is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
+            that of validation if the settings change it in training.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
         adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
