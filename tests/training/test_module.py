@@ -408,6 +408,25 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path,
     assert resumed.tokens == whole.tokens
 
 
+@pytest.mark.parametrize("validate_every", [None, 2])
+def test_noise_goes_on_where_a_resumed_run_does(fit, tmp_path, validate_every):
+    """Its draws depend on the micro-batch alone, and a validation between changes nothing."""
+    noisy = ("objective.neftune_alpha=5", "lora.dropout=0.1")
+    whole, _, _ = fit(*noisy, steps=3, accumulate=2)
+    quiet, _, _ = fit("lora.dropout=0.1", steps=3, accumulate=2)
+    assert not same(tensors_of(whole), tensors_of(quiet))
+    _, _, trainer = fit(*noisy, steps=1, accumulate=2, total_steps=3)
+    trainer.save_checkpoint(tmp_path / "step.ckpt")
+    resumed, _, _ = fit(
+        *noisy,
+        steps=3,
+        accumulate=2,
+        resume=tmp_path / "step.ckpt",
+        validate_every=validate_every,
+    )
+    assert same(tensors_of(resumed), tensors_of(whole))
+
+
 def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit, tmp_path):
     """Linear over 8 steps instead of 4: step 2 has the rate 1 - 2/8, not 1 - 2/4."""
     _, _, trainer = fit("schedule=linear", steps=2, total_steps=4)

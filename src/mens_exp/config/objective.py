@@ -67,6 +67,18 @@ class ObjectiveConfig:
         MISSING,
         "Which tokens are supervised, as the objective of this name has it; set by the option.",
     )
+    neftune_alpha: float = setting(
+        0.0,
+        "Noise on the embeddings in training: uniform, at most alpha / sqrt(L · D), with L the "
+        "document's tokens and D the model's width; 0 is none (arXiv:2310.05914: 5 to 15).",
+        ge=0,
+        only_if=unless("backend.name", "proxy", why="which knows no documents"),
+        aliases={
+            "neftune_noise_alpha": "Transformers, TRL, Axolotl and Unsloth",
+            "neftune_alpha": "LLaMA-Factory",
+        },
+        example="5",
+    )
 
     @property
     def spec(self) -> ObjectiveSpec:
