@@ -76,12 +76,32 @@ def test_bf16_logits_get_a_bf16_gradient():
     assert close(ours.grad.float(), theirs.grad.float(), 1e-2)
 
 
+@VALUES
+def test_weights_multiply_each_token_s_loss_and_gradient(smoothing, z_loss):
+    """As torch's loss of each token, times its weight; a weight of 0 has no gradient."""
+    logits, targets = drawn(7, 50)
+    weights = torch.tensor([0.5, 2, 1, 0, 0.25, 3, 1])
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    objective = CrossEntropy("causal", 3, smoothing, z_loss)
+    loss = objective(ours, targets, lambda it: it, weights).total
+    each = (
+        functional.cross_entropy(theirs, targets, label_smoothing=smoothing, reduction="none")
+        + z_loss * torch.logsumexp(theirs, dim=1).square()
+    )
+    (loss * 3).backward()
+    ((each * weights).sum() * 3).backward()
+    assert float(loss.detach()) == pytest.approx(float((each * weights).sum().detach()), rel=CLOSE)
+    assert close(ours.grad, theirs.grad)
+    assert not ours.grad[3].any()
+
+
 def test_a_validation_takes_the_plain_cross_entropy():
     """Without gradients neither changes anything, so that losses of runs compare."""
     logits, targets = drawn(7, 50)
     with torch.no_grad():
         plain = CrossEntropy("causal", 3)(logits, targets, lambda it: it)
-        other = CrossEntropy("causal", 3, *BOTH)(logits, targets, lambda it: it)
+        weights = torch.arange(7.0)
+        other = CrossEntropy("causal", 3, *BOTH)(logits, targets, lambda it: it, weights)
     assert torch.equal(plain.total, other.total)
     assert torch.equal(plain.losses_M, other.losses_M)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from device_reads import Reads
@@ -206,6 +208,37 @@ def test_smoothing_and_z_loss_are_means_over_the_step_s_tokens(
     assert watch.metrics[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in reference.trainable().items():
         assert torch.allclose(watch.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(4, 1), (2, 2), (1, 4)])
+def test_a_weighted_step_is_a_mean_over_the_weights_of_its_tokens(
+    fit, tiny_backend, documents, accumulate, size
+):
+    """Σ weight · loss / Σ weight over ragged micro-batches; validation has no weights."""
+    weights = np.repeat([0.5, 2, 0.25, 3, 1, 0.1, 1.5, 4], LENGTHS).astype(np.float32)
+    weighted = replace(documents, extra={"weight": weights})
+    module, watch, _ = fit(
+        encoded=weighted, accumulate=accumulate, size=size, validate_every=accumulate
+    )
+    order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
+    reference = tiny_backend(*EXACT, live=True).train()
+    batch = packed_batch(weighted, [order], index=0)
+    own_M = batch.extra["weight"]
+    assert len(set(own_M.tolist())) > 2
+    losses_M = functional.cross_entropy(
+        reference.head(reference(batch)), batch.targets_M, reduction="none"
+    )
+    loss = (losses_M * own_M).sum() / own_M.sum()
+    loss.backward()
+    assert watch.metrics[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert watch.metrics[0]["data/supervised_tokens"] == len(batch.targets_M)
+    for name, parameter in reference.trainable().items():
+        assert torch.allclose(watch.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7), name
+    everything = packed_batch(documents, [list(range(8))], index=0)
+    module.eval()
+    with torch.no_grad():
+        plain = mean_loss(module.backend, everything)
+    assert watch.validations[-1]["val/loss"] == pytest.approx(plain.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [3, 7])

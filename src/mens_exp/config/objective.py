@@ -118,6 +118,13 @@ class CrossEntropyConfig(ObjectiveConfig):
 class TokenObjective(CrossEntropyConfig):
     """Settings common to the objectives over single tokens; validation measures without them."""
 
+    weight_field: str | None = setting(
+        None,
+        "Field of each row that its tokens' losses are multiplied by, a number of at least 0. The "
+        "loss of a step is then Σ weight · loss / Σ weight over its learned tokens; a row of "
+        "weight 0 is left out. null weighs all alike.",
+        example="weight",
+    )
     label_smoothing: float = setting(
         0.0,
         "Share of each target's probability that is spread evenly over the vocabulary "
@@ -293,7 +300,7 @@ class ObjectiveSpec:
         schema: its settings.
         documents: ``module:name`` of the :class:`mens_exp.rows.documents.RowDocuments` that makes
             documents of a row and says which of their tokens are supervised.
-        selects: its settings that select tokens; the others are arguments of its class.
+        selects: its settings that select or weigh tokens; the others are arguments of its class.
         truncation: side on which a document that is too long is cut, unless `data` says.
         in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
@@ -324,8 +331,12 @@ class ObjectiveSpec:
         return "nats per token" if self.is_likelihood else f"per {self.counted}"
 
     def selected(self, settings: Any) -> dict[str, Any]:
-        """Return the settings that select tokens, as plain values; they are part of a cache key."""
-        return {name: plain(getattr(settings, name)) for name in sorted(self.selects)}
+        """Return the settings that select tokens, as plain values; they are part of a cache key.
+
+        Those that are null select nothing and are left out.
+        """
+        found = {name: plain(getattr(settings, name)) for name in sorted(self.selects)}
+        return {name: value for name, value in found.items() if value is not None}
 
     def arguments(self, settings: Any, vocab_size: int, *, on_gpu: bool) -> dict[str, Any]:
         """Return the settings that are arguments of its class; `chunk_tokens` is always set.
@@ -494,13 +505,14 @@ OBJECTIVES = Registry(
                 name="causal",
                 schema=CausalObjective,
                 documents="mens_exp.rows.documents:CAUSAL",
+                selects=frozenset({"weight_field"}),
                 in_chunks=True,
                 is_likelihood=True,
             ),
             ObjectiveSpec(
                 name="assistant",
                 schema=AssistantObjective,
-                selects=frozenset({"turns"}),
+                selects=frozenset({"turns", "weight_field"}),
                 in_chunks=True,
                 is_likelihood=True,
             ),
@@ -508,7 +520,7 @@ OBJECTIVES = Registry(
                 name="last_k",
                 schema=LastKObjective,
                 documents="mens_exp.rows.documents:LAST_K",
-                selects=frozenset({"k"}),
+                selects=frozenset({"k", "weight_field"}),
                 truncation="left",
                 in_chunks=True,
                 is_likelihood=True,

@@ -12,11 +12,13 @@ Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from mens_exp.rows.documents import WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,15 +30,16 @@ if TYPE_CHECKING:
 class LossSum:
     """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens.
 
-    ``count`` may be of something else than tokens, such as pairs of answers; the step divides by
-    it. ``losses_M`` are the individual token losses, f32 without a gradient. An objective may
-    return them when gradients are disabled; validation then records a loss for every document.
-    ``metrics`` are sums over what is counted, by the names that the objective declares; ``counts``
-    has the number of what a metric is a sum over, where that is something else.
+    ``count`` may be of something else than tokens, such as pairs of answers, or the sum of tokens'
+    weights; the step divides by it. ``losses_M`` are the individual token losses, f32 without a
+    gradient. An objective may return them when gradients are disabled; validation then records a
+    loss for every document. ``metrics`` are sums over what is counted, by the names that the
+    objective declares; ``counts`` has the number of what a metric is a sum over, where that is
+    something else.
     """
 
     total: torch.Tensor
-    count: int
+    count: float
     losses_M: torch.Tensor | None = None
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     counts: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -120,10 +123,11 @@ def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy:
+class CrossEntropy(Objective):
     """Cross entropy of each supervised token under the head's logits, in f32.
 
-    With gradients, ``label_smoothing`` and ``z_loss`` change it as `summed_cross_entropy` says.
+    With gradients, ``label_smoothing`` and ``z_loss`` change it as `summed_cross_entropy` says, and
+    documents with weights have their sum of weighted losses and the sum of the tokens' weights.
     Without gradients they do not, so that validation losses of runs with other values compare.
     """
 
@@ -132,11 +136,21 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the loss over all targets of a micro-batch, weighted if its documents are."""
+        batch = passed.batch
+        weights_M = batch.extra.get(WEIGHT)
+        found = self(passed.hidden_MD, batch.targets_M, passed.head, weights_M)
+        if weights_M is None or not torch.is_grad_enabled():
+            return found
+        return replace(found, count=float(batch.host.extra[WEIGHT].double().sum()))
+
     def __call__(
         self,
         hidden_MD: torch.Tensor,
         targets_M: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
+        weights_M: torch.Tensor | None = None,
     ) -> LossSum:
         """Sum the losses; the head runs on ``chunk_tokens`` positions at a time.
 
@@ -156,6 +170,7 @@ class CrossEntropy:
                 targets_M[piece],
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
+                weights_C=None if weights_M is None else weights_M[piece],
             )
             gradients.add(piece, hidden_CD, loss)
             total += loss.detach()
@@ -261,6 +276,7 @@ class _Summed(torch.autograd.Function):
         ctx: Any,
         logits_CV: torch.Tensor,
         targets_C: torch.Tensor,
+        weights_C: torch.Tensor | None,
         label_smoothing: float,
         z_loss: float,
     ) -> torch.Tensor:
@@ -270,12 +286,14 @@ class _Summed(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=logits_CV.device)
         for piece, chosen, logs in _pieces(logits_CV, targets_C):
             picked = logs.gather(1, chosen)
-            total -= (1 - label_smoothing) * picked.sum()
             log_z = logits_CV[piece].gather(1, chosen).float() - picked if z_loss else None
+            losses = picked * (label_smoothing - 1)
             if label_smoothing:
-                total -= label_smoothing * logs.mean(dim=1).sum()
+                losses -= label_smoothing * logs.mean(dim=1, keepdim=True)
             if log_z is not None:
-                total += z_loss * log_z.square().sum()
+                losses += z_loss * log_z.square()
+            weights = None if weights_C is None else weights_C[piece, None]
+            total += losses.sum() if weights is None else (losses * weights).sum()
             if gradient_CV is not None:
                 found = logs.exp_()
                 if log_z is not None:
@@ -283,7 +301,8 @@ class _Summed(torch.autograd.Function):
                 if label_smoothing:
                     found.sub_(label_smoothing / found.shape[1])
                 at_target = found.new_full((len(chosen), 1), label_smoothing - 1)
-                gradient_CV[piece] = found.scatter_add_(1, chosen, at_target)
+                found.scatter_add_(1, chosen, at_target)
+                gradient_CV[piece] = found if weights is None else found.mul_(weights)
         ctx.save_for_backward(gradient_CV)
         return total
 
@@ -291,7 +310,7 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         """Scale the saved gradient."""
         (gradient_CV,) = ctx.saved_tensors
-        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None, None, None
+        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None, None, None, None
 
 
 def _pieces(
@@ -334,6 +353,7 @@ def summed_cross_entropy(
     logits_CV: torch.Tensor,
     targets_C: torch.Tensor,
     *,
+    weights_C: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
@@ -344,10 +364,11 @@ def summed_cross_entropy(
     Args:
         logits_CV: logits in any floating-point format; the gradient has the same format.
         targets_C: target ids.
+        weights_C: factor of each token's loss, f32; none weighs them alike.
         label_smoothing: share ε of a target that is spread evenly over the vocabulary: the loss of
             a token is -(1 - ε) log p(target) - ε · mean over v of log p(v) (arXiv:1512.00567, §7).
         z_loss: weight of (log Z)² that is added for each token, Z the sum of the exponentials of
             its logits (arXiv:2204.02311, §5).
     """
-    total = _Summed.apply(logits_CV, targets_C, label_smoothing, z_loss)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", total)
+    settings = (weights_C, label_smoothing, z_loss)
+    return cast("torch.Tensor", _Summed.apply(logits_CV, targets_C, *settings))  # type: ignore[no-untyped-call]
