@@ -26,7 +26,7 @@ def documents(random_documents):
 
 def added(noise, batch, width=D):
     """Return what is added to embeddings that are all zero."""
-    with noise.over(batch):
+    with noise.over(batch.document_lengths):
         return noise(torch.zeros(*batch.input_ids_BT.shape, width))
 
 
@@ -41,7 +41,7 @@ def test_one_document_has_the_noise_of_transformers_own_hook(monkeypatch, docume
     def uniform(self, low, high):
         return self.copy_(low + (unit + 1) / 2 * (high - low))
 
-    with noise.over(batch):
+    with noise.over(batch.document_lengths):
         ours = noise(embedded)
     module = torch.nn.Embedding(1, 1)
     module.neftune_noise_alpha = ALPHA
@@ -99,7 +99,7 @@ def test_bf16_embeddings_stay_bf16(documents):
     """The noise is drawn in f32 and rounded."""
     noise = EmbeddingNoise(ALPHA, seed=0).train()
     batch = packed_batch(documents, [[0]], index=0)
-    with noise.over(batch):
+    with noise.over(batch.document_lengths):
         found = noise(torch.zeros(1, LENGTHS[0], D, dtype=torch.bfloat16))
     assert found.dtype == torch.bfloat16
     assert bool(found.any())

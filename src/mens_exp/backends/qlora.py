@@ -110,7 +110,7 @@ class QloraBackend(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
-        with self._compute(), self.noise.over(batch):
+        with self._compute(), self.noise.over(batch.document_lengths):
             return frozen_base.hidden_states(self.causal_lm, batch)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from mens_exp.data.batch import Batch
     from mens_exp.layout.targets import LinearModule
 
 SFC64 = "SFC64, 15 bits"  # the generator of masks on a CPU, as records name it
@@ -281,10 +280,14 @@ class EmbeddingNoise(torch.nn.Module):
         self.micro_batch = micro_batch
 
     @contextmanager
-    def over(self, batch: Batch) -> Iterator[None]:
-        """Add noise, inside the block, to embeddings of the batch's documents in training."""
+    def over(self, lengths: Callable[[], torch.Tensor]) -> Iterator[None]:
+        """Add noise inside the block, in training.
+
+        Args:
+            lengths: returns the tokens of each position's document, ``[B, T]``; 0 at padding.
+        """
         is_on = self.alpha > 0 and self.training and torch.is_grad_enabled()
-        self._lengths_BT = batch.document_lengths() if is_on else None
+        self._lengths_BT = lengths() if is_on else None
         try:
             yield
         finally:

@@ -389,6 +389,7 @@ _LATER: dict[str, Any] = {
     "module._target_": TUNING,
     "objective.label_smoothing": 0.0,
     "objective.neftune_alpha": 0.0,
+    "objective.weight_field": None,
     "objective.z_loss": 0.0,
     **dict.fromkeys(
         f"trainer.{name}"
