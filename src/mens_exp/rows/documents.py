@@ -184,6 +184,13 @@ class RowDocuments:
             "data.columns={fields:{name:column}}; objective.weight_field weighs rows by one",
         )
 
+    def check_tokenizer(self, encoder: TextEncoder, labelling: Labelling) -> None:
+        """Refuse, before any row is read, a tokenizer that lacks what documents need.
+
+        Raises:
+            ConfigError: it does.
+        """
+
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
         """Return rows that are encoded together, each with what it needs of the others."""
         return pairs
@@ -397,6 +404,10 @@ class _Weighted(RowDocuments):
                 remedy="correct the row, or leave out objective.weight_field",
             )
         return found
+
+    def check_tokenizer(self, encoder: TextEncoder, labelling: Labelling) -> None:
+        """Refuse what the other object refuses."""
+        self.inner.check_tokenizer(encoder, labelling)
 
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
         """Return the rows with what the other object adds."""
