@@ -108,7 +108,8 @@ def test_settings_are_of_tokens_or_of_the_loss():
     assert assistant.spec.arguments(assistant, 32, on_gpu=False) == of_loss
     last = LastKObjective(_target_="any", k=3)
     assert last.spec.selected(last) == {"k": 3}
-    assert CausalObjective(_target_="any").spec.selected(None) == {}
+    causal = CausalObjective(_target_="any")
+    assert causal.spec.selected(causal) == {}
 
 
 def test_what_is_supervised_has_its_share():
