@@ -85,6 +85,15 @@ def test_an_override_is_a_text(call):
         call({"lora.r": 8})
 
 
+@pytest.mark.parametrize("call", [train, plan, compose])
+def test_several_values_are_told_as_a_program_can_give_them(call):
+    """A call has no flag -m."""
+    with pytest.raises(MensError, match="several values need several calls") as raised:
+        call("seed=1,2", "lora.r=4")
+    assert raised.value.where == "seed"
+    assert compose("model=tiny_llama", "data=jsonl", "data.path='a,b.jsonl'").config.data.path
+
+
 def test_a_task_is_chosen_by_the_function(tiny_run):
     """Another one in the overrides would not be run."""
     with pytest.raises(MensError, match="the function decides the task"):
@@ -335,9 +344,9 @@ def test_processes_of_torchrun_are_refused(tiny_run, monkeypatch):
 
 
 def test_latest_is_the_run_trained_last(arms, tmp_path):
-    """Plans and comparisons do not count, as on the command line."""
+    """Plans and comparisons do not count, as on the command line; a change of directory is none."""
     shutil.copytree(arms[0].path, tmp_path / "outputs" / "run")
-    assert load_run("latest").path == Path("outputs/run")
+    assert load_run("latest").path == tmp_path / "outputs" / "run"
     with pytest.raises(MensError, match="no such run directory"):
         load_run("nope")
 

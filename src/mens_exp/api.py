@@ -27,9 +27,9 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.config.compose import begin_command, config_digest, run_composed, to_yaml
 from mens_exp.config.override_values import override_of
-from mens_exp.config.overrides import check, sources_in
+from mens_exp.config.overrides import check, parsed_override, sources_in
 from mens_exp.config.user_config import reading
-from mens_exp.errors import Problems, RequestError, TrainingError
+from mens_exp.errors import ConfigError, Problems, RequestError, TrainingError
 from mens_exp.planning.machine import of_torchrun
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ def load_run(path: Subject) -> Run:
     """
     found = resolve(_path(path), task="train" if path == "latest" else None)
     return Run(
-        path=found.path,
+        path=found.path.absolute(),  # stays right when the working directory changes
         manifest=Manifest.read(found.manifest),
         scorecard=Scorecard.read(found.scorecard) if found.scorecard.is_file() else None,
     )
@@ -462,7 +462,24 @@ def _texts(overrides: Sequence[Given]) -> list[str]:
                 expected='"key=value" or "group=option", or what compose() returned',
                 remedy="write train('lora.r=8', 'seed=2')",
             )
+    Problems.raise_if([_several_values(text) for text in texts if _is_swept(text)])
     return texts
+
+
+def _is_swept(text: str) -> bool:
+    override = parsed_override(text, [])
+    return override is not None and override.is_sweep_override()
+
+
+def _several_values(text: str) -> ConfigError:
+    return ConfigError(
+        "several values need several calls",
+        where=text.partition("=")[0],
+        found=text,
+        expected="one value",
+        remedy="loop over the values, sweep them by mens_exp -m in a shell, or quote a value that "
+        "contains a comma",
+    )
 
 
 def _path(subject: Subject) -> str:

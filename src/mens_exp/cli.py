@@ -148,10 +148,22 @@ def _dispatch(arguments: list[str]) -> int:
     arguments = spelled_out(arguments)
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    _refuse_flags(parsed, rest, arguments)
+    behind = [text for text in rest if not text.startswith("-")]
+    _refuse_flags(parsed, [text for text in rest if text.startswith("-")], arguments)
+    # Hydra's parser, which some commands end in, knows no setting behind a flag.
+    arguments = [*_without(arguments, [*parsed.overrides, *behind]), *parsed.overrides, *behind]
+    parsed.overrides += behind
     sources = sources_in(parsed.overrides, name=parsed.config_name, directory=parsed.config_dir)
     with reading(sources):
         return _answered(_without_sources(arguments, parsed), parser, parsed)
+
+
+def _without(arguments: Sequence[str], some: Sequence[str]) -> list[str]:
+    """Return the arguments without the last occurrence of each of some."""
+    kept = list(reversed(arguments))
+    for text in some:
+        kept.remove(text)
+    return kept[::-1]
 
 
 def _without_sources(arguments: list[str], parsed: Any) -> list[str]:

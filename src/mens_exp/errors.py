@@ -169,8 +169,9 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = _CUTOFF) -> str 
         known: the names that are.
         cutoff: least likeness, from 0 to 1.
     """
-    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return close[0] if close else None
+    close = get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    swapped = [one for one in close if sorted(one) == sorted(name)]  # letters in another order
+    return next(iter([*swapped, *close]), None)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -91,8 +91,21 @@ REFUSED = [
     ("model.default_lr=1e-4", "model.default_lr", ["is set by the option", "set optim.lr"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
-    ("hydra.runn.dir=x", None, ["Key 'runn' not in"]),
+    ("hydra.runn.dir=x", "hydra.runn", ["hydra.runn: is no setting of Hydra", "write hydra.run"]),
 ]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("hydra.run.dri=x", ["expected one of dir; the nearest is dir", "write hydra.run.dir"]),
+        ("hydra.job.chdir=maybe", ["hydra.job.chdir: Value 'maybe' is not a valid bool"]),
+    ],
+)
+def test_setting_that_hydra_refuses_is_named(override, parts):
+    """Hydra says `Key 'dri' not in 'RunDir'`."""
+    (problem,) = checked(override).problems
+    assert all(part in str(problem) for part in parts)
 
 
 @functools.cache
@@ -192,6 +205,13 @@ def test_wrong_key_of_a_misspelt_option_is_told():
     assert [problem.where for problem in problems] == ["data", "data.pth"]
 
 
+def test_a_callbacks_class_on_the_command_line_is_told_its_file():
+    """As Hydra's users add an object; the option can then be named in records and sweeps."""
+    told = problem("+callbacks.mine._target_=pkg.Mine")
+    assert "conf/callbacks/mine.yaml" in told.expected
+    assert "callbacks=[default,mine]" in told.remedy
+
+
 def test_required_value_is_asked_for():
     """The key is named, with how to give it."""
     asked = problem("data=jsonl")
@@ -202,6 +222,8 @@ def test_required_value_is_asked_for():
 def test_required_value_given_wrongly_is_not_asked_for_again():
     """One fault, one message."""
     assert "several values" in str(problem("data=jsonl", "data.path=a.jsonl,b.jsonl"))
+    told = problem("task=compare", "path=a,b")  # nothing about a path that is missing
+    assert "'path=\"a,b\"'" in str(told)
 
 
 def test_value_that_does_not_resolve_is_told():

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from mens_exp.artifacts.comparison import Verdict
+from mens_exp.evals.kpis import Direction, Kpi, KpiGroup
 from mens_exp.evals.observations import Observation, Score, scores
 from mens_exp.evals.verdicts import Rule, compared, judge, noise_of
 
@@ -53,6 +54,19 @@ def test_a_count_that_is_neither_good_nor_bad_gets_no_verdict():
         Verdict.UNKNOWN,
         " but neither way is better"[-24:],
     )
+
+
+def test_runs_that_declare_a_metric_otherwise_get_no_verdict():
+    """Where they agree, theirs is the direction."""
+    for of_arm, verdict_then in ((Direction.MIN, Verdict.BETTER), (Direction.MAX, Verdict.UNKNOWN)):
+        sides = []
+        for direction, values in ((of_arm, (1.0, 1.1, 1.2)), (Direction.MIN, (2.0, 2.0, 2.3))):
+            kpi = Kpi(name="probe/x", group=KpiGroup.OTHER, direction=direction)
+            made = [[{"probe/x": Score(mean=value, declared=kpi)}] for value in values]
+            sides.append(dict(enumerate(made)))
+        record = compared("probe/x", *sides, QUIET, rule(primary="probe/x"))
+        judge([record], rule(primary="probe/x"))
+        assert record["verdict"] == verdict_then
 
 
 def test_items_without_a_value_are_left_out_in_pairs():

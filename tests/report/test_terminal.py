@@ -160,6 +160,13 @@ def test_outcome_answers_what_a_reader_asks(write_run, outcome):
     assert "✗ Did it learn?\nNo, it got worse: validation loss +25.0%." in outcome(worse)
 
 
+def test_outcome_says_that_training_ended_before_its_last_step(write_run, outcome, plan):
+    """A callback may have asked for it; the figures are those of a shorter run."""
+    assert "Training ended" not in outcome(write_run(results={"steps": plan["steps"]}))
+    text = outcome(write_run(results={"steps": plan["steps"] - 1}))
+    assert f"! Training ended after step {plan['steps'] - 1} of {plan['steps']}." in text
+
+
 def test_completions_stand_side_by_side(item, write_run, outcome):
     """Both on one line of the terminal, each with its outcome."""
     events = [item("base", "left", parses=False, finished=False), item("tuned", "right")]

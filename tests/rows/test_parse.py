@@ -45,8 +45,13 @@ def test_one_exchange_is_the_pair_that_it_says():
         {"messages": chat("a", "b"), "system": "s"},
         {"turns": chat("a", "b"), "system": "s"},
         {"conversations": [*turns, {"from": "gpt", "value": "b"}]},
+        {"conversations": [{"role": "system", "content": "s"}, *chat("a", "b")]},
+        {"messages": [*turns, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "completion": "b", "system": "s"},
+        {"prompt": chat("a"), "completion": chat("b", first="assistant"), "system": "s"},
+        {"prompt": [{"role": "system", "content": "s"}, *chat("a")], "completion": "b"},
     ]
-    assert [parse_row(row, "x:1") for row in rows] == [pair] * 5
+    assert [parse_row(row, "x:1") for row in rows] == [pair] * len(rows)
     assert {parse_row(row, "x:1").id for row in rows} == {pair.id}
 
 
@@ -121,6 +126,31 @@ def test_empty_values_that_exporters_write_are_left_out():
     """A null beside role and content says nothing."""
     turns = [{**turn, "tool_calls": None} for turn in chat("a", "b")]
     assert parse_row({"messages": turns}, "x:1").response == "b"
+
+
+def test_a_prompt_of_several_turns_is_the_history():
+    """TRL's conversational form; its tools make it a row with tools."""
+    row = {"prompt": chat("a", "b", "c"), "completion": chat("d", first="assistant")}
+    pair = parse_row(row, "x:1")
+    assert pair == TrainingPair(prompt="c", response="d", history=(("a", "b"),))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert json.loads(parse_row({**row, "tools": tools}, "x:1").conversation)["tools"] == tools
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": chat("a")}, "the row has no 'response'"),
+        ({"prompt": chat("a"), "completion": ""}, "'response' is empty"),
+        ({"prompt": chat("a"), "completion": 3}, "'response' is no answer"),
+        ({"prompt": chat("a", "b"), "completion": "c"}, "turn 3 is out of order"),
+        ({"prompt": chat("a"), "completion": chat("b")}, "does not begin with the prompt"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "its alias 'completion' differ"),
+    ],
+)
+def test_a_prompt_whose_completion_does_not_answer_it_is_refused(row, reason):
+    """With the key that says so."""
+    assert reason in told(row)
 
 
 def test_openais_spellings_are_read():
@@ -258,7 +288,7 @@ CALLING = calling({})
         ({"messages": calling({}, content=7)}, "'content' of turn 3 must be a string"),
         ({"messages": CALLING, "tools": "weather"}, "'tools' must be a list"),
         ({"messages": CALLING, "tools": [{"name": ""}]}, "tool 1 is no function"),
-        ({"prompt": "p", "response": "r", "tools": []}, "unknown key 'tools'"),
+        ({"prompt": "p", "input": "i", "output": "r", "tools": []}, "unknown key 'tools'"),
     ],
 )
 def test_tools_that_cannot_be_rendered_are_refused(row, reason):

@@ -104,13 +104,22 @@ def test_columns_that_rows_lack_are_told_once(tmp_path):
     assert columns_in(problem.remedy) == {"prompt": "frage", "response": "antwort"}
 
 
-@pytest.mark.parametrize("key", ["completion", "answer", "chosen"])
+@pytest.mark.parametrize("key", ["answer", "chosen"])
 def test_key_of_another_tool_is_renamed_by_whole_columns(tmp_path, key):
     """One column alone would name nothing to learn from."""
     path = written(tmp_path / "rows.jsonl", {"instruction": "p", key: "r"})
     columns = columns_in(refused(path).remedy)
     assert columns == {"prompt": "instruction", "response": key}
     assert read_rows(path, Reading(columns=columns)).pairs[0].response == "r"
+
+
+def test_a_rendered_text_beside_alpacas_keys_is_left_out_by_columns(tmp_path):
+    """Alpaca's own file has `text`, the prompt as its template writes it."""
+    row = {"instruction": "p", "input": "i", "output": "r", "text": "Below is p"}
+    path = written(tmp_path / "rows.jsonl", row)
+    columns = columns_in(refused(path).remedy)
+    assert columns == {"prompt": "instruction", "input": "input", "response": "output"}
+    assert read_rows(path, Reading(columns=columns)).pairs[0].prompt == "p\n\ni"
 
 
 def test_further_key_of_incomplete_rows_is_dropped_without_columns(tmp_path):

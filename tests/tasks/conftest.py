@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +167,15 @@ def composed(*overrides):
     return compose([[*usual, *overrides]])[0]
 
 
+@functools.cache  # the same for every study of these arms
+def settled(overrides, seed):
+    """Return a run's configuration as YAML, its digest and its contract's record as JSON."""
+    values = composed(*overrides).values.copy()
+    values.seed = seed
+    contract = contract_of(typed_config(values)).record()
+    return to_yaml(values), config_digest(values), json.dumps(contract)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What a study's runs are and measured.
@@ -208,9 +218,8 @@ def write_study(root, told):
 
 def write_cell(root, number, seed, arm, told):
     run, overrides = RunDir(root / f"{number}_{root.name}"), told.arms[arm]
-    values = composed(*overrides).values.copy()
-    values.seed = seed
-    write_text(run.config, to_yaml(values))
+    text, digest, contract = settled(tuple(overrides), seed)
+    write_text(run.config, text)
     inputs = {
         "base_weights_sha256": "b" * 64,
         "data": {"rows_sha256": told.rows, "train_rows": 40, "train_truncated": 2},
@@ -233,8 +242,8 @@ def write_cell(root, number, seed, arm, told):
         started_utc=told.started,
         overrides=[*overrides, f"seed={seed}"],
         choices=composed(*overrides).choices,
-        config_digest=config_digest(values),
-        contract=contract_of(typed_config(values)).record() if is_training else None,
+        config_digest=digest,
+        contract=json.loads(contract) if is_training else None,
         seed=seed,
         provenance={"commit": "c" * 40, "packages": {"torch": told.torch}},
         inputs=inputs,

@@ -198,7 +198,7 @@ def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
     assert record.contrasts[0]["confounded_by"] == []
 
 
-def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(study, compare):
+def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(study, compare, typed):
     """By hand: the arm has 0.2 more in each seed. One without a direction is no KPI."""
     about = {"unit": "nats", "reduction": "last", "note": ""}
     declared = {
@@ -218,6 +218,14 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
     assert found["estimate"] == pytest.approx(0.2 + 3.5 / 1000)
     assert (found["unit"], found["direction"], found["verdict"]) == ("nats", "max", Verdict.BETTER)
     assert kpis["probe/gap"]["direction"] == "min"
+    asked = ("task=compare", f"path={path}", "compare.primary=lr-AdamW", "logger=none")
+    said = " ".join(typed(*asked, code=2).split())
+    assert "neither way is declared as better" in said
+    assert '@declares("lr-AdamW", direction="min")' in said
+    turned = {"probe/margin": {**about, "direction": "min"}}
+    again = compare(study("again", metrics=(measured, turned)), "compare.primary=probe/margin")
+    found = again.contrasts[0]["kpis"]["probe/margin"]
+    assert (found["direction"], found["verdict"]) == ("min", Verdict.WORSE)  # of these runs alone
 
 
 def test_another_suite_confounds(study, compare):

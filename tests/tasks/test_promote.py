@@ -450,7 +450,9 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     ("told", "reason"),
     [
         (["policy=eval_gate", "path=."], "no ledger"),
-        (["ledger=l"], "nothing to do"),
+        (["ledger=l"], "next add policy=<name> and path=<compare.json>"),
+        (["path=."], "next add policy=<name> and ledger=<file>"),
+        (["ledger=l", "promote.replay=true", "path=."], "has no effect with promote.replay"),
         (["ledger=l", "promote.replay=true", "promote.open_cycle=c"], "several things at once"),
         (["ledger=l", "policy=eval_gate"], "no evidence"),
         (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
@@ -462,7 +464,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
         ),
         (
             ["ledger=l", "promote.open_cycle=c", "policy=burn_production", "path=."],
-            "has no effect without",
+            "has no effect with promote.open_cycle",
         ),
         (
             ["ledger=l", "promote.replay=true", "promote.seeds=[1]"],

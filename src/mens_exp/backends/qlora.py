@@ -23,7 +23,7 @@ from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import SFC64, EmbeddingNoise
-from mens_exp.model import attention
+from mens_exp.model import attention, fused_attention
 from mens_exp.model.kernels import is_rounded
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.quant.bnb import (
@@ -335,7 +335,9 @@ class QloraBackend(torch.nn.Module):
         own = "rounded from f32" if is_rounded(self.compute_dtype, device) else "own"
         return {
             "adapters": "projections of an input together 1" if self.inputs else "PEFT's",
-            "attention": "blocks of queries 1" if device.type == "cpu" else "by document 1",
+            "attention": "blocks of queries 1"
+            if device.type == "cpu"
+            else fused_attention.described(device, self.compute_dtype),
             "dropout": SFC64 if device.type == "cpu" else "torch's generator of the device",
             "products": own,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shlex
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.config.compose import Composed, compose, typed
@@ -42,7 +43,7 @@ from mens_exp.config.user_config import (
     user_config_problems,
 )
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
-from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
+from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -268,13 +269,17 @@ def _parser() -> Any:
 
 def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigError]:
     where, found = override.key_or_group, _line(override)
+    value = found.partition("=")[2]
+    whole = shlex.quote(f'{where}="{value}"')
     if not multirun:
         yield ConfigError(
             "several values need a sweep",
             where=where,
             found=found,
             expected="one value, or -m to run them all",
-            remedy="add -m, or quote a value that contains a comma",
+            remedy=f"add -m, or quote a value that contains a comma: {whole}"
+            if '"' not in value
+            else "add -m, or quote a value that contains a comma",
         )
     elif not override.is_discrete_sweep() or getattr(override.value(), "shuffle", False):
         # An interval has no list of values; Hydra would shuffle a list differently at run time.
@@ -460,7 +465,8 @@ def _judged(
     idle = {_key(text) for text in dropped}
     keys = [o.key_or_group for o in given.overrides if o.key_or_group not in idle]
     told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
-    problems = problems_of(config)
+    refused = given.named - {o.key_or_group for o in given.overrides}  # told already
+    problems = [problem for problem in problems_of(config) if problem.where not in refused]
     problems += unread_overrides(
         config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
     )
@@ -499,7 +505,21 @@ def _key(override: str) -> str:
 
 
 def _refused_by_hydra(error: Exception) -> ConfigError:
-    return ConfigError(_first_line(error.__cause__ or error))
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None)
+    if not key:
+        return ConfigError(_first_line(cause))
+    if not isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return ConfigError(_first_line(cause), where=key)
+    parent, _, name = key.rpartition(".")
+    names = sorted(map(str, getattr(cause, "parent_node", None) or ()))
+    close = nearest(name, names)
+    return ConfigError(
+        "is no setting of Hydra",
+        where=key,
+        expected=f"{listed(names)}{f'; the nearest is {close}' if close else ''}",
+        remedy=f"write {parent}.{close}" if close else f"drop {key}",
+    )
 
 
 def _first_line(error: BaseException) -> str:

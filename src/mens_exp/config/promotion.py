@@ -229,6 +229,14 @@ DECIDES = Condition(
 )
 
 
+COMPARES = Condition(
+    holds=lambda config: config.promote.open_cycle is None and not config.promote.replay,
+    words=lambda config: f"with promote.{'replay' if config.promote.replay else 'open_cycle'}",
+    needs="policy=<name> in its place",
+    tasks=frozenset({"promote"}),
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class PromoteConfig:
     """Settings of task=promote besides its policy; most describe the cycle that it opens."""

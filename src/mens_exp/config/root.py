@@ -19,7 +19,7 @@ from mens_exp.config.model import ModelConfig, TokenizerConfig
 from mens_exp.config.objective import ObjectiveConfig
 from mens_exp.config.optim import AnySchedule, OptimizerConfig
 from mens_exp.config.promotion import (
-    DECIDES,
+    COMPARES,
     CompareConfig,
     PolicyConfig,
     PromoteConfig,
@@ -154,7 +154,7 @@ class RunConfig:
             "compare",
             "promote",
         },
-        only_if=(_BRINGS_NO_MODELS, _BY_PATH, DECIDES),
+        only_if=(_BRINGS_NO_MODELS, _BY_PATH, COMPARES),
         idle=None,
         example="latest",
     )

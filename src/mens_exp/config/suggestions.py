@@ -64,7 +64,7 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which has it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    known = _alias(key, found) or _inside_class(key, found)
+    known = _alias(key, found) or _inside_class(key, found) or _callback(key, found)
     if known is not None:
         return known
     expected, likely = _expected_key(key, leaves)
@@ -83,6 +83,21 @@ def _inside_class(key: str, found: str) -> ConfigError | None:
         found=found,
         expected=f"trainer.{name}=<name>, or a class by its _target_ and its arguments",
         remedy=f"drop {key}, or name the class too: trainer.{name}._target_={BY_CLASS[name]}",
+    )
+
+
+def _callback(key: str, found: str) -> ConfigError | None:
+    """Return an error for a callback that is named by its class, as Hydra's users add objects."""
+    match = re.fullmatch(r"callbacks\.(\w+)\._target_", key)
+    if match is None:
+        return None
+    name, value = match[1], found.partition("=")[2]
+    return ConfigError(
+        "a callback of one's own is an option of the group",
+        where=key,
+        found=found,
+        expected=f"conf/callbacks/{name}.yaml in the working directory, with _target_: {value}",
+        remedy=f"write that file, then callbacks=[default,{name}]",
     )
 
 

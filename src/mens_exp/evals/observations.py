@@ -49,6 +49,7 @@ class Observation:
         item: None for what the run has as a whole.
         values: KPI -> value; None where it is unknown.
         parts: KPI of the whole run -> item -> its value and its weight in the run's.
+        declared: the user's metrics of the whole run that have a direction.
     """
 
     arm: str
@@ -57,6 +58,7 @@ class Observation:
     item: str | None
     values: dict[str, float | None] = field(default_factory=dict)
     parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    declared: dict[str, Kpi] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +70,14 @@ class Score:
         items: item -> value, empty for what the run has as a whole.
         weights: item -> its weight in the mean; empty where all are alike.
         why: it is unknown.
+        declared: the KPI as the run declares it, if it is a metric of the user's.
     """
 
     mean: float | None
     items: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     why: str | None = None
+    declared: Kpi | None = None
 
 
 def observations(
@@ -114,7 +118,8 @@ def observations(
         if one["condition"] == condition
     }
     parts = {_LOSS: of_documents} if of_documents and _LOSS in whole else {}
-    return [*found, made(item=None, values=whole, parts=parts)]
+    declared = _declared(manifest)
+    return [*found, made(item=None, values=whole, parts=parts, declared=declared)]
 
 
 def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
@@ -137,6 +142,7 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
                     items={item: part for item, (part, _) in parts.items()},
                     weights={item: weight for item, (_, weight) in parts.items()},
                     why=why,
+                    declared=one.declared.get(name),
                 )
             continue
         values = by_item.setdefault(one.item, {})
@@ -151,14 +157,8 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
 
 
 def kpi_named(name: str) -> Kpi:
-    """Return a KPI of the table, a declared metric, or one that only a suite knows.
-
-    Of the last, neither way is better.
-    """
-    known = KPIS.get(name) or _declared.get(name)
-    if known is not None:
-        return known
-    return Kpi(
+    """Return a KPI of the table, or one that only a suite knows, of which neither way is better."""
+    return KPIS.get(name) or Kpi(
         name=name,
         group=KpiGroup.OTHER,
         direction=Direction.NONE,
@@ -167,30 +167,24 @@ def kpi_named(name: str) -> Kpi:
     )
 
 
-_declared: dict[str, Kpi] = {}  # metrics of the user's in the runs that were read
-
-
-def _own_metrics(manifest: Manifest) -> dict[str, float | None]:
-    """Return the user's metrics of a run for which a direction is declared.
-
-    If runs declare it differently, neither way is better.
-    """
-    found: dict[str, float | None] = {}
-    declared = manifest.facts.get("metrics") or {}
-    for name, value in (manifest.results.get("metrics") or {}).items():
-        about = declared[name]
-        if about["direction"] == Direction.NONE:
-            continue
-        found[name] = _number(value)
-        before = _declared.get(name)
-        is_other = before is not None and before.direction != about["direction"]
-        _declared[name] = Kpi(
+def _declared(manifest: Manifest) -> dict[str, Kpi]:
+    """Return the user's metrics of a run for which a direction is declared."""
+    return {
+        name: Kpi(
             name=name,
             group=KpiGroup.OTHER,
-            direction=Direction.NONE if is_other else Direction(about["direction"]),
+            direction=Direction(about["direction"]),
             unit=about["unit"],
         )
-    return found
+        for name, about in (manifest.facts.get("metrics") or {}).items()
+        if about["direction"] != Direction.NONE
+    }
+
+
+def undirected_metrics(manifest: Manifest) -> set[str]:
+    """Return the user's metrics of a run for which no direction is declared."""
+    declared = manifest.facts.get("metrics") or {}
+    return {name for name, about in declared.items() if about["direction"] == Direction.NONE}
 
 
 def _score(kpi: Kpi, valued: dict[str, float], every: Sequence[str], items: int | None) -> Score:
@@ -230,7 +224,9 @@ def _of_run(manifest: Manifest, condition: str) -> dict[str, float | None]:
             if value is not None:
                 break
     if not is_base:
-        found |= _of_data(manifest) | _own_metrics(manifest)
+        values = manifest.results.get("metrics") or {}
+        declared = _declared(manifest).keys() & values.keys()
+        found |= _of_data(manifest) | {name: _number(values[name]) for name in declared}
     return found
 
 
@@ -273,6 +269,7 @@ class Cell:
         reason: why it did not succeed; None where it did.
         has_report: whether its run has a page to open.
         values: KPI or cost -> value of the tuned model; None where it is unknown.
+        declared: the user's metrics among them.
         why_unknown: why there are no values, or not all; None where nothing is amiss.
     """
 
@@ -283,6 +280,7 @@ class Cell:
     reason: str | None
     has_report: bool
     values: dict[str, float | None] = field(default_factory=dict)
+    declared: dict[str, Kpi] = field(default_factory=dict)
     why_unknown: str | None = None
 
     @property
@@ -363,14 +361,16 @@ def cells_of(directory: SweepDir, record: SweepRecord) -> list[Cell]:
     return [_cell(directory, job) for job in record.jobs]
 
 
-def columns_of(cells: Iterable[Cell]) -> tuple[list[Column], list[Column]]:
+def columns_of(cells: Sequence[Cell]) -> tuple[list[Column], list[Column]]:
     """Return the KPIs that some cell has a value for, and the costs, the usual ones first."""
     known = {name for cell in cells for name, value in cell.values.items() if value is not None}
-    every = dict.fromkeys([*_FIRST, *KPIS, *sorted(_declared)])
+    declared = {name: kpi for cell in cells for name, kpi in cell.declared.items()}
+    every = dict.fromkeys([*_FIRST, *KPIS, *sorted(declared)])
     order = [name for name in every if name in known]
     costs = [name for name in order if name == _WALL or kpi_named(name).group is KpiGroup.COST]
     kpis = [name for name in order if name not in costs]
-    return [_column(name) for name in kpis], [_column(name) for name in costs]
+    units = {name: kpi.unit for name, kpi in declared.items()}
+    return _columns(kpis, units), _columns(costs, {_WALL: "s"})
 
 
 def predictions_of(
@@ -388,17 +388,19 @@ def predictions_of(
     return [one for some in found for one in some[:items]], left
 
 
-def _column(name: str) -> Column:
-    return Column(name=name, unit="s" if name == _WALL else kpi_named(name).unit)
+def _columns(names: Iterable[str], units: Mapping[str, str]) -> list[Column]:
+    return [Column(name=name, unit=units.get(name) or kpi_named(name).unit) for name in names]
 
 
 def _cell(directory: SweepDir, job: SweepJob) -> Cell:
     run = RunDir(directory.path / job["directory"])
     values: dict[str, float | None] = {}
+    declared: dict[str, Kpi] = {}
     why: str | None = None
     try:
         if run.manifest.is_file():
-            values = _cell_values(run)
+            manifest = Manifest.read(run.manifest)
+            values, declared = _cell_values(run, manifest), _declared(manifest)
     except MensError as error:
         why = str(error)
     return Cell(
@@ -409,6 +411,7 @@ def _cell(directory: SweepDir, job: SweepJob) -> Cell:
         reason=job["reason"],
         has_report=run.report.is_file(),
         values=values,
+        declared=declared,
         why_unknown=why,
     )
 
@@ -418,8 +421,7 @@ def _factors(differs: Sequence[str]) -> dict[str, str]:
     return {key: value if equals else key for key, equals, value in parts}
 
 
-def _cell_values(run: RunDir) -> dict[str, float | None]:
-    manifest = Manifest.read(run.manifest)
+def _cell_values(run: RunDir, manifest: Manifest) -> dict[str, float | None]:
     card = Scorecard.read(run.scorecard) if run.scorecard.is_file() else None
     lines: Any = read_item_events(run.events) if run.events.is_file() else ()
     seen = observations("", manifest, Condition.TUNED.value, card, lines)

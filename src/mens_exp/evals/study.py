@@ -34,7 +34,7 @@ from mens_exp.evals.arms import (
 )
 from mens_exp.evals.contrast import Implied, guard, implied_by
 from mens_exp.evals.kpis import KPIS
-from mens_exp.evals.observations import Observation, Score, scores
+from mens_exp.evals.observations import Observation, Score, scores, undirected_metrics
 from mens_exp.evals.verdicts import (
     ArmScores,
     Rule,
@@ -159,7 +159,10 @@ def _record(
     """Make the record, with everything but what the guard says."""
     names = _kpis(seen)
     unlike = {arm.name: unlike_losses(arm, arms[0]) for arm in arms[1:]}
-    primary = _primary(settings.primary, names, seen, {n for one in unlike.values() for n in one})
+    others = {name for one in unlike.values() for name in one}
+    manifests = [run.trial.manifest for arm in runs.values() for run in arm]
+    undirected = {name for one in manifests for name in undirected_metrics(one)}
+    primary = _primary(settings.primary, names, seen, others, undirected - {*names})
     rule = Rule(
         primary=primary,
         alpha=settings.alpha,
@@ -307,8 +310,21 @@ def _kpis(seen: Mapping[str, ArmScores]) -> list[str]:
 
 
 def _primary(
-    wanted: str | None, names: Sequence[str], seen: Mapping[str, ArmScores], unlike: set[str]
+    wanted: str | None,
+    names: Sequence[str],
+    seen: Mapping[str, ArmScores],
+    unlike: set[str],
+    undirected: set[str],
 ) -> str:
+    if wanted is not None and wanted in undirected:
+        raise ConfigError(
+            "no arm can be better by this metric: neither way is declared as better",
+            where="compare.primary",
+            found=wanted,
+            expected="a KPI, or a metric with a direction",
+            remedy=f'put @declares("{wanted}", direction="min") or "max", from '
+            "mens_exp.artifacts.metrics, on the class that logs it, and train again",
+        )
     if wanted is not None and wanted not in names:
         raise ConfigError(
             "no run has this KPI",

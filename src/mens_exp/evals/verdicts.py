@@ -101,7 +101,7 @@ def compared(
         noise: of this KPI.
         rule: of the verdicts.
     """
-    kpi = kpi_named(name)
+    kpi = _kpi(name, arm, reference)
     pairs = {
         seed: pair
         for seed in sorted(arm.keys() & reference.keys())
@@ -153,6 +153,16 @@ def compared(
     return record
 
 
+def _kpi(name: str, *arms: ArmScores) -> Kpi:
+    """Return a KPI; if runs declare a metric differently, neither way is better."""
+    scores = [run[name] for arm in arms for runs in arm.values() for run in runs if name in run]
+    declared = [one.declared for one in scores if one.declared is not None]
+    if not declared:
+        return kpi_named(name)
+    is_one = len({one.direction for one in declared}) == 1
+    return declared[0] if is_one else replace(declared[0], direction=Direction.NONE)
+
+
 def incomparable(name: str, arm: ArmScores, reference: ArmScores, why: str) -> KpiRecord:
     """Return the record of a KPI that is not comparable between two arms.
 
@@ -162,7 +172,8 @@ def incomparable(name: str, arm: ArmScores, reference: ArmScores, why: str) -> K
         reference: of the other.
         why: its values are not of one kind.
     """
-    record = _empty(kpi_named(name), arm_mean(name, arm), arm_mean(name, reference))
+    kpi = _kpi(name, arm, reference)
+    record = _empty(kpi, arm_mean(name, arm), arm_mean(name, reference))
     record["why"] = why
     return record
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.errors import ModelFileError
+from mens_exp.model.fused_attention import Request, attend, kernel_for, machine_of
 from mens_exp.model.kernels import add_product, product, products_dtype
 from mens_exp.planning.activations import BUCKET, ROWS
 
@@ -95,6 +96,18 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
             module, query, key, value, attention_mask, dropout=0.0, scaling=scale
         )
         return output, None
+    asked = Request(
+        dtype=query.dtype,
+        width=query.shape[-1],
+        value_width=value.shape[-1],
+        window=sliding_window,
+        softcap=softcap,
+        scale=scale,
+    )
+    there = machine_of(query.device)
+    kernel = None if there is None else kernel_for(asked, there)
+    if kernel is not None:
+        return attend(kernel, query, key, value, documents, asked), None
     if softcap is None and query.device.type == "cpu" and torch.is_grad_enabled():
         of_products = [one.to(products_dtype(one)) for one in (query, key, value)]
         learned: torch.Tensor = _CausalBlocks.apply(  # type: ignore[no-untyped-call]
@@ -312,7 +325,7 @@ def _sdpa_document(
     bias_NN: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with torch's fused kernel: on accelerators, and wherever no gradient is needed.
+    """Attend with torch's fused kernel where no gradient is needed, or no other kernel fits.
 
     It keeps scores in f32, so that a validation loss matches the forward pass of any other program
     (measured: bf16 scores raised SmolLM2's by 0.1 %).

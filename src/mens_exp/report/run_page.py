@@ -127,7 +127,15 @@ def _learned(records: Records) -> Section:
         frozenset({Tone.QUIET}): (Tone.WARN, "No, nothing changed"),
     }.get(tones, (Tone.WARN, "In part"))
     changes = "; ".join(f"{_lower(pair.label)} {pair.change}" for pair in known)
-    return Section(title, [Note(f"{said}: {changes}.")], tone=tone)
+    return Section(title, [Note(f"{said}: {changes}."), *_shortened(records)], tone=tone)
+
+
+def _shortened(records: Records) -> Iterator[Note]:
+    """Yield a note if training ended before its last planned step."""
+    planned = (records.plan or {}).get("steps")
+    done = records.manifest.results.get("steps")
+    if isinstance(planned, int) and isinstance(done, int) and done < planned:
+        yield Note(f"Training ended after step {done:,} of {planned:,}.", Tone.WARN)
 
 
 def _lower(label: str) -> str:

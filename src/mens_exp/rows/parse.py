@@ -17,7 +17,7 @@ from mens_exp.artifacts.digest import canonical_json
 from mens_exp.config.data import NEEDED_FIELDS, RowFormat
 from mens_exp.errors import DataError, nearest
 from mens_exp.rows.decode import Cell
-from mens_exp.rows.preferences import JUDGED, read_judged
+from mens_exp.rows.preferences import JUDGED, read_answered, read_judged
 from mens_exp.rows.schema import (
     ALIASES,
     KEYS,
@@ -40,6 +40,7 @@ from mens_exp.rows.turns import (
     decoded,
     read_tools,
     read_turns,
+    spelling,
 )
 
 # Keys that `data.columns` maps to no single column.
@@ -250,7 +251,10 @@ class _RowReader:
             elif note:
                 remedy = note
             elif owners:
-                remedy = f"{name!r} is a key of {' and '.join(owners)} rows; see data.format"
+                columns = self._columns({})
+                remedy = f"{name!r} is a key of {' and '.join(owners)} rows; " + (
+                    f"leave it out: add {as_columns(columns)}" if columns else "see data.format"
+                )
             elif close:
                 expected += f"; the nearest is {close!r}"
                 self._meant.add(ALIASES.get(close, close))
@@ -266,7 +270,7 @@ class _RowReader:
 
     def _columns(self, meant: Mapping[str, str]) -> dict[str, str]:
         """Return the columns of the row's fields, ``meant`` included; empty if some are missing."""
-        named = {**{ALIASES.get(key, key): key for key in self._row}, **meant}
+        named = {**{self._name(key): key for key in self._row}, **meant}
         for key, (field, _) in KEYS_OF_OTHER_TOOLS.items():
             if field is not None and key in self._row:
                 named.setdefault(field, key)
@@ -274,12 +278,16 @@ class _RowReader:
         complete = set(NEEDED_FIELDS[self._form]) <= set(fields)
         return {name: named[name] for name in fields} if complete else {}
 
+    def _name(self, key: str) -> str:
+        """Return the canonical name of a key in rows of this format."""
+        return key if key in KEYS[self._form] else ALIASES.get(key, key)
+
     def _canonical(self) -> dict[str, object]:
         """Return the values by canonical name, with aliases resolved."""
         keys = KEYS[self._form]
         values = {name: self._row[name] for name in keys if name in self._row}
         for alias, name in ALIASES.items():
-            if alias not in self._row or name not in keys:
+            if alias not in self._row or alias in keys or name not in keys:
                 continue
             value = self._row[alias]
             if name in values and values[name] != value:
@@ -300,17 +308,26 @@ class _RowReader:
             tools = read_tools(values.get("tools"), self._problems)
             if self._is_there(values, name):
                 turns = decoded(values[name]) if isinstance(values[name], Cell) else values[name]
-                found = read_turns(turns, keys, self._problems, tools) or nothing
+                found = read_turns(turns, spelling(turns, keys), self._problems, tools) or nothing
                 self._check_parallel(values.get(PARALLEL_CALLS), found)
                 return found
             return nothing
         if self._form is RowFormat.text:
             return Conversation(system=None, exchanges=(("", self._required(values, "text")),))
+        if self._form is RowFormat.pair and self._has_turns(values):
+            there = [self._is_there(values, name) for name in NEEDED_FIELDS[self._form]]
+            return (read_answered(values, self._problems) if all(there) else None) or nothing
         prompt = self._required(values, "prompt")
         given = self._optional(values, "input")
         if given is not None and given.strip():
             prompt = f"{prompt}\n\n{given}"
         return Conversation(system=None, exchanges=((prompt, self._required(values, "response")),))
+
+    def _has_turns(self, values: Mapping[str, object]) -> bool:
+        """Return whether a row is in TRL's conversational form, or has tools."""
+        parts = [values.get(name) for name in NEEDED_FIELDS[RowFormat.pair]]
+        spelled = (_are_turns(part, keys) for part in parts for keys in (MESSAGES, SHAREGPT))
+        return values.get("tools") is not None or any(spelled)
 
     def _check_parallel(self, value: object, conversation: Conversation) -> None:
         """Check that the calls are as the row says; no chat template is given the value itself."""

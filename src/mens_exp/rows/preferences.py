@@ -55,6 +55,19 @@ def read_judged(
     return _Reader(values, problems).read(form)
 
 
+def read_answered(values: Mapping[str, object], problems: RowProblems) -> Conversation | None:
+    """Parse a prompt and its response, each a text or a list of turns.
+
+    Args:
+        values: the row's values by canonical name.
+        problems: collects the problems.
+
+    Returns:
+        The conversation that ends with the response; None if there was a problem.
+    """
+    return _Reader(values, problems).answered()
+
+
 class _Reader:
     """Reader of one judged row."""
 
@@ -91,6 +104,11 @@ class _Reader:
         if before is None:
             return None
         return self._pair(before) if form is RowFormat.preference else self._labelled(before)
+
+    def answered(self) -> Conversation | None:
+        """Return the prompt with the row's only answer."""
+        before = self._before()
+        return None if before is None else self._conversation(before, "response")
 
     def _pair(self, before: list[Any]) -> Judged | None:
         chosen = self._conversation(before, "chosen")

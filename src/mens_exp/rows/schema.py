@@ -238,6 +238,7 @@ PARALLEL_CALLS: Final = "parallel_tool_calls"  # OpenAI's: whether a turn may ca
 ALIASES: Final = {
     "instruction": "prompt",
     "output": "response",
+    "completion": "response",  # TRL's
     "turns": "messages",
     "kto_tag": LABEL,  # LLaMA-Factory's
     "preferred_output": "chosen",  # OpenAI's
@@ -249,7 +250,7 @@ _LABELS: Final = (
 )
 _PROMPTS: Final = ("prompt", "input", "messages", "conversations")
 KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
-    RowFormat.pair: ("prompt", "response", *_LABELS),
+    RowFormat.pair: ("prompt", "response", "tools", *_LABELS),
     RowFormat.alpaca: ("prompt", "input", "response", *_LABELS),
     RowFormat.messages: ("messages", "tools", PARALLEL_CALLS, *_LABELS),
     RowFormat.sharegpt: ("conversations", "tools", *_LABELS),
@@ -270,7 +271,6 @@ KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[str | None, str]]] = {
         None,
         "this is an older form of tool calls: write 'messages' whose turns have 'tool_calls'",
     ),
-    "completion": ("response", ""),
     "question": ("prompt", ""),
     "answer": ("response", ""),
 }
@@ -307,7 +307,7 @@ def joint_format(first: RowFormat, other: RowFormat) -> RowFormat | None:
 
 def accepted_keys(form: RowFormat) -> str:
     """List the keys that a row of a format may have."""
-    aliases = {name: alias for alias, name in ALIASES.items()}
+    aliases = {name: alias for alias, name in reversed(ALIASES.items())}
     names = [
         f"{name!r} (alias {aliases[name]!r})" if name in aliases else repr(name)
         for name in KEYS[form]

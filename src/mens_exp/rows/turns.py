@@ -69,6 +69,14 @@ class Conversation:
         return json.dumps({"messages": self.turns, **tools}, ensure_ascii=False)
 
 
+def spelling(turns: object, usual: TurnKeys) -> TurnKeys:
+    """Return the spelling that turns have: the other of the two if the first has its role key."""
+    other = MESSAGES if usual is SHAREGPT else SHAREGPT
+    first = turns[0] if isinstance(turns, list) and turns else None
+    is_other = isinstance(first, Mapping) and other.role in first and usual.role not in first
+    return other if is_other else usual
+
+
 def read_turns(
     value: object,
     keys: TurnKeys,

@@ -245,14 +245,32 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PAIR = 2
-_DECIDES = "policy=<name> and path=<compare.json>"
-_ANY = f"{_DECIDES}, or promote.open_cycle=<name>, or promote.replay=true"
+_ANY = "policy=<name> and path=<compare.json>, or promote.open_cycle=<name>, or promote.replay=true"
 
 
 def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the task's missing or contradictory settings."""
     if config.task.name != "promote":
         return
+    asked = [DECIDES.holds(config), config.promote.open_cycle is not None, config.promote.replay]
+    if not any(asked):
+        needed = {"policy=<name>": None, "path=<compare.json>": config.path}
+        needed["ledger=<file>"] = config.ledger
+        missing = [text for text, given in needed.items() if given is None]
+        yield ConfigError(
+            "nothing to do",
+            where="task=promote",
+            expected=_ANY,
+            remedy=f"add {' and '.join(missing)}",
+        )
+        return
+    if sum(asked) > 1:
+        yield ConfigError(
+            "several things at once",
+            where="task=promote",
+            expected=_ANY,
+            remedy="keep one of them",
+        )
     if config.ledger is None:
         yield ConfigError(
             "no ledger to read and write",
@@ -260,11 +278,6 @@ def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a file, made when it is not there",
             remedy="add ledger=<file>",
         )
-    asked = [DECIDES.holds(config), config.promote.open_cycle is not None, config.promote.replay]
-    if sum(asked) != 1:
-        what = "several things at once" if sum(asked) > 1 else "nothing to do"
-        remedy = "keep one of them" if sum(asked) > 1 else f"add {_DECIDES}"
-        yield ConfigError(what, where="task=promote", expected=_ANY, remedy=remedy)
     if DECIDES.holds(config) and config.path is None:
         yield ConfigError(
             "no evidence",
