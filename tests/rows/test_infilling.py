@@ -236,7 +236,13 @@ def test_the_settings_reach_the_labelling(tiny_config):
 
 @pytest.mark.parametrize(
     "override",
-    ["objective.rate=0", "objective.spm_rate=1.1", "objective.tokens=[a,b]", "objective.tokens=[]"],
+    [
+        "objective.rate=0",
+        "objective.spm_rate=1.1",
+        "objective.tokens=[a,b]",
+        "objective.tokens=[a,b,a]",
+        "data.seq_len=31",
+    ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(tiny_config, override):
     """By its name."""

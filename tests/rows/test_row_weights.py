@@ -53,9 +53,10 @@ def test_the_parts_of_a_long_text_have_its_weight():
     assert set(documents.extra["weight"].tolist()) == {0.25}
 
 
-def test_a_row_of_weight_zero_is_left_out_and_counted():
-    """It has nothing to learn."""
-    documents = encoded(row(0), row(1))
+@pytest.mark.parametrize("weight", [0, 0.0, 1e-60])
+def test_a_row_of_weight_zero_is_left_out_and_counted(weight):
+    """It has nothing to learn; so has one whose weight is 0 in f32."""
+    documents = encoded(row(weight), row(1))
     assert (len(documents), documents.dropped) == (1, 1)
 
 
@@ -64,13 +65,19 @@ def test_a_table_of_texts_has_weights_as_texts():
     assert set(encoded(row("0.5")).extra["weight"].tolist()) == {0.5}
 
 
-@pytest.mark.parametrize("weight", [-1, "high", "nan", "inf"])
+@pytest.mark.parametrize("weight", [-1, "high", "nan", "inf", 1e39])
 def test_a_weight_that_is_none_is_refused(weight):
     """By the place of its row, with the value."""
     with pytest.raises(DataError, match="'quality' of its fields, is not a number") as caught:
         encoded(row(1), row(weight))
     assert "rows.jsonl:3" in caught.value.where
     assert caught.value.found == repr(weight)
+
+
+def test_a_field_too_large_for_a_float_is_refused():
+    """Where the row is read, as infinite ones are."""
+    with pytest.raises(DataError, match="'quality' of 'fields' is not finite"):
+        row(10**400)
 
 
 def test_a_row_without_the_weight_is_refused():

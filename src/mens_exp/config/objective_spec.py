@@ -189,6 +189,8 @@ class LastTokens(ObjectiveSpec):
 
 
 _PARTS = 3  # prefix, suffix and middle
+# Tokens of a sequence, of which twelve are left for what frames a document. Unverified guess.
+_SHORTEST = 32
 
 
 class Infilling(EveryToken):
@@ -200,8 +202,14 @@ class Infilling(EveryToken):
         return "fim"
 
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
-        """Yield tokens that are not three."""
-        del seq_len
+        """Yield tokens that are not three, and sequences without room for a text."""
+        if seq_len < _SHORTEST:
+            yield ConfigError(
+                "leaves no room for a text with its three tokens",
+                where="data.seq_len",
+                found=seq_len,
+                expected=f"at least {_SHORTEST} under objective=fim",
+            )
         tokens = settings.tokens
         if tokens is not None and not len(tokens) == len(set(tokens)) == _PARTS:
             yield ConfigError(

@@ -140,9 +140,9 @@ class CrossEntropy(Objective):
         """Return the loss over all targets of a micro-batch, weighted if its documents are."""
         batch = passed.batch
         weights_M = batch.extra.get(WEIGHT)
-        found = self(passed.hidden_MD, batch.targets_M, passed.head, weights_M)
         if weights_M is None or not torch.is_grad_enabled():
-            return found
+            return self(passed.hidden_MD, batch.targets_M, passed.head)
+        found = self(passed.hidden_MD, batch.targets_M, passed.head, weights_M)
         return replace(found, count=float(batch.host.extra[WEIGHT].double().sum()))
 
     def __call__(

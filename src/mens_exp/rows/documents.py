@@ -385,15 +385,16 @@ class _Weighted(RowDocuments):
         self.weight(pair)
 
     def weight(self, pair: TrainingPair) -> float:
-        """Return the weight of a row; a table of texts has it as text.
+        """Return the weight of a row as an f32 number; a table of texts has it as text.
 
         Raises:
             DataError: it is not a number of at least 0.
         """
         value = dict(pair.fields)[self.field]
         try:
-            found = float(value)
-        except ValueError:
+            with np.errstate(over="ignore"):
+                found = float(np.float32(float(value)))
+        except (OverflowError, ValueError):
             found = -1.0
         if not (found >= 0 and math.isfinite(found)):
             raise DataError(
