@@ -10,7 +10,7 @@ import pytest
 from mens_exp.config.quant import BUILT_IN, QUANTIZERS, QuantConfig, QuantType
 
 SOURCE = Path(__file__).parents[2] / "src" / "mens_exp"
-NAMES = {"nf4", "fp4", "int8"}
+NAMES = set(BUILT_IN) - {"none"}
 
 # Who may ask which quantizer it is, and why.
 MAY_ASK = {
@@ -119,6 +119,14 @@ def test_a_weight_takes_the_bits_of_the_papers():
     assert bits("nf4", double_quant=True) == pytest.approx(4.127, abs=5e-4)
     assert bits("int8") == 8 + 32 / 512
     assert bits("none") == 16
+    assert (bits("nf2"), bits("nf3"), bits("int4")) == (2.5, 4.5, 4.5)  # as they are stored
+
+
+def test_a_format_with_its_own_block_has_no_other():
+    """OCP's 32 and NVIDIA's 16; NormalFloat takes the setting."""
+    assert QuantConfig(quant_type=QuantType.mxfp4).block == 32
+    assert QuantConfig(quant_type=QuantType.nvfp4).block == 16
+    assert QuantConfig(quant_type=QuantType.nf3, block_size=128).block == 128
 
 
 def test_a_configuration_hands_on_to_its_quantizer():

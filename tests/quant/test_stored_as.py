@@ -10,7 +10,7 @@ from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
 from mens_exp.layout.shape import shape_of
 from mens_exp.model.sources import resolve
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.quant.bnb import quantized_linears, values_of
 from mens_exp.quant.round_trip import activation_error, sqnr_db, stored_as, variants_of
 
 
@@ -46,6 +46,7 @@ def test_activation_error_without_an_output_is_unknown():
         (QuantConfig(), ["nf4_double", "nf4", "fp4_double"]),
         (QuantConfig(double_quant=False), ["nf4", "nf4_double", "fp4"]),
         (QuantConfig(quant_type=QuantType.fp4), ["fp4_double", "fp4", "nf4_double"]),
+        (QuantConfig(quant_type=QuantType.nf3, double_quant=False), ["nf3", "nf4_double"]),
     ],
 )
 def test_variants_change_one_thing_each(quant, names):
@@ -64,14 +65,10 @@ def test_a_weight_of_exact_levels_loses_nothing():
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2"])
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
-@pytest.mark.parametrize("double_quant", ["true", "false"])
-def test_stored_weight_is_that_of_the_loaded_model(
-    tiny_config, cache, model, compute, double_quant
-):
-    """Bit for bit what each 4-bit layer dequantizes to in the compute format."""
-    config = tiny_config(
-        f"model={model}", f"quant.compute_dtype={compute}", f"quant.double_quant={double_quant}"
-    )
+@pytest.mark.parametrize("quant", [(), ("quant.double_quant=false",), ("quant=nf3",)])
+def test_stored_weight_is_that_of_the_loaded_model(tiny_config, cache, model, compute, quant):
+    """Bit for bit what each quantized layer dequantizes to in the compute format."""
+    config = tiny_config(f"model={model}", f"quant.compute_dtype={compute}", *quant)
     base, dtype = (
         resolve(config.model, cache),
         getattr(torch, {"f32": "float32"}.get(compute, "bfloat16")),
@@ -82,7 +79,7 @@ def test_stored_weight_is_that_of_the_loaded_model(
     assert layers
     for path, layer in layers.items():
         made = stored_as(weights.read(path, torch.device("cpu")), config.quant)
-        assert torch.equal(made.values, dequantized(layer.weight).to(dtype).float()), path
+        assert torch.equal(made.values, values_of(layer).to(dtype).float()), path
 
 
 def test_double_quantization_costs_decibels():

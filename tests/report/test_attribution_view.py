@@ -44,12 +44,13 @@ def test_terminal_table_fits(record, width):
 
 
 def test_suggestion_is_a_command_for_a_shell(record, write_run):
-    """Split by a shell it is the overrides again."""
-    run = write_run(task="attribute")
+    """Split by a shell it is the overrides again, beside those of the model that was measured."""
+    given = ["task=attribute", "attribute.tokens=64", "model=gpt2", "quant.skip=[mlp]"]
+    run = write_run(task="attribute", overrides=given)
     shutil.copy(GOLDEN, run.attribution)
     (step,) = run_page.steps(load(run))
     words = shlex.split(step.command)
-    assert words == ["python", "-m", "mens_exp", *record.suggestion["overrides"]]
+    assert words == ["python", "-m", "mens_exp", "model=gpt2", *record.suggestion["overrides"]]
 
 
 def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record):

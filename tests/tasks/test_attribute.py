@@ -98,10 +98,20 @@ def test_skipped_modules_are_not_measured(attributed):
     assert record.suggestion["skip"] in ([], ["mlp"])
 
 
+def test_a_codebook_is_attributed_beside_nf4(attributed):
+    """Three bits cost more than four, of the whole model and in bits."""
+    record = Attribution.read(attributed("quant=int3").attribution)
+    assert record.variants == ["int3", "nf4_double"]
+    three, four = (record.whole[name] for name in record.variants)
+    assert three["kl"] > 1.5 * four["kl"]
+    assert three["bits_per_parameter"] == 4.5  # codes of three bits are stored in four
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["quant=none"], "has no 4-bit error to attribute"),
+        (["quant=none"], "has no error to attribute to modules"),
+        (["quant=int8"], "expected one of nf4, fp4, nf2"),
         (["quant.skip=[all_linear]"], "leaves nothing quantized"),
         (["quant.skip=[nothing]"], "matches no linear module"),
         (["attribute.position_bounds=[16,64]"], "the first 0"),

@@ -391,7 +391,7 @@ def _check_and_finish(
     inside = (one for one in linear_modules(shape_of(config.model)) if one.layer is not None)
     paths = [one.path for one in inside if one.stack is None and one.path not in skip]
     binding = binding_of(config.quant.spec)
-    binding.quantize(model, paths)
+    binding.quantize(model, paths, config.quant)
     layers = quantized_linears(model)
     if not layers:
         raise SetupError(

@@ -30,6 +30,7 @@ from mens_exp.quant.bnb import (
     as_published,
     compute_dtype,
     differs_in_evaluation,
+    parameter_count,
     quantization_facts,
     quantizer_in,
 )
@@ -90,7 +91,7 @@ class QloraBackend(torch.nn.Module):
         )
         self.differs_in_evaluation = differs_in_evaluation(self.model)
         self.causal_lm = self.method.base_model(self.model)
-        self.total_parameters = int(self.causal_lm.num_parameters())
+        self.total_parameters = parameter_count(self.causal_lm)
         if checkpointing_wanted(
             config.model.gradient_checkpointing,
             parameters=self.total_parameters,

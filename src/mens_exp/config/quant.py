@@ -33,8 +33,11 @@ class QuantizerSpec:
         binding: ``module:name`` of the :class:`mens_exp.quant.binding.Binding` that loads weights.
         code_bits: bits of a stored weight without its scales; None is the compute format.
         in_blocks: whether a block of weights shares a scale, so that blocks divide every width.
+        usual_block: weights of a block where no setting gives another number.
         is_made_again: whether the values are made again from the published weights and the record
             of an adapter: merges into them, starts from their error, and attributes it.
+        has_round_trip: whether a weight is quantized and dequantized by itself, so that the cost of
+            each module can be measured.
         stays_whole: why several processes cannot hold parts of a weight; None where they can.
         settings: the settings of the `quant` group that it reads, besides its name and the
             compute format.
@@ -50,7 +53,9 @@ class QuantizerSpec:
     binding: str
     code_bits: int | None
     in_blocks: bool = False
+    usual_block: int = 64
     is_made_again: bool = False
+    has_round_trip: bool = False
     stays_whole: str | None = "nothing says how processes could hold parts of such weights"
     settings: frozenset[str] = frozenset({"skip"})
     backends: tuple[str, ...] = ("qlora",)
@@ -97,6 +102,7 @@ class _FourBit(QuantizerSpec):
     code_bits: int | None = 4
     in_blocks: bool = True
     is_made_again: bool = True
+    has_round_trip: bool = True
     stays_whole: str | None = None
     settings: frozenset[str] = frozenset({"double_quant", "block_size", "storage_dtype", "skip"})
     backends: tuple[str, ...] = ("qlora", "proxy")
@@ -151,6 +157,32 @@ class _EightBit(QuantizerSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Codebook(QuantizerSpec):
+    """Codes of a list of levels, in plain torch: a reference that every device computes."""
+
+    in_blocks: bool = True
+    has_round_trip: bool = True
+    settings: frozenset[str] = frozenset({"block_size", "skip"})
+    weights_per_core_s: float | None = 1.4e7  # measured: NVFP4, the slowest, on one EPYC core
+
+    def bits_per_weight(
+        self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
+    ) -> float:
+        """Return the bits of a code as it is stored, and a share of the block's scale in f32."""
+        del compute_bits, double_quant, rows_per_weight
+        assert self.code_bits is not None, "of every codebook"
+        return self.code_bits + _F32 / block
+
+
+def _codebook(name: str, stored_bits: int, **more: Any) -> _Codebook:
+    binding = f"mens_exp.quant.codebook:{name.upper()}"
+    return _Codebook(name=name, binding=binding, code_bits=stored_bits, **more)
+
+
+_OF_FORMAT = frozenset({"skip"})  # the format has its own block
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Unquantized(QuantizerSpec):
     """Weights in the compute format."""
 
@@ -173,6 +205,13 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _FourBit(name="nf4"),
         _FourBit(name="fp4"),
         _EightBit(name="int8"),
+        _codebook("nf2", 2),
+        _codebook("nf3", 4),
+        _codebook("int2", 2),
+        _codebook("int3", 4),
+        _codebook("int4", 4),
+        _codebook("mxfp4", 4, settings=_OF_FORMAT, usual_block=32),
+        _codebook("nvfp4", 4, settings=_OF_FORMAT, usual_block=16),
         _Unquantized(name="none"),
     )
 }
@@ -188,6 +227,11 @@ def names_for(backend: str) -> tuple[str, ...]:
     return tuple(name for name, spec in BUILT_IN.items() if backend in spec.backends)
 
 
+def names_with_round_trip() -> tuple[str, ...]:
+    """Return the built-in quantizers whose cost can be measured module by module."""
+    return tuple(name for name, spec in BUILT_IN.items() if spec.has_round_trip)
+
+
 def names_that_read(setting: str) -> tuple[str, ...]:
     """Return the built-in quantizers for which a setting of the `quant` group has an effect."""
     return tuple(name for name, spec in BUILT_IN.items() if setting in spec.settings)
@@ -199,6 +243,13 @@ class QuantType(Enum):
     nf4 = "nf4"
     fp4 = "fp4"
     int8 = "int8"
+    nf2 = "nf2"
+    nf3 = "nf3"
+    int2 = "int2"
+    int3 = "int3"
+    int4 = "int4"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
     none = "none"
     vars().update({name: name for name in QUANTIZERS.installed_names()})
 
@@ -248,12 +299,13 @@ _READ = frozenset({"attribute"})
 
 @dataclass(kw_only=True, slots=True)
 class QuantConfig:
-    """Quantization with bitsandbytes: blockwise 4-bit (QLoRA, arXiv:2305.14314) or 8-bit."""
+    """Quantization of the base: by bitsandbytes (QLoRA, arXiv:2305.14314), or by a codebook."""
 
     quant_type: QuantType = setting(
         UNLESS_TOLD,
-        "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); none "
-        "leaves the weights in the compute format.",
+        "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
+        "nf3, int2, int3, int4, mxfp4 (OCP) or nvfp4 (NVIDIA), references in plain torch for "
+        "comparisons; none leaves the weights in the compute format.",
         contract=("quant.base",),
         read_by=_READ,
         aliases={"quantize": "LitGPT", "bnb_4bit_quant_type": "Transformers and bitsandbytes"},
@@ -319,7 +371,7 @@ class QuantConfig:
     @property
     def block(self) -> int:
         """Number of weights that share a scale."""
-        return self.block_size or 64
+        return self.block_size or self.spec.usual_block
 
 
 def unquantized(compute_dtype: ComputeDtype = ComputeDtype.bf16) -> QuantConfig:

@@ -351,7 +351,7 @@ def _unknown_quantizer(inputs: MergeInputs) -> RequestError:
 
 
 def _of_kept_values(spec: QuantizerSpec, asked: MergeConfig) -> tuple[None, str]:
-    values = f"{spec.code_bits}-bit values"
+    values = f"{spec.name} values"
     if asked.base is MergeBase.dequantized:
         raise RequestError(
             f"{values} are not made again",

@@ -9,6 +9,7 @@ Shapes: O outputs and I inputs of a layer.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.plugins import named_object
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
     import torch
 
     from mens_exp.config.quant import QuantConfig, QuantizerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundTrip:
+    """A weight after quantization and dequantization.
+
+    Attributes:
+        values: dequantized values in the weight's shape, f32.
+        stored_bytes: size of the codes and their scales.
+    """
+
+    values: torch.Tensor
+    stored_bytes: int
 
 
 class Binding:
@@ -34,12 +48,13 @@ class Binding:
         """
         del quant, skip
 
-    def quantize(self, model: torch.nn.Module, paths: Collection[str]) -> None:
+    def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
         """Quantize modules of a loaded model in place, where the loader did not.
 
         Args:
             model: transformers' model, its weights in the compute format.
             paths: of the linear modules of decoder layers that no setting leaves out.
+            quant: the `quant` group.
         """
 
     def holds(self, module: torch.nn.Module) -> bool:
@@ -70,6 +85,15 @@ class Binding:
 
     def dequantized(self, layer: Any) -> torch.Tensor:
         """Return what a layer's weight stands for, f32 ``[O, I]``."""
+        raise NotImplementedError
+
+    def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
+        """Quantize and dequantize a weight by itself, on its own device.
+
+        Args:
+            weight_OI: f32; its width is a multiple of the block.
+            quant: the `quant` group.
+        """
         raise NotImplementedError
 
     def multiplies(self, layer: Any) -> bool:

@@ -19,7 +19,7 @@ from mens_exp.artifacts.adapter_v3 import Quantizer
 from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.binding import Binding, binding_of, loaded_bindings
+from mens_exp.quant.binding import Binding, RoundTrip, binding_of, loaded_bindings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -119,6 +119,25 @@ class _FourBit(Binding):
     def dequantized(self, layer: Any) -> torch.Tensor:
         """Return what the codes stand for, f32 ``[O, I]``."""
         return dequantized(layer.weight)
+
+    def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
+        """Quantize and dequantize a weight with the library's own functions."""
+        with quiet():
+            from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        codes, state = quantize_4bit(
+            weight_OI.contiguous(),
+            blocksize=quant.block,
+            compress_statistics=quant.double_quant,
+            quant_type=quant.quant_type.value,
+        )
+        stored = [codes, state.absmax]
+        if state.nested:
+            stored += [state.state2.absmax, state.offset]
+        return RoundTrip(
+            values=dequantize_4bit(codes, state),
+            stored_bytes=sum(part.numel() * part.element_size() for part in stored),
+        )
 
     def multiplies(self, layer: Any) -> bool:
         """Tell whether codes are as they were loaded, which an evaluation kernel may change."""
@@ -279,6 +298,14 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
     for binding, layers in _by_binding(model).items():
         return {"quantized_linears": len(layers), **binding.facts(layers[0])}
     return {"quantized_linears": 0, "quant": "none"}
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    """Count parameters, each once; of quantized layers those that their codes stand for."""
+    layers = list(quantized_linears(model).values())
+    codes = {id(layer.weight) for layer in layers}
+    plain = sum(one.numel() for one in model.parameters() if id(one) not in codes)
+    return plain + sum(int(layer.in_features * layer.out_features) for layer in layers)
 
 
 def values_of(module: torch.nn.Module) -> torch.Tensor:

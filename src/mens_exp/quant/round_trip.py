@@ -20,6 +20,7 @@ import torch
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.errors import RequestError
 from mens_exp.model.quiet import quiet
+from mens_exp.quant.binding import RoundTrip, binding_of
 from mens_exp.quant.bnb import compute_dtype
 
 if TYPE_CHECKING:
@@ -28,42 +29,14 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.adapter_v3 import Quantizer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundTrip:
-    """A weight after quantization and dequantization.
-
-    Attributes:
-        values: dequantized values in the weight's shape, f32.
-        stored_bytes: size of the codes and their scales.
-    """
-
-    values: torch.Tensor
-    stored_bytes: int
-
-
 def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:
     """Quantize and dequantize a weight, on its own device.
 
     Args:
-        weight: f32; bitsandbytes requires the last dimension to be a multiple of the block.
-        quant: the `quant` group.
+        weight: f32; its last dimension is a multiple of the block.
+        quant: the `quant` group, of a quantizer that has a round trip.
     """
-    with quiet():
-        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    codes, state = quantize_4bit(
-        weight.contiguous(),
-        blocksize=quant.block,
-        compress_statistics=quant.double_quant,
-        quant_type=quant.quant_type.value,
-    )
-    stored = [codes, state.absmax]
-    if state.nested:
-        stored += [state.state2.absmax, state.offset]
-    return RoundTrip(
-        values=dequantize_4bit(codes, state),
-        stored_bytes=sum(part.numel() * part.element_size() for part in stored),
-    )
+    return binding_of(quant.spec).round_trip(weight, quant)
 
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -162,25 +135,30 @@ def variants_of(quant: QuantConfig) -> tuple[Variant, ...]:
     """Return the configured variant, the one with the other double_quant, and the other 4-bit type.
 
     Args:
-        quant: the `quant` group, nf4 or fp4.
+        quant: the `quant` group. Beside a quantizer that is not bitsandbytes', the other variant is
+            NF4 with double quantization.
     """
+    if quant.quant_type not in _OTHER:
+        usual = QuantConfig(compute_dtype=quant.compute_dtype, skip=quant.skip)
+        return tuple(Variant(name=_name(one), quant=one) for one in (quant, usual))
     flipped = dataclasses.replace(quant, double_quant=not quant.double_quant)
     other = dataclasses.replace(quant, quant_type=_OTHER[quant.quant_type])
-    return tuple(
-        Variant(name=f"{one.quant_type.value}{'_double' if one.double_quant else ''}", quant=one)
-        for one in (quant, flipped, other)
-    )
+    return tuple(Variant(name=_name(one), quant=one) for one in (quant, flipped, other))
+
+
+def _name(quant: QuantConfig) -> str:
+    return f"{quant.quant_type.value}{'_double' if quant.double_quant else ''}"
 
 
 def stored_as(weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
-    """Return the values with which a 4-bit layer of the model computes, f32.
+    """Return the values with which a quantized layer of the model computes, f32.
 
     The loader rounds weights to the compute dtype before it quantizes them, and a layer
     dequantizes to that dtype.
 
     Args:
         weight_OI: f32.
-        quant: the `quant` group, nf4 or fp4.
+        quant: the `quant` group.
     """
     dtype = compute_dtype(quant)
     made = round_trip(weight_OI.to(dtype).float(), quant)

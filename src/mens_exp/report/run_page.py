@@ -214,8 +214,16 @@ def steps(records: Records) -> list[Step]:
         command = wording.command("task=compare", ("path", place))
         return [Step(command, "compare base and tuned model item by item")]
     if records.attribution is not None:
-        overrides = records.attribution.suggestion["overrides"]
-        return [Step(wording.command(*overrides), "train with the suggested settings")]
+        suggested = records.attribution.suggestion["overrides"]
+        keys = {text.partition("=")[0] for text in suggested}
+        kept = [
+            text
+            for text in m.overrides
+            if not text.startswith(("task=", "attribute.", "hydra."))
+            and text.partition("=")[0] not in keys
+        ]
+        command = wording.command(*kept, *suggested)
+        return [Step(command, "train with the suggested settings")]
     return _after_training(records) if m.task == "train" else []
 
 

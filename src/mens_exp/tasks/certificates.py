@@ -26,6 +26,7 @@ from mens_exp.layout.checkpoint_files import read_header
 from mens_exp.layout.model_cache import hash_weights
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning.preflight import writable_cache
+from mens_exp.quant.bnb import parameter_count
 from mens_exp.tasks.inputs import probe_of, trained_adapter, trained_run
 from mens_exp.tokenizer.load import load_tokenizer
 
@@ -202,7 +203,7 @@ def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
     """List the models to compare for a merged causal model."""
     config, base = trained.config, trained.base
     backend: Any = trained.backend
-    dense_bytes = 4 * int(backend.causal_lm.num_parameters())
+    dense_bytes = 4 * parameter_count(backend.causal_lm)
     free_bytes = int(psutil.virtual_memory().available * _ROOM_FRAC)
     if dense_bytes > free_bytes:
         reason = (

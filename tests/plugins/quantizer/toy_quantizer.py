@@ -23,7 +23,7 @@ class StepsLinear(torch.nn.Linear):
 class Steps(Binding):
     """What loads, describes and dequantizes such layers."""
 
-    def quantize(self, model, paths):
+    def quantize(self, model, paths, quant):
         for path in paths:
             layer = model.get_submodule(path)
             weight_OI = layer.weight.data.float()

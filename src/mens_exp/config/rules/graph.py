@@ -101,7 +101,6 @@ def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
 
 
 _STRADDLES = "4-bit blocks would straddle rows, which bitsandbytes gets wrong in silence"
-BLOCK_SIZE = 64  # bitsandbytes' default block of one scale; asserted in tests/backends
 
 
 def model_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -116,27 +115,27 @@ def model_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if isinstance(model, RandomModel):
         if config.quant.spec.in_blocks:
-            yield from _widths(model)
+            yield from _widths(model, config.quant.spec.usual_block)
         yield from _heads(model)
         yield from _shared_heads(model)
 
 
-def _widths(model: RandomModel) -> Iterator[ConfigError]:
+def _widths(model: RandomModel, block: int) -> Iterator[ConfigError]:
     for name in ("hidden_size", "intermediate_size"):
         width = getattr(model, name)
-        if width % BLOCK_SIZE:
+        if width % block:
             yield ConfigError(
                 _STRADDLES,
                 where=f"model.{name}",
                 found=width,
-                expected=f"a multiple of {BLOCK_SIZE}",
+                expected=f"a multiple of {block}",
             )
-    if model.head_dim is not None and (model.head_dim * model.num_attention_heads) % BLOCK_SIZE:
+    if model.head_dim is not None and (model.head_dim * model.num_attention_heads) % block:
         yield ConfigError(
             _STRADDLES,
             where="model.head_dim",
             found=f"{model.num_attention_heads} heads of {model.head_dim}",
-            expected=f"heads that are a multiple of {BLOCK_SIZE} wide together",
+            expected=f"heads that are a multiple of {block} wide together",
         )
 
 

@@ -12,7 +12,6 @@ from mens_exp.config.fields import range_problems
 from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.config.rules.graph import BLOCK_SIZE
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
@@ -140,8 +139,8 @@ def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensE
     quantized = {one.kind for one in layers if one.path not in left}
     for one in shape.family.projections:
         _, width = shape.size_of(one)
-        if width % BLOCK_SIZE and one.logical in quantized and one.slot is None:
-            where, expected = f"{directory}: {one.path}", f"a multiple of {BLOCK_SIZE}"
+        if width % quant.block and one.logical in quantized and one.slot is None:
+            where, expected = f"{directory}: {one.path}", f"a multiple of {quant.block}"
             yield messages.blocks_straddle(where, f"width {width}", expected)
 
 

@@ -1,0 +1,295 @@
+"""Weights as codes of a list of levels, with a scale for each block of them, in plain torch.
+
+NormalFloat of k bits (QLoRA, arXiv:2305.14314, section 3), symmetric integers, and the 4-bit
+floats of OCP's microscaling formats (MXFP4, v1.0, sections 5.3 and 6.3) and of NVIDIA (NVFP4: a
+block of 16, scales in E4M3 and one f32 scale a tensor). Every device of torch computes them; they
+are a reference, slower than a kernel.
+
+Shapes: O outputs and I inputs of a layer, N blocks of a row, C codes of a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from mens_exp.quant.binding import Binding, RoundTrip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from mens_exp.config.quant import QuantConfig
+
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_EXPONENT: Final = 2  # of the largest level, 1.5 · 2²
+_MOST_E4M3: Final = 448.0
+_LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
+_BITS_OF_BYTE: Final = 8
+_CODE_BITS: Final = (2, 4, 8)
+_PIECE: Final = 1 << 22  # weights quantized at once, of which each takes some 40 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A rule that finds a block's scale, in the format in which it is stored.
+
+    Attributes:
+        name: in records.
+        find: gives the scales of ``[..., N, block]`` weights, f32 ``[..., N]``, by the magnitude
+            of each block and of the whole tensor, and the largest level.
+    """
+
+    name: str
+    find: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _by_magnitude(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> torch.Tensor:
+    del of_all
+    return most_N / top
+
+
+def _power_of_two(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> torch.Tensor:
+    """Return 2 to the exponent of a block's magnitude, less that of the largest level."""
+    del of_all, top
+    _, exponent_N = torch.frexp(most_N)  # the mantissa is in [0.5, 1)
+    power_N = (exponent_N - 1 - _E2M1_EXPONENT).clamp(-127, 127)
+    return torch.ldexp(torch.ones_like(most_N), power_N)
+
+
+def _e4m3(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> torch.Tensor:
+    """Return scales in E4M3, relative to one scale of the tensor that lets them use its range."""
+    of_tensor = of_all / (top * _MOST_E4M3)
+    relative_N = (most_N / top / of_tensor).clamp(_LEAST_E4M3, _MOST_E4M3)
+    return relative_N.to(torch.float8_e4m3fn).float() * of_tensor
+
+
+MAGNITUDE = Scaling(name="f32", find=_by_magnitude)
+POWER_OF_TWO = Scaling(name="e8m0", find=_power_of_two)
+TWO_LEVEL = Scaling(name="e4m3, and f32 of the tensor", find=_e4m3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codebook:
+    """A list of levels and what scales them.
+
+    Attributes:
+        levels: ascending; a weight is a level times its block's scale.
+        scaling: of the blocks.
+        to_even: whether a value halfway between two levels takes the one an even number of steps
+            from zero, as IEEE 754 rounds; otherwise the lower one, as bitsandbytes' kernels.
+    """
+
+    levels: tuple[float, ...]
+    scaling: Scaling = MAGNITUDE
+    to_even: bool = True
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits that a code takes: 2, 4 or 8, so that whole codes are in a byte."""
+        bits = (len(self.levels) - 1).bit_length()
+        return next(size for size in _CODE_BITS if bits <= size)
+
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of the level next to each value, int64."""
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=x.device)
+        between = (levels[1:] + levels[:-1]) / 2
+        lower = torch.bucketize(x, between)
+        if not self.to_even:
+            return lower
+        upper = torch.bucketize(x, between, right=True)
+        zero = self.levels.index(0.0)
+        return torch.where((lower - zero) % 2 == 0, lower, upper)
+
+    def quantize(self, weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of a weight.
+
+        Args:
+            weight_OI: a multiple of ``block`` wide.
+            block: weights that share a scale.
+
+        Returns:
+            Codes packed into bytes, uint8 ``[O, I / C]``, the first in the highest bits, and
+            scales, f32 ``[O, N]``.
+        """
+        of_all = weight_OI.abs().amax().float()
+        rows = max(1, _PIECE // weight_OI.shape[1])
+        pieces = [self._quantized(one, of_all, block) for one in torch.split(weight_OI, rows)]
+        codes, scales = zip(*pieces, strict=True)
+        return torch.cat(codes), torch.cat(scales)
+
+    def _quantized(
+        self, weight_OI: torch.Tensor, of_all: torch.Tensor, block: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = weight_OI.float().reshape(len(weight_OI), -1, block)
+        most_ON = blocks.abs().amax(-1)
+        scales_ON = self.scaling.find(most_ON, of_all, self.levels[-1])
+        scales_ON = torch.where(most_ON > 0, scales_ON, torch.ones_like(scales_ON))
+        codes_OI = self.nearest(blocks / scales_ON[..., None]).flatten(1).to(torch.uint8)
+        together = codes_OI.reshape(len(codes_OI), -1, _BITS_OF_BYTE // self.stored_bits)
+        packed = together[..., 0]
+        for place in range(1, together.shape[-1]):
+            packed = (packed << self.stored_bits) | together[..., place]
+        return packed, scales_ON
+
+    def unpacked(self, packed: torch.Tensor) -> torch.Tensor:
+        """Take codes out of bytes, uint8 ``[O, I]``."""
+        bits = self.stored_bits
+        shifts = range(_BITS_OF_BYTE - bits, -1, -bits)
+        return torch.stack([(packed >> shift) & (2**bits - 1) for shift in shifts], -1).flatten(1)
+
+    def dequantize(self, packed: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
+        """Return the values that codes and scales stand for, f32 ``[O, I]``."""
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=packed.device)
+        every = torch.arange(1 << _BITS_OF_BYTE, device=packed.device)[:, None]
+        # The levels of each byte; no byte holds a code beyond the last one.
+        table = levels[self.unpacked(every).clamp(max=len(levels) - 1)]
+        blocks = torch.nn.functional.embedding(packed.int(), table).reshape(*scales_ON.shape, -1)
+        return (blocks * scales_ON[..., None]).flatten(1)
+
+
+def normal_float(bits: int) -> tuple[float, ...]:
+    """Return the levels of NormalFloat: quantiles of a normal distribution, zero among them.
+
+    They are spaced evenly in probability on either side of zero, with one more above it, and
+    divided by the largest. The outermost probability is the mean of those that would leave half a
+    share beyond 2^k and beyond 2^k - 1 levels, as bitsandbytes has it for four bits.
+    """
+    outermost = 1 - (1 / (2 * (2**bits - 1)) + 1 / (2 * 2**bits)) / 2
+    half = 2 ** (bits - 1)
+    above, below = (
+        torch.special.ndtri(torch.linspace(outermost, 0.5, many + 1, dtype=torch.float64)[:-1])
+        for many in (half, half - 1)
+    )
+    levels = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above])
+    return tuple((levels / levels.max()).sort().values.tolist())
+
+
+def integers(bits: int) -> tuple[float, ...]:
+    """Return the levels of symmetric integers, from -1 to 1: one code of 2^k is never used."""
+    most = 2 ** (bits - 1) - 1
+    return tuple(number / most for number in range(-most, most + 1))
+
+
+E2M1: Final = tuple(-one for one in _MAGNITUDES[:0:-1]) + _MAGNITUDES
+"""The levels of a 4-bit float with two bits of exponent; zero is one level of both signs."""
+
+
+class _Dequantized(torch.autograd.Function):
+    """A product with a weight that the backward pass dequantizes again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: CodebookLinear) -> torch.Tensor:
+        """Return ``x W^T``."""
+        ctx.layer = layer
+        return torch.nn.functional.linear(x, layer.dequantized(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        """Return the gradient of ``x``."""
+        return upstream[0] @ ctx.layer.dequantized(upstream[0].dtype), None
+
+
+class CodebookLinear(torch.nn.Linear):
+    """A frozen linear layer whose weight is codes; it replaces the class of a plain layer."""
+
+    book: Codebook
+    name: str
+    scales_ON: torch.Tensor
+
+    def quantize(self, name: str, book: Codebook, values_OI: torch.Tensor, block: int) -> None:
+        """Take the codes of a weight."""
+        packed, scales_ON = book.quantize(values_OI, block)
+        self.book, self.name = book, name
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        # As bytes: a change of a model's dtype would round them.
+        self.register_buffer("scale_bytes", scales_ON.contiguous().view(torch.uint8), False)
+
+    def scales(self) -> torch.Tensor:
+        """Return the scales, f32 ``[O, N]``."""
+        found = self.scale_bytes
+        assert isinstance(found, torch.Tensor), "registered as one"
+        return found.view(torch.float32)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return what the codes stand for, ``[O, I]``."""
+        return self.book.dequantize(self.weight, self.scales()).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., O]`` in the dtype of ``x`` ``[..., I]``."""
+        product: torch.Tensor = _Dequantized.apply(x, self)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias.to(x.dtype)
+
+
+def _as_linear(layer: Any) -> torch.nn.Linear:
+    """Return transformers' `Conv1D`, whose weight is ``[I, O]``, as a linear layer."""
+    inputs, outputs = layer.weight.shape
+    made = torch.nn.Linear(inputs, outputs, device="meta")
+    made.weight = torch.nn.Parameter(layer.weight.data.T.contiguous(), requires_grad=False)
+    made.bias = layer.bias
+    return made
+
+
+class _Codes(Binding):
+    """Layers of one codebook."""
+
+    def __init__(self, name: str, book: Codebook) -> None:
+        """Bind the codebook of a quantizer's name."""
+        self.name, self.book = name, book
+
+    def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
+        """Replace the weights of layers by codes."""
+        for path in paths:
+            layer: Any = model.get_submodule(path)
+            if not isinstance(layer, torch.nn.Linear):
+                layer = _as_linear(layer)
+                model.set_submodule(path, layer)
+            layer.__class__ = CodebookLinear
+            layer.quantize(self.name, self.book, layer.weight.data, quant.block)
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Tell whether a module is a layer of this codebook."""
+        return isinstance(module, CodebookLinear) and module.name == self.name
+
+    def facts(self, layer: Any) -> dict[str, Any]:
+        """Read back levels, blocks and scales."""
+        return {
+            "quant": layer.name,
+            "double_quant": False,
+            "levels": len(layer.book.levels),
+            "block_size": layer.in_features // layer.scales().shape[1],
+            "scales": layer.book.scaling.name,
+        }
+
+    def dequantized(self, layer: Any) -> torch.Tensor:
+        """Return what the codes stand for, f32 ``[O, I]``."""
+        found: torch.Tensor = layer.dequantized()
+        return found
+
+    def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
+        """Quantize and dequantize a weight by itself."""
+        packed, scales_ON = self.book.quantize(weight_OI, quant.block)
+        return RoundTrip(
+            values=self.book.dequantize(packed, scales_ON),
+            stored_bytes=packed.nbytes + scales_ON.nbytes,
+        )
+
+    def multiplies(self, layer: Any) -> bool:
+        """Tell that every layer computes with its dequantized weight."""
+        del layer
+        return True
+
+    def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight rounded to the dtype of the inputs."""
+        found: torch.Tensor = layer.dequantized(dtype)
+        return found
+
+
+NF2 = _Codes("nf2", Codebook(levels=normal_float(2), to_even=False))
+NF3 = _Codes("nf3", Codebook(levels=normal_float(3), to_even=False))
+INT2 = _Codes("int2", Codebook(levels=integers(2)))
+INT3 = _Codes("int3", Codebook(levels=integers(3)))
+INT4 = _Codes("int4", Codebook(levels=integers(4)))
+MXFP4 = _Codes("mxfp4", Codebook(levels=E2M1, scaling=POWER_OF_TWO))
+NVFP4 = _Codes("nvfp4", Codebook(levels=E2M1, scaling=TWO_LEVEL))

@@ -1,0 +1,62 @@
+"""Quantizers of codebooks, from the command line to a merged model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+
+SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40")
+
+
+@pytest.fixture(scope="module")
+def run(finished_with):
+    """A whole run on three-bit NormalFloat; only to be read."""
+    return finished_with("quant=nf3", "optim.lr=5e-3", "trainer.max_steps=12", *SUITE)
+
+
+def test_the_record_says_what_was_computed(run):
+    """Quantizer, levels and blocks; an adapter that learned, judged by transformers over values."""
+    manifest = Manifest.read(run.manifest)
+    facts, results = manifest.facts, manifest.results
+    named = [facts[name] for name in ("quant", "levels", "block_size", "scales")]
+    assert named == ["nf3", 8, 64, "f32"]
+    assert manifest.contract["quant"] == {"base": "nf3", "double_quant": False}
+    assert 0 < manifest.data_contract["probe"]["reference"]["gradient"] < 1e-4
+    assert results["tuned_val_loss"] < 0.97 * results["base_val_loss"]
+    written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
+    assert written["quant"] == {"base_quant": "nf3", "double_quant": False}
+
+
+def test_parameters_are_counted_and_not_their_codes(run, tiny_base):
+    """As many as transformers counts of the published weights, and the adapter's."""
+    from transformers import AutoModelForCausalLM
+
+    published = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.bfloat16)
+    facts = Manifest.read(run.manifest).facts
+    expected = published.num_parameters() + facts["trainable_parameters"]
+    assert facts["total_parameters"] == expected
+
+
+def test_it_is_merged_into_the_published_weights(run, tmp_path, monkeypatch, capsys):
+    """Within the budget of its certificate, which says what the adapter was trained on."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["task=merge", f"path={run.path}", "out=merged", "logger=none"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the adapter was trained on nf3 values of them" in said
+    certificate = json.loads((tmp_path / "merged" / "parity.json").read_text("utf-8"))
+    assert certificate["passed"]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int2"])
+def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, name):
+    """Resumed from its checkpoint, the adapter is the same, byte for byte."""
+    through = train_in(tmp_path / "through", f"quant={name}", "trainer.max_steps=4")
+    parts = train_in(tmp_path / "parts", f"quant={name}", "trainer.max_steps=2")
+    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
+    found = [(one.adapter / "adapter.safetensors").read_bytes() for one in (through, parts)]
+    assert found[0] == found[1]

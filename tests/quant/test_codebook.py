@@ -1,0 +1,145 @@
+"""Codebooks: bitsandbytes' codes, torchao's MXFP4 and NVFP4, and quantiles by scipy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import norm
+
+from mens_exp.quant import codebook
+from mens_exp.quant.codebook import Codebook, CodebookLinear, integers, normal_float
+
+BINDINGS = {
+    one.name: one
+    for one in vars(codebook).values()
+    if isinstance(one, codebook._Codes)  # those that the settings name
+}
+
+
+def draw(outputs=48, inputs=128):
+    seed = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=seed)
+    weight[0] = 0
+    weight[1, 3] = 40  # alone at the top of its block
+    return weight
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_codes_are_those_of_bitsandbytes(name, block):
+    """Bit for bit, from bitsandbytes' levels and its rule for ties."""
+    from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
+
+    weight = draw()
+    codes, state = quantize_4bit(weight, blocksize=block, quant_type=name)
+    levels = get_4bit_type(name, device="cpu").tolist()
+    order = sorted(range(16), key=levels.__getitem__)
+    if name == "fp4":  # its zero has two codes
+        order.remove(8)
+    book = Codebook(levels=tuple(levels[one] for one in order), to_even=False)
+    packed, scales = book.quantize(weight, block)
+    theirs = torch.tensor(order)[book.unpacked(packed).long()]
+    expected = torch.stack([codes.flatten() >> 4, codes.flatten() & 15], -1).view(weight.shape)
+    expected[expected == 8] = 8 if name == "nf4" else 0
+    assert torch.equal(theirs, expected.long())
+    assert torch.equal(book.dequantize(packed, scales), dequantize_4bit(codes, state))
+
+
+def test_four_bits_of_normal_float_are_those_of_the_library():
+    """The formula gives bitsandbytes' constants."""
+    from bitsandbytes.functional import get_4bit_type
+
+    theirs = get_4bit_type("nf4", device="cpu")
+    torch.testing.assert_close(torch.tensor(normal_float(4)), theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+def test_normal_float_spaces_levels_evenly_in_probability(bits):
+    """On either side of zero, of which the upper has a level more."""
+    levels = np.array(normal_float(bits))
+    assert len(levels) == 2**bits
+    assert (levels[0], levels[-1]) == (-1, 1)
+    outermost = 1 - (1 / (2 * (2**bits - 1)) + 1 / (2 * 2**bits)) / 2
+    shares = norm.cdf(levels * norm.ppf(outermost))
+    zero = 2 ** (bits - 1) - 1
+    assert levels[zero] == 0
+    for side in (shares[: zero + 1], shares[zero:]):
+        np.testing.assert_allclose(np.diff(side), np.diff(side)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "block"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_values_are_those_of_torchao(name, block):
+    """Of weights of many sizes, blocks of zeros, and halfway between two levels."""
+    known = load_file(Path(__file__).with_name("torchao_0_18.safetensors"))
+    book = BINDINGS[name].book
+    assert torch.equal(book.dequantize(*book.quantize(known["x"], block)), known[name])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_integers_are_rounded_to_the_nearest(bits):
+    """As numpy rounds, of a scale that takes the largest magnitude to the largest integer."""
+    weight = draw()
+    most = 2 ** (bits - 1) - 1
+    blocks = weight.numpy().reshape(48, -1, 64)
+    step = np.abs(blocks).max(-1, keepdims=True) / np.float32(most)
+    with np.errstate(invalid="ignore"):
+        expected = np.nan_to_num(np.round(blocks / step)) * step
+    book = Codebook(levels=integers(bits))
+    found = book.dequantize(*book.quantize(weight, 64)).numpy()
+    np.testing.assert_allclose(found, expected.reshape(48, 128), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BINDINGS)
+def test_a_code_is_the_nearest_level(name):
+    """By trying all of them, and whatever the order in which rows are quantized."""
+    book, weight = BINDINGS[name].book, draw()
+    packed, scales = book.quantize(weight, 16)
+    found = book.dequantize(packed, scales)
+    levels = torch.tensor(book.levels)
+    scaled = weight.reshape(48, -1, 16) / scales[..., None]
+    nearest = (scaled[..., None] - levels).abs().amin(-1)
+    distance = (found.reshape(48, -1, 16) / scales[..., None] - scaled).abs()
+    torch.testing.assert_close(distance, nearest, atol=1e-5, rtol=1e-5)
+    assert packed.shape == (48, 128 * book.stored_bits // 8)
+    codebook_piece, codebook._PIECE = codebook._PIECE, 5 * 128
+    try:
+        again = book.quantize(weight, 16)
+    finally:
+        codebook._PIECE = codebook_piece
+    assert all(map(torch.equal, again, (packed, scales)))
+
+
+def layer_of(name, *, bias=True, dtype=torch.float32):
+    layer = torch.nn.Linear(128, 48, bias=bias, dtype=dtype)
+    layer.weight.data = draw().to(dtype)
+    model = torch.nn.ModuleDict({"it": layer})
+    quant = type("Quant", (), {"block": 16})
+    BINDINGS[name].quantize(model, ["it"], quant)
+    return model["it"]
+
+
+@pytest.mark.parametrize("name", BINDINGS)
+def test_a_layer_multiplies_with_what_its_codes_stand_for(name):
+    """Output and the gradient of its input; nothing of the layer learns."""
+    layer = layer_of(name)
+    assert isinstance(layer, CodebookLinear)
+    x = torch.randn(5, 128, requires_grad=True)
+    upstream = torch.randn(5, 48)
+    output = layer(x)
+    output.backward(upstream)
+    values = BINDINGS[name].dequantized(layer)
+    torch.testing.assert_close(output, x @ values.T + layer.bias)
+    torch.testing.assert_close(x.grad, upstream @ values)
+    assert not layer.weight.requires_grad
+
+
+def test_another_dtype_of_the_model_leaves_codes_and_scales():
+    """A scale rounded to bf16 would move every weight of its block."""
+    layer = layer_of("nf3", bias=False)
+    before = layer.dequantized()
+    assert torch.equal(layer.to(torch.bfloat16).dequantized(), before)
+    assert layer(torch.ones(1, 128, dtype=torch.bfloat16)).dtype == torch.bfloat16
