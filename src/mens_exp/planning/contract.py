@@ -387,6 +387,10 @@ _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 # out, so that a stored configuration means what it meant.
 _LATER: dict[str, Any] = {
     "module._target_": TUNING,
+    "objective.label_smoothing": 0.0,
+    "objective.neftune_alpha": 0.0,
+    "objective.weight_field": None,
+    "objective.z_loss": 0.0,
     **dict.fromkeys(
         f"trainer.{name}"
         for name in (
