@@ -42,14 +42,27 @@ def test_parameters_are_counted_and_not_their_codes(run, tiny_base):
     assert facts["total_parameters"] == expected
 
 
-def test_it_is_merged_into_the_published_weights(run, tmp_path, monkeypatch, capsys):
-    """Within the budget of its certificate, which says what the adapter was trained on."""
+def test_it_is_merged_into_the_values_that_it_was_trained_on(run, tmp_path, monkeypatch, capsys):
+    """The adapter records how they are made again; the certificate finds them all but equal."""
+    written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
+    quantizer = written["mens_exp"]["quantizer"]
+    assert (quantizer["quant_type"], quantizer["block_size"]) == ("nf3", 64)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=merge", f"path={run.path}", "out=merged", "logger=none"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the adapter was trained on nf3 values of them" in said
+    assert "nf3 values in blocks of 64, which" in " ".join(capsys.readouterr().out.split())
     certificate = json.loads((tmp_path / "merged" / "parity.json").read_text("utf-8"))
     assert certificate["passed"]
+    judged = certificate["comparisons"][certificate["judged"]]
+    assert judged["mean_kl"] < 1e-4
+
+
+def test_an_adapter_records_what_was_left_out(train_in, tmp_path):
+    """By the paths of the layers, and blocks of another size."""
+    told = ("quant=nf2", "quant.skip=[down_proj]", "lora.targets=[q_proj]")
+    run = train_in(tmp_path / "run", *told, "trainer.max_steps=2")
+    written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
+    skipped = written["mens_exp"]["quantizer"]["skip"]
+    assert skipped == [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "int2"])

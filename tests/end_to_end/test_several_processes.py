@@ -5,6 +5,7 @@ The process of the tests is the one that keeps the record; it starts the others.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -66,6 +67,24 @@ def test_two_processes_take_the_course_of_one(alone, two):
     assert len(steps(two)) == 20
     digests = [(Manifest.read(run.manifest).contract or {})["digest"] for run in (alone, two)]
     assert digests[0] == digests[1]
+
+
+def test_weights_smoothing_and_noise_are_those_of_one_process(train_in, rows_file, tmp_path):
+    """A step is divided by the weights of both, and noise follows the micro-batch."""
+    weighted = tmp_path / "weighted.jsonl"
+    rows = map(json.loads, rows_file.read_text("utf-8").splitlines())
+    texts = [json.dumps({**row, "fields": {"w": 0.1 + n % 7}}) for n, row in enumerate(rows)]
+    weighted.write_text("\n".join(texts), "utf-8")
+    loss = ("label_smoothing=0.1", "z_loss=0.01", "neftune_alpha=5", "weight_field=w")
+    settings = (*F32, f"data.path={weighted}", *(f"objective.{one}" for one in loss))
+    one = train_in(tmp_path / "one", *settings, "trainer.max_steps=4")
+    both = train_in(tmp_path / "both", *settings, *TWO, "trainer.max_steps=4")
+    same_course(both, one)
+    again = train_in(tmp_path / "again", *settings, "trainer.max_steps=2")
+    assert cli.main([f"resume={again.path}", "trainer.max_steps=4"]) == 0
+    for mine, its in zip(steps(again)[2:], steps(one)[2:], strict=True):
+        for name in ("train/loss", "train/grad_norm", "batches_sha256"):
+            assert mine[name] == its[name]
 
 
 def test_one_process_keeps_the_record(two):

@@ -27,6 +27,7 @@ COMMANDS = {
     "model.directory": ["model=hf", "model.id=somewhere/absent"],
     "objective.causal": ["objective=causal"],
     "objective.last_k": ["objective=last_k"],
+    "objective.fim": ["objective=fim"],
     **{f"objective.{one}": [f"objective={one}"] for one in ("dpo", "cpo", "simpo", "orpo", "kto")},
     "backend.proxy": ["backend=proxy"],
     "backend.lora": ["backend=lora"],

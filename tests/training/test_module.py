@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from device_reads import Reads
@@ -187,6 +189,56 @@ def test_four_micro_batches_of_one_are_one_of_four(fit, accumulate, size):
         for name, gradient in apart.gradients[step].items():
             other = together.gradients[step][name]
             assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(4, 1), (1, 4)])
+def test_smoothing_and_z_loss_are_means_over_the_step_s_tokens(
+    fit, tiny_backend, documents, accumulate, size
+):
+    """Ragged micro-batches against torch's loss on all logits; validation stays plain."""
+    own = CrossEntropy("causal", 8, label_smoothing=0.1, z_loss=0.02)
+    _, watch, _ = fit(objective=own, accumulate=accumulate, size=size)
+    order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
+    reference = tiny_backend(*EXACT, live=True).train()
+    batch = packed_batch(documents, [order], index=0)
+    logits = reference.head(reference(batch))
+    smoothed = functional.cross_entropy(logits, batch.targets_M, label_smoothing=0.1)
+    loss = smoothed + 0.02 * torch.logsumexp(logits, dim=1).square().mean()
+    loss.backward()
+    assert watch.metrics[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in reference.trainable().items():
+        assert torch.allclose(watch.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(4, 1), (2, 2), (1, 4)])
+def test_a_weighted_step_is_a_mean_over_the_weights_of_its_tokens(
+    fit, tiny_backend, documents, accumulate, size
+):
+    """Σ weight · loss / Σ weight over ragged micro-batches; validation has no weights."""
+    weights = np.repeat([0.5, 2, 0.25, 3, 1, 0.1, 1.5, 4], LENGTHS).astype(np.float32)
+    weighted = replace(documents, extra={"weight": weights})
+    module, watch, _ = fit(
+        encoded=weighted, accumulate=accumulate, size=size, validate_every=accumulate
+    )
+    order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
+    reference = tiny_backend(*EXACT, live=True).train()
+    batch = packed_batch(weighted, [order], index=0)
+    own_M = batch.extra["weight"]
+    assert len(set(own_M.tolist())) > 2
+    losses_M = functional.cross_entropy(
+        reference.head(reference(batch)), batch.targets_M, reduction="none"
+    )
+    loss = (losses_M * own_M).sum() / own_M.sum()
+    loss.backward()
+    assert watch.metrics[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert watch.metrics[0]["data/supervised_tokens"] == len(batch.targets_M)
+    for name, parameter in reference.trainable().items():
+        assert torch.allclose(watch.gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7), name
+    everything = packed_batch(documents, [list(range(8))], index=0)
+    module.eval()
+    with torch.no_grad():
+        plain = mean_loss(module.backend, everything)
+    assert watch.validations[-1]["val/loss"] == pytest.approx(plain.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [3, 7])
@@ -471,6 +523,25 @@ def test_more_validations_change_nothing_of_a_schedule_free_run(fit):
     often, watch, _ = fit(*FREE, steps=4, accumulate=1, validate_every=1)
     assert len(watch.validations) >= 4
     assert same(tensors_of(seldom), tensors_of(often))
+
+
+@pytest.mark.parametrize("validate_every", [None, 2])
+def test_noise_goes_on_where_a_resumed_run_does(fit, tmp_path, validate_every):
+    """Its draws depend on the micro-batch alone, and a validation between changes nothing."""
+    noisy = ("objective.neftune_alpha=5", "lora.dropout=0.1")
+    whole, _, _ = fit(*noisy, steps=3, accumulate=2)
+    quiet, _, _ = fit("lora.dropout=0.1", steps=3, accumulate=2)
+    assert not same(tensors_of(whole), tensors_of(quiet))
+    _, _, trainer = fit(*noisy, steps=1, accumulate=2, total_steps=3)
+    trainer.save_checkpoint(tmp_path / "step.ckpt")
+    resumed, _, _ = fit(
+        *noisy,
+        steps=3,
+        accumulate=2,
+        resume=tmp_path / "step.ckpt",
+        validate_every=validate_every,
+    )
+    assert same(tensors_of(resumed), tensors_of(whole))
 
 
 def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit, tmp_path):

@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     Array = npt.NDArray[np.float32]
 
 _KNOWN = {
-    "quant_type": ("nf4", "fp4"),
+    "quant_type": ("nf4", "fp4", "nf2", "nf3", "int2", "int3", "int4", "mxfp4", "nvfp4"),
     "compute_dtype": ("bf16", "f32"),
     "rounded_to": ("bf16", "f32"),
 }
 
 
 class Quantizer(TypedDict):
-    """The quantizer that produced the 4-bit values of a base's weights.
+    """The quantizer that produced the values of a base's weights.
 
     Attributes:
-        quant_type: ``nf4`` or ``fp4``.
+        quant_type: its name, such as ``nf4``.
         block_size: number of weights that share a scale.
         double_quant: whether the scales are quantized too.
         compute_dtype: ``bf16`` or ``f32``: the dtype to which dequantized values are rounded.

@@ -24,10 +24,9 @@ from mens_exp.model import attention
 from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.binding import binding_of
+from mens_exp.quant.binding import binding_of, compute_dtype
 from mens_exp.quant.bnb import (
     binding_that_holds,
-    compute_dtype,
     keep_trainable,
     quantization_config,
     quantized_linears,

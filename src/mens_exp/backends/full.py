@@ -14,12 +14,12 @@ import torch
 
 from mens_exp.backends.frozen_base import load_base, published_config
 from mens_exp.backends.protocol import NonPeftBackend
-from mens_exp.backends.qlora import QloraBackend
+from mens_exp.backends.qlora import QloraBackend, noise_on
 from mens_exp.backends.saved_model import write_model
 from mens_exp.errors import RequestError
 from mens_exp.layout.shape import shape_of
 from mens_exp.lora.method import AdapterMethod
-from mens_exp.quant.bnb import compute_dtype
+from mens_exp.quant.binding import compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self.stacks: list[Stack] = []
         self.dropouts = []
         self.inputs = []
+        self.noise = noise_on(self.causal_lm, config)
 
     @property
     def has_adapter(self) -> bool:

@@ -18,17 +18,17 @@ from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
 from mens_exp.config.model import checkpointing_wanted
-from mens_exp.errors import ConfigError, SetupError
+from mens_exp.errors import ConfigError, ModelFileError, SetupError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
-from mens_exp.lora.keyed import SFC64
+from mens_exp.lora.keyed import SFC64, EmbeddingNoise
 from mens_exp.model import attention, fused_attention
 from mens_exp.model.kernels import is_rounded
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.quant.binding import compute_dtype
 from mens_exp.quant.bnb import (
     as_published,
-    compute_dtype,
     differs_in_evaluation,
     parameter_count,
     quantization_facts,
@@ -107,10 +107,11 @@ class QloraBackend(torch.nn.Module):
         weights.take_over(self.causal_lm)
         together = self.shape.family.verified
         self.inputs = self.method.take_over(adapted, weights, together=together)
+        self.noise = noise_on(self.causal_lm, config)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
-        with self._compute():
+        with self._compute(), self.noise.over(batch.document_lengths):
             return frozen_base.hidden_states(self.causal_lm, batch)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,8 @@ class QloraBackend(torch.nn.Module):
         return self
 
     def begin(self, micro_batch: int) -> None:
-        """Position every dropout stream at a micro-batch."""
+        """Position every stream of dropout and of noise at a micro-batch."""
+        self.noise.begin(micro_batch)
         for dropout in self.dropouts:
             dropout.begin(micro_batch)
         for shared in self.inputs:
@@ -369,6 +371,29 @@ class QloraBackend(torch.nn.Module):
         in_bf16 = learns and self.compute_dtype == torch.bfloat16
         with torch.autocast(device, dtype=torch.bfloat16, enabled=in_bf16):
             yield
+
+
+def noise_on(causal_lm: Any, config: RunConfig) -> EmbeddingNoise:
+    """Return the noise of a model's embeddings, which is on them if there is any.
+
+    Raises:
+        ModelFileError: the model's code does not say which its embeddings are.
+    """
+    noise = EmbeddingNoise(config.objective.neftune_alpha, seed=config.seed)
+    if not noise.alpha:
+        return noise
+    try:
+        embedding = causal_lm.get_input_embeddings()
+    except (AttributeError, NotImplementedError) as error:
+        raise ModelFileError(
+            "the model's code does not say which its embeddings are",
+            where=type(causal_lm).__name__,
+            found=f"{type(error).__name__}: {error}",
+            expected="get_input_embeddings",
+            remedy="leave out objective.neftune_alpha",
+        ) from error
+    noise.put_on(embedding)
+    return noise
 
 
 def _frozen_parts(

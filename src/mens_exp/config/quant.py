@@ -35,9 +35,8 @@ class QuantizerSpec:
         in_blocks: whether a block of weights shares a scale, so that blocks divide every width.
         usual_block: weights of a block where no setting gives another number.
         is_made_again: whether the values are made again from the published weights and the record
-            of an adapter: merges into them, starts from their error, and attributes it.
-        has_round_trip: whether a weight is quantized and dequantized by itself, so that the cost of
-            each module can be measured.
+            of an adapter: merges into them, and attributes their error.
+        starts_adapters: whether an adapter may start from their error.
         stays_whole: why several processes cannot hold parts of a weight; None where they can.
         settings: the settings of the `quant` group that it reads, besides its name and the
             compute format.
@@ -55,7 +54,7 @@ class QuantizerSpec:
     in_blocks: bool = False
     usual_block: int = 64
     is_made_again: bool = False
-    has_round_trip: bool = False
+    starts_adapters: bool = False
     stays_whole: str | None = "nothing says how processes could hold parts of such weights"
     settings: frozenset[str] = frozenset({"skip"})
     backends: tuple[str, ...] = ("qlora",)
@@ -102,7 +101,7 @@ class _FourBit(QuantizerSpec):
     code_bits: int | None = 4
     in_blocks: bool = True
     is_made_again: bool = True
-    has_round_trip: bool = True
+    starts_adapters: bool = True
     stays_whole: str | None = None
     settings: frozenset[str] = frozenset({"double_quant", "block_size", "storage_dtype", "skip"})
     backends: tuple[str, ...] = ("qlora", "proxy")
@@ -161,7 +160,7 @@ class _Codebook(QuantizerSpec):
     """Codes of a list of levels, in plain torch: a reference that every device computes."""
 
     in_blocks: bool = True
-    has_round_trip: bool = True
+    is_made_again: bool = True
     settings: frozenset[str] = frozenset({"block_size", "skip"})
     weights_per_core_s: float | None = 1.4e7  # measured: NVFP4, the slowest, on one EPYC core
 
@@ -227,9 +226,9 @@ def names_for(backend: str) -> tuple[str, ...]:
     return tuple(name for name, spec in BUILT_IN.items() if backend in spec.backends)
 
 
-def names_with_round_trip() -> tuple[str, ...]:
-    """Return the built-in quantizers whose cost can be measured module by module."""
-    return tuple(name for name, spec in BUILT_IN.items() if spec.has_round_trip)
+def names_made_again() -> tuple[str, ...]:
+    """Return the built-in quantizers whose values are made again from published weights."""
+    return tuple(name for name, spec in BUILT_IN.items() if spec.is_made_again)
 
 
 def names_that_read(setting: str) -> tuple[str, ...]:

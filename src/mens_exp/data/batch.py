@@ -60,6 +60,16 @@ class Batch:
         """The same micro-batch in host memory; reading it does not wait for the device."""
         return self if self.on_host is None else self.on_host
 
+    def document_lengths(self) -> torch.Tensor:
+        """Return the tokens of each position's document, int64 ``[B, T]``; 0 at padding."""
+        mask_BT = self.attention_mask_BT
+        if mask_BT is not None:
+            return mask_BT * mask_BT.sum(dim=1, keepdim=True)
+        lengths = np.zeros(self.input_ids_BT.shape, dtype=np.int64)
+        for start, end in self.documents or ():
+            lengths[0, start:end] = end - start
+        return _sent(torch.from_numpy(lengths), self.input_ids_BT.device)
+
     def to(self, device: torch.device | str, **_: Any) -> Batch:
         """Copy the tensors to a device; the host does not wait for a GPU to have them."""
         device = torch.device(device)

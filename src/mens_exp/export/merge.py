@@ -23,7 +23,8 @@ from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.adapter_base import FLOAT_DTYPES
 from mens_exp.layout.checkpoint_files import INDEX, SINGLE, Outline, SafetensorsWriter
 from mens_exp.model.stored_weights import TORCH_DTYPES, StoredRows
-from mens_exp.quant.round_trip import DTYPES, FourBitRows
+from mens_exp.quant.binding import DTYPES
+from mens_exp.quant.round_trip import quantized_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -152,7 +153,7 @@ def _as_trained(place: Place, published: Rows, delta: Change | None, quantizer: 
 
     rows, columns = place.info.shape
     shape = (columns, rows) if place.transposed else (rows, columns)
-    return FourBitRows(left, shape, quantizer, where=place.key).read
+    return quantized_rows(left, shape, quantizer, where=place.key)
 
 
 def _pieces_of(place: Place, merge: Merge, rows: int, inner: int) -> Iterator[tuple[int, int]]:

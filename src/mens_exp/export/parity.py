@@ -33,8 +33,9 @@ from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.export.gguf import GGUF_FILE as GGUF
 from mens_exp.layout.shape import HEAD
 from mens_exp.model.quiet import quiet
+from mens_exp.quant.binding import DTYPES
 from mens_exp.quant.bnb import quantized_linears, values_of
-from mens_exp.quant.round_trip import DTYPES, round_trip
+from mens_exp.quant.round_trip import round_trip
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from mens_exp.layout.targets import LinearModule
 
@@ -255,6 +256,63 @@ class HeadDropout(KeyedDropout):
         made = computed()
         self.rows += x.shape[0]
         return made
+
+
+class EmbeddingNoise(torch.nn.Module):
+    """Noise on the embeddings of a training pass (NEFTune, arXiv:2310.05914, Algorithm 1).
+
+    Each value is uniform between ±alpha / sqrt(L · D), with L the tokens of its document and D the
+    width, also where documents are packed or padded: transformers' hook takes the length of the
+    whole sequence there, so that a document would have less noise for its neighbours. The noise is
+    a function of (seed, micro-batch). Passes without gradients have none: those of validation, of
+    generation, and of the base that an objective compares with.
+    """
+
+    def __init__(self, alpha: float, *, seed: int) -> None:
+        """Set the strength and the key of the stream."""
+        super().__init__()
+        self.alpha, self.seed = alpha, seed
+        self.micro_batch = 0
+        self._lengths_BT: torch.Tensor | None = None
+
+    def begin(self, micro_batch: int) -> None:
+        """Start a micro-batch."""
+        self.micro_batch = micro_batch
+
+    @contextmanager
+    def over(self, lengths: Callable[[], torch.Tensor]) -> Iterator[None]:
+        """Add noise inside the block, in training.
+
+        Args:
+            lengths: returns the tokens of each position's document, ``[B, T]``; 0 at padding.
+        """
+        is_on = self.alpha > 0 and self.training and torch.is_grad_enabled()
+        self._lengths_BT = lengths() if is_on else None
+        try:
+            yield
+        finally:
+            self._lengths_BT = None
+
+    def unit(self, embedded_BTD: torch.Tensor) -> torch.Tensor:
+        """Draw the noise of alpha = 1 before its scale: f32 between ±1, ``[B, T, D]``."""
+        device = embedded_BTD.device
+        key = key_of(self.seed, "neftune", self.micro_batch)
+        generator = torch.Generator(device).manual_seed(key)
+        noise_BTD = torch.empty(embedded_BTD.shape, dtype=torch.float32, device=device)
+        return noise_BTD.uniform_(-1, 1, generator=generator)
+
+    def forward(self, embedded_BTD: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings with noise, in their own format."""
+        if self._lengths_BT is None:
+            return embedded_BTD
+        size_BT = (self._lengths_BT * embedded_BTD.shape[-1]).float()
+        most_BT = torch.where(size_BT > 0, self.alpha * size_BT.rsqrt(), 0.0)  # none at padding
+        noise_BTD = self.unit(embedded_BTD).mul_(most_BT[..., None])
+        return embedded_BTD + noise_BTD.to(embedded_BTD.dtype)
+
+    def put_on(self, embedding: torch.nn.Module) -> None:
+        """Add the noise to what an embedding returns."""
+        embedding.register_forward_hook(lambda _, __, embedded_BTD: self(embedded_BTD))
 
 
 def share_dropout(

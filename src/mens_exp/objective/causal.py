@@ -12,11 +12,13 @@ Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from mens_exp.rows.documents import WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,15 +30,16 @@ if TYPE_CHECKING:
 class LossSum:
     """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens.
 
-    ``count`` may be of something else than tokens, such as pairs of answers; the step divides by
-    it. ``losses_M`` are the individual token losses, f32 without a gradient. An objective may
-    return them when gradients are disabled; validation then records a loss for every document.
-    ``metrics`` are sums over what is counted, by the names that the objective declares; ``counts``
-    has the number of what a metric is a sum over, where that is something else.
+    ``count`` may be of something else than tokens, such as pairs of answers, or the sum of tokens'
+    weights; the step divides by it. ``losses_M`` are the individual token losses, f32 without a
+    gradient. An objective may return them when gradients are disabled; validation then records a
+    loss for every document. ``metrics`` are sums over what is counted, by the names that the
+    objective declares; ``counts`` has the number of what a metric is a sum over, where that is
+    something else.
     """
 
     total: torch.Tensor
-    count: int
+    count: float
     losses_M: torch.Tensor | None = None
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     counts: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -120,17 +123,34 @@ def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy:
-    """Cross entropy of each supervised token under the head's logits, in f32."""
+class CrossEntropy(Objective):
+    """Cross entropy of each supervised token under the head's logits, in f32.
+
+    With gradients, ``label_smoothing`` and ``z_loss`` change it as `summed_cross_entropy` says, and
+    documents with weights have their sum of weighted losses and the sum of the tokens' weights.
+    Without gradients they do not, so that validation losses of runs with other values compare.
+    """
 
     name: str
     chunk_tokens: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the loss over all targets of a micro-batch, weighted if its documents are."""
+        batch = passed.batch
+        weights_M = batch.extra.get(WEIGHT)
+        if weights_M is None or not torch.is_grad_enabled():
+            return self(passed.hidden_MD, batch.targets_M, passed.head)
+        found = self(passed.hidden_MD, batch.targets_M, passed.head, weights_M)
+        return replace(found, count=float(batch.host.extra[WEIGHT].double().sum()))
 
     def __call__(
         self,
         hidden_MD: torch.Tensor,
         targets_M: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
+        weights_M: torch.Tensor | None = None,
     ) -> LossSum:
         """Sum the losses; the head runs on ``chunk_tokens`` positions at a time.
 
@@ -145,7 +165,13 @@ class CrossEntropy:
         for start in range(0, len(targets_M), self.chunk_tokens):
             piece = slice(start, start + self.chunk_tokens)
             hidden_CD = hidden_MD[piece].detach().requires_grad_(gradients.hidden_MD is not None)
-            loss = summed_cross_entropy(head(hidden_CD), targets_M[piece])
+            loss = summed_cross_entropy(
+                head(hidden_CD),
+                targets_M[piece],
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                weights_C=None if weights_M is None else weights_M[piece],
+            )
             gradients.add(piece, hidden_CD, loss)
             total += loss.detach()
         return LossSum(total=gradients.attached_to(total), count=targets_M.numel())
@@ -156,7 +182,7 @@ class CrossEntropy:
         targets_M: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
     ) -> LossSum:
-        """Return the sum without gradients, with the loss of each token."""
+        """Return the plain sum without gradients, with the loss of each token."""
         total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
         losses = []
         for start in range(0, len(targets_M), self.chunk_tokens):
@@ -246,16 +272,37 @@ class _Summed(torch.autograd.Function):
     """The loss sum; saves its gradient, in the dtype of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        weights_C: torch.Tensor | None,
+        label_smoothing: float,
+        z_loss: float,
+    ) -> torch.Tensor:
         """Sum the losses in f32."""
         wanted = ctx.needs_input_grad[0]
         gradient_CV = torch.empty_like(logits_CV) if wanted else None
         total = torch.zeros((), dtype=torch.float32, device=logits_CV.device)
         for piece, chosen, logs in _pieces(logits_CV, targets_C):
-            total -= logs.gather(1, chosen).sum()
+            picked = logs.gather(1, chosen)
+            log_z = logits_CV[piece].gather(1, chosen).float() - picked if z_loss else None
+            losses = picked * (label_smoothing - 1)
+            if label_smoothing:
+                losses -= label_smoothing * logs.mean(dim=1, keepdim=True)
+            if log_z is not None:
+                losses += z_loss * log_z.square()
+            weights = None if weights_C is None else weights_C[piece, None]
+            total += losses.sum() if weights is None else (losses * weights).sum()
             if gradient_CV is not None:
-                minus_one = logs.new_full((len(chosen), 1), -1.0)
-                gradient_CV[piece] = logs.exp_().scatter_add_(1, chosen, minus_one)
+                found = logs.exp_()
+                if log_z is not None:
+                    found.mul_(1 + 2 * z_loss * log_z)
+                if label_smoothing:
+                    found.sub_(label_smoothing / found.shape[1])
+                at_target = found.new_full((len(chosen), 1), label_smoothing - 1)
+                found.scatter_add_(1, chosen, at_target)
+                gradient_CV[piece] = found if weights is None else found.mul_(weights)
         ctx.save_for_backward(gradient_CV)
         return total
 
@@ -263,7 +310,7 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         """Scale the saved gradient."""
         (gradient_CV,) = ctx.saved_tensors
-        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None
+        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None, None, None, None
 
 
 def _pieces(
@@ -302,7 +349,14 @@ def each_cross_entropy(
     return total, losses_C
 
 
-def summed_cross_entropy(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    *,
+    weights_C: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
     """Return the sum of token losses in nats, computed in f32 whatever the dtype of the logits.
 
     Its gradient can be computed only once, because it is scaled in place.
@@ -310,5 +364,11 @@ def summed_cross_entropy(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> to
     Args:
         logits_CV: logits in any floating-point format; the gradient has the same format.
         targets_C: target ids.
+        weights_C: factor of each token's loss, f32; none weighs them alike.
+        label_smoothing: share ε of a target that is spread evenly over the vocabulary: the loss of
+            a token is -(1 - ε) log p(target) - ε · mean over v of log p(v) (arXiv:1512.00567, §7).
+        z_loss: weight of (log Z)² that is added for each token, Z the sum of the exponentials of
+            its logits (arXiv:2204.02311, §5).
     """
-    return cast("torch.Tensor", _Summed.apply(logits_CV, targets_C))  # type: ignore[no-untyped-call]
+    settings = (weights_C, label_smoothing, z_loss)
+    return cast("torch.Tensor", _Summed.apply(logits_CV, targets_C, *settings))  # type: ignore[no-untyped-call]

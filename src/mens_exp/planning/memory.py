@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import trains_base
 from mens_exp.config.model import checkpointing_wanted
-from mens_exp.config.objective import LOGIT_BYTES
+from mens_exp.config.objective_spec import LOGIT_BYTES
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout.targets import (

@@ -3,7 +3,7 @@
 :mod:`mens_exp.config.quant` has what is known of a quantizer without torch, and names its
 binding. Those of bitsandbytes are in :mod:`mens_exp.quant.bnb`.
 
-Shapes: O outputs and I inputs of a layer.
+Shapes: O outputs and I inputs of a layer, N rows of a weight.
 """
 
 from __future__ import annotations
@@ -12,15 +12,24 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mens_exp.config.plugins import named_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    import torch
-
+    from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.config.quant import QuantConfig, QuantizerSpec
+
+
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def compute_dtype(config: QuantConfig) -> torch.dtype:
+    """Return the compute format as a torch dtype."""
+    return DTYPES[config.compute_dtype.value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +47,11 @@ class RoundTrip:
 
 class Binding:
     """The layers of one quantizer; what is not overridden leaves weights as they are."""
+
+    @property
+    def library(self) -> str:
+        """Name and version of what quantizes, for the record of values that are made again."""
+        raise NotImplementedError
 
     def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> Any:
         """Return the configuration for transformers' loader; None loads weights as they are.
@@ -93,6 +107,21 @@ class Binding:
         Args:
             weight_OI: f32; its width is a multiple of the block.
             quant: the `quant` group.
+        """
+        raise NotImplementedError
+
+    def rows(
+        self,
+        read: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, int],
+        quantizer: Quantizer,
+    ) -> Callable[[int, int], torch.Tensor]:
+        """Quantize a weight piece by piece; give rows of what it stands for, f32 ``[N, I]``.
+
+        Args:
+            read: gives rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
+            shape: ``(O, I)``; blocks divide the width.
+            quantizer: the record of the quantizer.
         """
         raise NotImplementedError
 

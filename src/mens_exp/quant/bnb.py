@@ -19,7 +19,14 @@ from mens_exp.artifacts.adapter_v3 import Quantizer
 from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.binding import Binding, RoundTrip, binding_of, loaded_bindings
+from mens_exp.quant.binding import (
+    Binding,
+    RoundTrip,
+    binding_of,
+    compute_dtype,
+    loaded_bindings,
+)
+from mens_exp.quant.round_trip import FourBitRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,13 +42,6 @@ _STORAGE = {
     StorageDtype.bf16: torch.bfloat16,
     StorageDtype.f32: torch.float32,
 }
-
-
-def compute_dtype(config: QuantConfig) -> torch.dtype:
-    """Return the compute format as a torch dtype."""
-    return {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.f32: torch.float32}[
-        config.compute_dtype
-    ]
 
 
 def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAndBytesConfig | None:
@@ -62,6 +62,11 @@ def _left_out(skip: Sequence[str]) -> list[str] | None:
 
 class _FourBit(Binding):
     """bitsandbytes' 4-bit layers."""
+
+    @property
+    def library(self) -> str:
+        """The library."""
+        return f"bitsandbytes {metadata.version('bitsandbytes')}"
 
     def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
         """Return bitsandbytes' configuration."""
@@ -138,6 +143,15 @@ class _FourBit(Binding):
             values=dequantize_4bit(codes, state),
             stored_bytes=sum(part.numel() * part.element_size() for part in stored),
         )
+
+    def rows(
+        self,
+        read: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, int],
+        quantizer: Quantizer,
+    ) -> Callable[[int, int], torch.Tensor]:
+        """Quantize in pieces with the library's own functions."""
+        return FourBitRows(read, shape, quantizer).read
 
     def multiplies(self, layer: Any) -> bool:
         """Tell whether codes are as they were loaded, which an evaluation kernel may change."""
@@ -323,7 +337,7 @@ def quantizer_named(
     """Describe the quantizer of the `quant` group for the record.
 
     Args:
-        config: the `quant` group, with a 4-bit type.
+        config: the `quant` group, of a quantizer whose values are made again.
         rounded_to: the dtype to which weights are rounded before quantization.
         skip: paths of the projections that stay unquantized.
     """
@@ -334,7 +348,7 @@ def quantizer_named(
         compute_dtype=config.compute_dtype.value,
         rounded_to=rounded_to.value,
         skip=list(skip),
-        library=f"bitsandbytes {metadata.version('bitsandbytes')}",
+        library=binding_of(config.spec).library,
     )
 
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mens_exp.quant.binding import Binding, RoundTrip
+from mens_exp.quant.binding import DTYPES, Binding, RoundTrip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.config.quant import QuantConfig
 
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -115,13 +116,14 @@ class Codebook:
         """
         of_all = weight_OI.abs().amax().float()
         rows = max(1, _PIECE // weight_OI.shape[1])
-        pieces = [self._quantized(one, of_all, block) for one in torch.split(weight_OI, rows)]
+        pieces = [self.quantized(one, of_all, block) for one in torch.split(weight_OI, rows)]
         codes, scales = zip(*pieces, strict=True)
         return torch.cat(codes), torch.cat(scales)
 
-    def _quantized(
+    def quantized(
         self, weight_OI: torch.Tensor, of_all: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of some rows of a weight with a largest magnitude ``of_all``."""
         blocks = weight_OI.float().reshape(len(weight_OI), -1, block)
         most_ON = blocks.abs().amax(-1)
         scales_ON = self.scaling.find(most_ON, of_all, self.levels[-1])
@@ -238,6 +240,11 @@ class _Codes(Binding):
         """Bind the codebook of a quantizer's name."""
         self.name, self.book = name, book
 
+    @property
+    def library(self) -> str:
+        """This module; the number is raised if it gives other values."""
+        return "mens_exp codebooks 1"
+
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
         """Replace the weights of layers by codes."""
         for path in paths:
@@ -274,6 +281,30 @@ class _Codes(Binding):
             values=self.book.dequantize(packed, scales_ON),
             stored_bytes=packed.nbytes + scales_ON.nbytes,
         )
+
+    def rows(
+        self,
+        read: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, int],
+        quantizer: Quantizer,
+    ) -> Callable[[int, int], torch.Tensor]:
+        """Quantize in pieces, and keep codes and scales."""
+        rounded, dtype = DTYPES[quantizer["rounded_to"]], DTYPES[quantizer["compute_dtype"]]
+        outputs, width = shape
+        step = max(1, _PIECE // width)
+        pieces = [(first, min(first + step, outputs)) for first in range(0, outputs, step)]
+        of_all = torch.stack([read(*one).to(rounded).abs().amax() for one in pieces]).amax().float()
+        made = [
+            self.book.quantized(read(*one).to(rounded), of_all, quantizer["block_size"])
+            for one in pieces
+        ]
+        packed, scales_ON = (torch.cat(parts) for parts in zip(*made, strict=True))
+
+        def values(first: int, last: int) -> torch.Tensor:
+            found_NI = self.book.dequantize(packed[first:last], scales_ON[first:last])
+            return found_NI.to(dtype).float()
+
+        return values
 
     def multiplies(self, layer: Any) -> bool:
         """Tell that every layer computes with its dequantized weight."""

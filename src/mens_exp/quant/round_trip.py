@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mens_exp.config.quant import QuantConfig, QuantType
+from mens_exp.config.quant import QUANTIZERS, QuantConfig, QuantType
 from mens_exp.errors import RequestError
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.binding import RoundTrip, binding_of
-from mens_exp.quant.bnb import compute_dtype
+from mens_exp.quant.binding import DTYPES, RoundTrip, binding_of, compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,9 +38,39 @@ def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:
     return binding_of(quant.spec).round_trip(weight, quant)
 
 
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 _PIECE = 1 << 20  # weights quantized at once: 4 MB of f32, which fits the processor's cache
 _SCALES_BLOCK = 256  # bitsandbytes' own block of scales under double quantization
+
+
+def quantized_rows(
+    read: Callable[[int, int], torch.Tensor],
+    shape: tuple[int, int],
+    quantizer: Quantizer,
+    *,
+    where: str,
+) -> Callable[[int, int], torch.Tensor]:
+    """Quantize a weight and return what gives rows of its values, f32 ``[N, I]``.
+
+    Args:
+        read: gives rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
+        shape: ``(O, I)``.
+        quantizer: the quantizer of the base.
+        where: name of the weight, for messages.
+
+    Raises:
+        RequestError: blocks would extend across row boundaries.
+    """
+    _, width = shape
+    block = quantizer["block_size"]
+    if width % block:
+        raise RequestError(
+            "the width is no multiple of the quantizer's block",
+            where=where,
+            found=width,
+            expected=f"a multiple of {block}",
+            remedy="add merge.base=original",
+        )
+    return binding_of(QUANTIZERS.named(quantizer["quant_type"])).rows(read, shape, quantizer)
 
 
 class FourBitRows:
@@ -52,32 +81,18 @@ class FourBitRows:
         read: Callable[[int, int], torch.Tensor],
         shape: tuple[int, int],
         quantizer: Quantizer,
-        *,
-        where: str,
     ) -> None:
         """Quantize a weight.
 
         Args:
             read: returns rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
-            shape: ``(O, I)``.
+            shape: ``(O, I)``; blocks divide the width.
             quantizer: the quantizer of the base.
-            where: name of the weight, for messages.
-
-        Raises:
-            RequestError: blocks would extend across row boundaries.
         """
         with quiet():
             from bitsandbytes import functional
         outputs, self._width = shape
         self._quantizer, self._block = quantizer, quantizer["block_size"]
-        if self._width % self._block:
-            raise RequestError(
-                "the width is no multiple of the quantizer's block",
-                where=where,
-                found=self._width,
-                expected=f"a multiple of {self._block}",
-                remedy="add merge.base=original",
-            )
         self._dtype = DTYPES[quantizer["rounded_to"]]
         self._codes = torch.empty(outputs * self._width // 2, dtype=torch.uint8)
         scales = torch.empty(outputs * self._width // self._block)

@@ -20,7 +20,7 @@ from mens_exp.config.override_values import override_of
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.manifest import Manifest
-    from mens_exp.config.objective import ObjectiveSpec
+    from mens_exp.config.objective_spec import ObjectiveSpec
 
 MINUS = "\N{MINUS SIGN}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline

@@ -63,6 +63,9 @@ class TextEncoder(Protocol):
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without adding special tokens."""
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Decode ids, including the text of control tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:

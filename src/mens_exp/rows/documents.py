@@ -8,6 +8,7 @@ rows with it.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -68,7 +69,9 @@ class Labelling:
                 found=self.objective,
                 expected=expected_name(self.objective, OBJECTIVES.built_in),
             )
-        return named_object(spec.documents, RowDocuments, of=f"the objective {spec.name}")
+        found = named_object(spec.documents, RowDocuments, of=f"the objective {spec.name}")
+        weight = dict(self.options).get("weight_field")
+        return found if weight is None else _Weighted(found, str(weight))
 
     @property
     def document_tokens(self) -> int:
@@ -178,8 +181,15 @@ class RowDocuments:
             found=", ".join(sorted(found)) or "no fields",
             expected=", ".join(sorted(self.fields)) or "no fields",
             remedy="choose the objective that reads them, or name other columns with "
-            "data.columns={fields:{name:column}}",
+            "data.columns={fields:{name:column}}; objective.weight_field weighs rows by one",
         )
+
+    def check_tokenizer(self, encoder: TextEncoder, labelling: Labelling) -> None:
+        """Refuse, before any row is read, a tokenizer that lacks what documents need.
+
+        Raises:
+            ConfigError: it does.
+        """
 
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
         """Return rows that are encoded together, each with what it needs of the others."""
@@ -345,6 +355,91 @@ class _Labelled(_Pair):
         return [
             Document(own.ids, _marked(own), {"label": [value] * len(own.ids)})
             for own, value in zip(endings, (label, 0.0), strict=True)
+        ]
+
+
+WEIGHT: Final = "weight"  # the further value that a token's loss is multiplied by
+
+
+class _Weighted(RowDocuments):
+    """The documents of another object, with `weight`: a field of the row, for each of its tokens.
+
+    A row of weight 0 has no supervised token.
+    """
+
+    def __init__(self, inner: RowDocuments, field_name: str) -> None:
+        """Weigh the documents of ``inner`` by a field of their rows."""
+        self.inner, self.field = inner, field_name
+        self.only_answers, self.as_rendered = inner.only_answers, inner.as_rendered
+        self.follows_prompts, self.together = inner.follows_prompts, inner.together
+        self.extra = (*inner.extra, WEIGHT)
+        self.fields = inner.fields | {field_name}
+
+    def check(self, pair: TrainingPair) -> None:
+        """Refuse a row that lacks the weight or another field, or whose weight is none.
+
+        Raises:
+            DataError: it is such a row.
+        """
+        super().check(pair)
+        self.weight(pair)
+
+    def weight(self, pair: TrainingPair) -> float:
+        """Return the weight of a row as an f32 number; a table of texts has it as text.
+
+        Raises:
+            DataError: it is not a number of at least 0.
+        """
+        value = dict(pair.fields)[self.field]
+        try:
+            with np.errstate(over="ignore"):
+                found = float(np.float32(float(value)))
+        except (OverflowError, ValueError):
+            found = -1.0
+        if not (found >= 0 and math.isfinite(found)):
+            raise DataError(
+                f"the row's weight, {self.field!r} of its fields, is not a number of at least 0",
+                where=pair.name,
+                found=repr(value),
+                expected="a finite number; 0 leaves the row out",
+                remedy="correct the row, or leave out objective.weight_field",
+            )
+        return found
+
+    def check_tokenizer(self, encoder: TextEncoder, labelling: Labelling) -> None:
+        """Refuse what the other object refuses."""
+        self.inner.check_tokenizer(encoder, labelling)
+
+    def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
+        """Return the rows with what the other object adds."""
+        return self.inner.prepared(pairs)
+
+    def variants(self, pair: TrainingPair) -> list[TrainingPair]:
+        """Return those of the other object."""
+        return self.inner.variants(pair)
+
+    def answers(self, exchanges: int, labelling: Labelling) -> range:
+        """Return those of the other object."""
+        return self.inner.answers(exchanges, labelling)
+
+    def rendered(
+        self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling
+    ) -> list[Answer]:
+        """Render as the other object does."""
+        return self.inner.rendered(pair, encoder, labelling)
+
+    def documents_of(
+        self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
+    ) -> list[Document]:
+        """Return the other object's documents, each token with the row's weight."""
+        weight = self.weight(pair)
+        return [
+            Document(
+                one.ids,
+                [learned and weight > 0 for learned in one.learned],
+                {**one.extra, WEIGHT: [weight] * len(one.ids)},
+            )
+            for one in self.inner.documents_of(pair, endings, labelling)
         ]
 
 

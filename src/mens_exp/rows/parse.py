@@ -184,6 +184,14 @@ def likely_columns(row: Mapping[str, object]) -> dict[str, str]:
     return {name: found[name] for name in _LIKELY}
 
 
+def _is_finite(number: float) -> bool:
+    """Return whether a number is finite as a float; an integer may be too large for one."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
 def _are_turns(value: object, keys: TurnKeys) -> bool:
     turns = decoded(value) if isinstance(value, Cell) else value
     return (
@@ -406,7 +414,7 @@ class _RowReader:
                 self._problems.add(f"{name!r} stands twice", shown(one), "one of the two")
             label = f"{name!r} of 'fields'"
             if isinstance(one, int | float) and not isinstance(one, bool):
-                if math.isfinite(one):
+                if _is_finite(one):
                     found.append((name, one))
                 else:
                     self._problems.add(f"{label} is not finite", shown(one))

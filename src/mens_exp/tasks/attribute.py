@@ -38,7 +38,7 @@ def attribute(config: RunConfig, run: Run) -> None:
     from mens_exp.artifacts import host
     from mens_exp.backends.frozen_base import load_base
     from mens_exp.evals.attribution import attribute_modules, attribute_whole, parity_with
-    from mens_exp.quant.bnb import compute_dtype
+    from mens_exp.quant.binding import compute_dtype
     from mens_exp.training.build import device_of
 
     mirror(config, run)

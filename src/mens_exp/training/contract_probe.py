@@ -24,7 +24,7 @@ from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.reference import agreement, f32_bytes
 from mens_exp.data.batch import Batch, packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
-from mens_exp.lora.keyed import KeyedDropout
+from mens_exp.lora.keyed import EmbeddingNoise, KeyedDropout
 from mens_exp.planning.machine import ALONE, look
 from mens_exp.quant.bnb import quantizes_inputs
 from mens_exp.rows.documents import Encoded
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.objective.causal import LossSum
 
-_DROPOUTS = (KeyedDropout, torch.nn.modules.dropout._DropoutNd)  # noqa: SLF001  # no other name
+# What is random in training; torch's has no other name.
+_RANDOM = (EmbeddingNoise, KeyedDropout, torch.nn.modules.dropout._DropoutNd)  # noqa: SLF001
 
 
 @contextmanager
 def preserve_state(model: torch.nn.Module) -> Iterator[None]:
-    """Disable dropout inside the block, and restore the state of the model afterwards.
+    """Disable dropout and noise inside the block, and restore the state of the model afterwards.
 
     The mode of every module, the gradients, and the generators of torch, NumPy and Python are
     restored. Modules other than dropout keep their mode, so that passes match training: with
@@ -60,7 +61,7 @@ def preserve_state(model: torch.nn.Module) -> Iterator[None]:
             for parameter in gradients:
                 parameter.grad = None  # or passes would add to the saved ones
             for module in modes:
-                if isinstance(module, _DROPOUTS):
+                if isinstance(module, _RANDOM):
                     module.eval()
             yield
         finally:

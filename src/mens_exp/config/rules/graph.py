@@ -242,10 +242,11 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     yield from _target_problems(lora.targets)
     yield from _pattern_problems(lora)
     yield from _method_problems(config)
-    quantized_all = config.quant.spec.is_made_again and not config.quant.skip
+    quantized_all = config.quant.spec.starts_adapters and not config.quant.skip
     if lora.init.spec.from_weights and not quantized_all:
         yield ConfigError(
-            "starts from what four bits miss of a weight, and some weights are not in four bits",
+            "starts from what four bits of bitsandbytes miss of a weight, and some weights are "
+            "stored otherwise",
             where="lora.init",
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip",

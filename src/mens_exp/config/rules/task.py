@@ -15,7 +15,7 @@ from mens_exp.config.promotion import (
     CompareTest,
     Sequential,
 )
-from mens_exp.config.quant import names_with_round_trip
+from mens_exp.config.quant import names_made_again
 from mens_exp.config.root import LOGS
 from mens_exp.config.task import MergeMode
 from mens_exp.errors import ConfigError
@@ -117,12 +117,12 @@ def _is_quantized(told: QuantType | None) -> bool:
 
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what leaves nothing to attribute, or nothing to sort by."""
-    if not config.quant.spec.has_round_trip:
+    if not config.quant.spec.is_made_again:
         yield ConfigError(
             "has no error to attribute to modules",
             where="quant.quant_type",
             found=config.quant.quant_type.value,
-            expected=f"one of {', '.join(names_with_round_trip())}",
+            expected=f"one of {', '.join(names_made_again())}",
         )
     if config.tokenizer.name == "vox":
         yield ConfigError(

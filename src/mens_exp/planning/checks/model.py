@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.fields import range_problems
 from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import ComputeDtype
+from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import locate_bundled, ready_directory
@@ -143,8 +145,11 @@ def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensE
 
 
 def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse a tokenizer with ids beyond the embedding table."""
-    last = load_tokenizer(config.tokenizer, directory).last_id
+    """Refuse a tokenizer with ids beyond the embedding table, or without what is learned."""
+    tokenizer, labelling = load_tokenizer(config.tokenizer, directory), labelling_of(config)
+    if OBJECTIVES.known(labelling.objective) is not None:  # otherwise it is refused elsewhere
+        labelling.rows.check_tokenizer(tokenizer, labelling)
+    last = tokenizer.last_id
     if last >= shape.vocab_size:
         where = str(directory / "tokenizer.json")
         yield messages.ids_without_embedding(where, last, shape.vocab_size)

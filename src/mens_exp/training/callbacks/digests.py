@@ -111,7 +111,7 @@ class Digests(Callback):
 
 
 def _chained(chain: str, batch: Batch) -> str:
-    """Extend the chain by all model inputs of a micro-batch: ids, positions, bounds, labels."""
+    """Extend the chain by a micro-batch: ids, positions, bounds, labels, and further values."""
     batch = batch.host
     sha256 = hashlib.sha256(chain.encode())
     sha256.update(repr(batch.documents).encode())
@@ -121,6 +121,7 @@ def _chained(chain: str, batch: Batch) -> str:
         batch.attention_mask_BT,
         batch.predict_M,
         batch.targets_M,
+        *(batch.extra[name] for name in sorted(batch.extra)),
     ):
         for piece in _pieces(part):
             sha256.update(piece)

@@ -1,0 +1,256 @@
+"""The specification of an objective: what planning, encoding and records ask of it.
+
+Nothing here imports torch. :mod:`mens_exp.config.objective` has the settings and the objectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mens_exp.artifacts.metrics import Metric
+from mens_exp.config.fields import plain
+from mens_exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mens_exp.artifacts.metrics import Direction
+
+_MASKED = 0.5  # share of tokens that are answers, as in the main job
+LOGIT_BYTES = 10  # measured: 8 bytes a logit of a chunk, and 2 that a smaller chunk's peak hides
+# By whether it is on a GPU: bytes of a chunk's logits, and positions beyond which nothing is
+# gained. measured on CPU (SmolLM2, 49,152 tokens): 256 positions 1.04 times as fast as 64, 512 no
+# faster. On a GPU an unverified guess.
+_CHUNK_BYTES, _MOST_POSITIONS = {False: 128 << 20, True: 1536 << 20}, {False: 512, True: 4096}
+_FEWEST_POSITIONS = 16
+
+
+def positions_at_once(vocab_size: int, *, on_gpu: bool) -> int:
+    """Return the positions whose logits exist at one time, a power of two.
+
+    They do not depend on the memory of a machine, so that a run that goes on elsewhere computes the
+    same.
+
+    Args:
+        vocab_size: logits of a position.
+        on_gpu: whether the run computes on a GPU.
+    """
+    most = min(_CHUNK_BYTES[on_gpu] // (vocab_size * LOGIT_BYTES), _MOST_POSITIONS[on_gpu])
+    return max(1 << max(most.bit_length() - 1, 0), _FEWEST_POSITIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSpec:
+    """One objective; the defaults are those of a loss of your own over answers.
+
+    Attributes:
+        name: value of `objective.name`, and the name in records.
+        schema: its settings, a class of :class:`mens_exp.config.objective.ObjectiveConfig`.
+        documents: ``module:name`` of the :class:`mens_exp.rows.documents.RowDocuments` that makes
+            documents of a row and says which of their tokens are supervised.
+        selects: its settings that select or weigh tokens; the others are arguments of its class.
+        truncation: side on which a document that is too long is cut, unless `data` says.
+        in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
+        is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
+            that of validation if the settings change it in training.
+        learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
+        needs_reference: whether it compares with the base, which runs in a pass of its own.
+        adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
+        counted: what the loss is a mean over.
+        metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
+    """
+
+    name: str
+    schema: type[Any]
+    documents: str = "mens_exp.rows.documents:ASSISTANT"
+    selects: frozenset[str] = frozenset()
+    truncation: str = "right"
+    in_chunks: bool = False
+    is_likelihood: bool = False
+    learns_ends: bool = False
+    needs_reference: bool = False
+    adds_up: bool = True
+    counted: str = "token"
+    metrics: tuple[Metric, ...] = ()
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of its loss, in words."""
+        return "nats per token" if self.is_likelihood else f"per {self.counted}"
+
+    def selected(self, settings: Any) -> dict[str, Any]:
+        """Return the settings that select tokens, as plain values; they are part of a cache key.
+
+        Those that are null select nothing and are left out.
+        """
+        found = {name: plain(getattr(settings, name)) for name in sorted(self.selects)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def arguments(self, settings: Any, vocab_size: int, *, on_gpu: bool) -> dict[str, Any]:
+        """Return the settings that are arguments of its class; `chunk_tokens` is always set.
+
+        Args:
+            settings: the `objective` group.
+            vocab_size: logits of a position.
+            on_gpu: whether the run computes on a GPU.
+        """
+        names = settings.own() - self.selects
+        found = {name: getattr(settings, name) for name in sorted(names)}
+        if found.get("chunk_tokens", ...) is None:
+            found["chunk_tokens"] = positions_at_once(vocab_size, on_gpu=on_gpu)
+        return found
+
+    def head_positions(
+        self, settings: Any, positions: int, vocab_size: int, *, on_gpu: bool
+    ) -> int:
+        """Return the positions whose logits exist at the same time.
+
+        Args:
+            settings: the `objective` group.
+            positions: those of a micro-batch.
+            vocab_size: logits of a position.
+            on_gpu: whether the run computes on a GPU.
+        """
+        if not self.in_chunks:
+            return positions
+        chunk: int | None = settings.chunk_tokens
+        return positions_at_once(vocab_size, on_gpu=on_gpu) if chunk is None else chunk
+
+    def supervised_frac(self, settings: Any, typical: float) -> float:
+        """Estimate the fraction of tokens that are supervised.
+
+        Args:
+            settings: the `objective` group.
+            typical: number of tokens in a typical document.
+        """
+        del settings, typical
+        return _MASKED
+
+    def last_tokens(self, settings: Any) -> int | None:
+        """Return the number of last tokens that are supervised (0: all after the prompt), if so."""
+        del settings
+        return None
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the supervised tokens as the seeds do in ``training_objective_note``."""
+        del settings
+        return f"masked_{'chatml' if is_chatml else 'chat_template'}"
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield the problems of its own settings, for documents of at most ``seq_len`` tokens."""
+        del settings, seq_len
+        yield from ()
+
+
+class EveryToken(ObjectiveSpec):
+    """Every token is supervised."""
+
+    def supervised_frac(self, settings: Any, typical: float) -> float:
+        """Return all of them."""
+        del settings, typical
+        return 1.0
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the objective."""
+        del settings, is_chatml
+        return "causal"
+
+
+class LastTokens(ObjectiveSpec):
+    """The end of each text is supervised."""
+
+    def supervised_frac(self, settings: Any, typical: float) -> float:
+        """Return the last tokens' share of a typical document."""
+        k = self.last_tokens(settings)
+        return min(1.0, k / typical) if k else _MASKED
+
+    def last_tokens(self, settings: Any) -> int | None:
+        """Return their number; a class of the user's has all after the prompt."""
+        return settings.k if "k" in self.selects else None
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the objective, with the number of tokens."""
+        del is_chatml
+        k = self.last_tokens(settings)
+        return "last_k" if k is None else f"last_k{k}"
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield more tokens than a document has."""
+        k = self.last_tokens(settings)
+        if k is not None and k > seq_len:
+            yield ConfigError(
+                "more last tokens than a sequence has",
+                where="objective.k",
+                found=k,
+                expected=f"at most data.seq_len ({seq_len})",
+                remedy="lower objective.k, or raise data.seq_len",
+            )
+
+
+_PARTS = 3  # prefix, suffix and middle
+# Tokens of a sequence, of which twelve are left for what frames a document. Unverified guess.
+_SHORTEST = 32
+
+
+class Infilling(EveryToken):
+    """The middle of a text is learned last."""
+
+    def learned(self, settings: Any, *, is_chatml: bool) -> str:
+        """Name the objective."""
+        del settings, is_chatml
+        return "fim"
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield tokens that are not three, and sequences without room for a text."""
+        if seq_len < _SHORTEST:
+            yield ConfigError(
+                "leaves no room for a text with its three tokens",
+                where="data.seq_len",
+                found=seq_len,
+                expected=f"at least {_SHORTEST} under objective=fim",
+            )
+        tokens = settings.tokens
+        if tokens is not None and not len(tokens) == len(set(tokens)) == _PARTS:
+            yield ConfigError(
+                "needs three tokens, no two alike",
+                where="objective.tokens",
+                found=", ".join(tokens) or "none",
+                expected="the tokens before prefix, suffix and middle",
+            )
+
+
+def _metric(name: str, unit: str, direction: Direction, note: str) -> Metric:
+    return Metric(name=name, unit=unit, direction=direction, reduction="last", note=note)
+
+
+_REWARD = "beta times its log-likelihood, less the base's where the objective compares with it"
+PAIR_METRICS = (
+    _metric("chosen_reward", "1", "none", f"mean reward of the chosen answers: {_REWARD}"),
+    _metric("rejected_reward", "1", "none", f"mean reward of the rejected answers: {_REWARD}"),
+    _metric("reward_margin", "1", "max", "mean of the chosen answer's reward less the rejected's"),
+    _metric("reward_accuracy", "1", "max", "share of pairs whose chosen answer has more reward"),
+    _metric("chosen_nll", "nats/token", "min", "mean loss of a token of the chosen answers"),
+)
+
+
+LABEL_METRICS = (
+    *PAIR_METRICS[:2],
+    _metric("kl", "nats", "none", "mean KL(model‖base) of an answer, from answers of other rows"),
+)
+
+
+class OfPairs(ObjectiveSpec):
+    """The last answer of a row is better than another one."""
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield a loss that is another one under its settings."""
+        del seq_len
+        loss = plain(getattr(settings, "loss", None))  # some have one alone
+        if loss == "robust" and settings.label_smoothing == 0:
+            yield ConfigError(
+                "is the sigmoid loss while no label is taken to be wrong",
+                where="objective.loss",
+                found="robust with objective.label_smoothing=0",
+                expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
+            )
