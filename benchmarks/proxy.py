@@ -76,7 +76,7 @@ class Training:
         self.backend.train()
         assert isinstance(config.objective, CrossEntropyConfig), "backend=proxy takes no other"
         self.objective = CrossEntropy(config.objective.name, config.objective.chunk_tokens)
-        self.optimizer = build_optimizer(config.optim, [*self.backend.trainable().values()])
+        self.optimizer = build_optimizer(config.optim, self.backend.trainable())
         rows = documents(self.backend.shape.vocab_size)
         self.batch = packed_batch(rows, [list(range(ROWS))], index=0)
 

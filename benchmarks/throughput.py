@@ -81,7 +81,7 @@ class Arm:
             self.backend = build_backend(self.config, base)
         self.objective = build_module(self.config, self.backend, data).objective
         self.stream = data.train_dataloader()
-        self.optimizer = build_optimizer(self.config.optim, [*self.backend.trainable().values()])
+        self.optimizer = build_optimizer(self.config.optim, self.backend.trainable())
         self.position = 0
 
     def step(self) -> int:

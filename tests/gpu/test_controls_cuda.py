@@ -20,7 +20,9 @@ def test_an_optimizer_moves_the_parameters_themselves(tiny_config, option):
     """Not a copy of them: the tensor that the graph holds has moved, in place."""
     parameter = torch.nn.Parameter(torch.ones(PAGED, device=CUDA))
     place = parameter.data_ptr()
-    optimizer = build_optimizer(tiny_config(f"optim={option}", "optim.lr=1e-2").optim, [parameter])
+    optimizer = build_optimizer(
+        tiny_config(f"optim={option}", "optim.lr=1e-2").optim, {"it": parameter}
+    )
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.cuda.synchronize()
@@ -41,12 +43,12 @@ def test_paged_state_is_paged_and_survives_a_checkpoint(tiny_config, tmp_path):
         torch.cuda.synchronize()
 
     through, stopped = (torch.nn.Parameter(torch.ones(PAGED, device=CUDA)) for _ in range(2))
-    stepped(through, build_optimizer(config.optim, [through]), 0, 5)
-    before = build_optimizer(config.optim, [stopped])
+    stepped(through, build_optimizer(config.optim, {"it": through}), 0, 5)
+    before = build_optimizer(config.optim, {"it": stopped})
     stepped(stopped, before, 0, 3)
     assert before.state[stopped]["state1"].is_paged
     torch.save(before.state_dict(), tmp_path / "state")
-    after = build_optimizer(config.optim, [stopped])
+    after = build_optimizer(config.optim, {"it": stopped})
     after.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     stepped(stopped, after, 3, 5)
     assert torch.equal(stopped, through)
