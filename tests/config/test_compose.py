@@ -171,7 +171,8 @@ def test_every_value_enters_the_digest():
     base.logger.notes = "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
-    base.objective.chunk_tokens, base.optim.loraplus_lr_ratio = 64, 4.0
+    base.objective.chunk_tokens, base.objective.weight_field = 64, "w"
+    base.optim.loraplus_lr_ratio = 4.0
     base.compare.primary, base.compare.reference = "k", "a"
     base.ledger, base.promote.open_cycle, base.promote.seeds = "l", "c", [1]
     base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"
