@@ -85,6 +85,20 @@ def test_every_document_is_placed_under_published_templates(
     assert found.missed == 0
 
 
+def test_a_cut_may_leave_an_answer_one_token_that_begins_in_the_template(published):
+    """Found by chance: the template's newline and the answer's are one token, which is the last."""
+    row = TrainingPair(
+        prompt="<|im_end|>",
+        response="<|im_end|>",
+        history=(("<|im_end|>[/INST]", "<|im_end|></s>\n\n"), ("\x80" * 3, "\n\n<|im_end|>")),
+        system="<|im_end|>\U00010000",
+    )
+    labelling = Labelling(objective="assistant", seq_len=70)
+    found, documents = counted(published("phi3"), [row], labelling)
+    assert not documents.supervised[-1]
+    assert found.missed == 0
+
+
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
 @settings(max_examples=25)
 @given(pairs=st.lists(ROWS, min_size=1, max_size=3), cut=st.integers(20, 400))

@@ -70,7 +70,8 @@ class RoleCounts:
         ends: documents that include the end marker of their last answer.
         ends_trained: those of them in which it is supervised.
         missed: unsupervised tokens of last answers, except the first token after a cut on the
-            left, which has no predecessor to be predicted from.
+            left, which has no predecessor to be predicted from, and the only one that a cut on the
+            right leaves of an answer, which may begin in the template's text.
         too_long: rows with a document over the limit.
         left_of_too_long: supervised tokens that remain of those rows.
         why_unknown: reason why documents could not be attributed; None if all were.
@@ -289,6 +290,10 @@ class _Counter:
         found.trained += np.bincount(roles[supervised], minlength=_ROLES)
         missed = whole.is_answer[kept] & ~supervised
         behind = np.append([True], np.diff(kept) > 1)  # the first token, and the first after a cut
+        # A cut on the right may leave an answer one token, which begins in the template.
+        is_cut = kept[-1] < len(whole.ids) - 1
+        lone = is_cut and not whole.is_answer[kept[-2:-1]].any()
+        behind[-1] |= lone
         found.missed += int((missed & ~behind).sum())
         place = np.flatnonzero(kept == whole.end) if whole.end is not None else np.zeros(0, int)
         if len(place):
