@@ -96,6 +96,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without:Us
 
 
 @UNCOMPILED
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks
 @pytest.mark.usefixtures("in_eager_mode")
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize(
@@ -126,6 +127,22 @@ def test_each_kernel_attends_within_documents(monkeypatch, kernel, layer, varlen
     expected.backward(upstream.double())
     for ours, theirs in zip(parts, again, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_sequences_of_many_lengths_are_compiled_for_few(monkeypatch):
+    """Micro-batches differ by some tokens; torch gives up compiling after eight shapes."""
+    seen = []
+
+    def recorded(query, key, value, **how):
+        seen.append((query.shape, key.shape, value.shape, how["block_mask"].seq_lengths))
+        return query
+
+    monkeypatch.setattr(fused_attention, "_flex", lambda _: recorded)
+    for tokens in (64, 70, 511, 512):
+        found = attend(Kernel.FLEX, *draw(4, 2, tokens), DOCUMENTS, asked())
+        assert found.shape == (1, tokens, 4, WIDTH)
+    assert len(set(seen)) == 1
+    assert seen[0][-1] == (512, 512)
 
 
 def test_documents_with_gaps_are_a_mistake_of_the_caller():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK: Final = 128  # tokens of a block of FlexAttention's mask, its default
+_SHAPES: Final = 512  # tokens that a sequence is padded to a multiple of, for few shapes
 _WIDEST: Final = 256  # head width of flash attention
 _WIDTH_UNIT: Final = 8  # that it is a multiple of
 _LEAST_WIDTH: Final = 16  # head width of FlexAttention
@@ -235,16 +236,21 @@ def _of_flex(
     bounds: tuple[int, ...],
     asked: Request,
 ) -> torch.Tensor:
+    tokens = query.shape[2]
+    room = -tokens % _SHAPES  # it is compiled for each number of tokens
+    query, key, value = (
+        torch.nn.functional.pad(one, (0, 0, 0, room)) for one in (query, key, value)
+    )
     found: torch.Tensor = _flex(query.device.type)(
         query,
         key,
         value,
         score_mod=None if asked.softcap is None else _capping(asked.softcap),
-        block_mask=block_mask(bounds, query.shape[2], asked.window, query.device),
+        block_mask=block_mask(bounds, tokens + room, asked.window, query.device),
         scale=asked.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return found.transpose(1, 2)
+    return found[:, :, :tokens].transpose(1, 2)
 
 
 @functools.cache
