@@ -474,7 +474,7 @@ def _is_swept(text: str) -> bool:
 def _several_values(text: str) -> ConfigError:
     return ConfigError(
         "several values need several calls",
-        where=text.partition("=")[0],
+        where=text.lstrip("+").partition("=")[0],
         found=text,
         expected="one value",
         remedy="loop over the values, sweep them by mens_exp -m in a shell, or quote a value that "

@@ -148,22 +148,14 @@ def _dispatch(arguments: list[str]) -> int:
     arguments = spelled_out(arguments)
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    behind = [text for text in rest if not text.startswith("-")]
-    _refuse_flags(parsed, [text for text in rest if text.startswith("-")], arguments)
+    flags = [text for text in rest if text.startswith("-")]
+    _refuse_flags(parsed, flags, arguments)
     # Hydra's parser, which some commands end in, knows no setting behind a flag.
-    arguments = [*_without(arguments, [*parsed.overrides, *behind]), *parsed.overrides, *behind]
-    parsed.overrides += behind
+    parsed.overrides += [text for text in rest if text not in flags]
+    arguments = [text for text in arguments if text not in parsed.overrides] + parsed.overrides
     sources = sources_in(parsed.overrides, name=parsed.config_name, directory=parsed.config_dir)
     with reading(sources):
         return _answered(_without_sources(arguments, parsed), parser, parsed)
-
-
-def _without(arguments: Sequence[str], some: Sequence[str]) -> list[str]:
-    """Return the arguments without the last occurrence of each of some."""
-    kept = list(reversed(arguments))
-    for text in some:
-        kept.remove(text)
-    return kept[::-1]
 
 
 def _without_sources(arguments: list[str], parsed: Any) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import norm
 
+from mens_exp.config.quant import BUILT_IN
 from mens_exp.quant import codebook
 from mens_exp.quant.codebook import Codebook, CodebookLinear, integers, normal_float
 
@@ -73,7 +74,7 @@ def test_normal_float_spaces_levels_evenly_in_probability(bits):
 
 @pytest.mark.parametrize(("name", "block"), [("mxfp4", 32), ("nvfp4", 16)])
 def test_values_are_those_of_torchao(name, block):
-    """Of weights of many sizes, blocks of zeros, and halfway between two levels."""
+    """Of weights of many sizes, blocks of zeros, and halfway; the file's metadata says how made."""
     known = load_file(Path(__file__).with_name("torchao_0_18.safetensors"))
     book = BINDINGS[name].book
     assert torch.equal(book.dequantize(*book.quantize(known["x"], block)), known[name])
@@ -94,7 +95,7 @@ def test_integers_are_rounded_to_the_nearest(bits):
 
 
 @pytest.mark.parametrize("name", BINDINGS)
-def test_a_code_is_the_nearest_level(name):
+def test_a_code_is_the_nearest_level(name, monkeypatch):
     """By trying all of them, and whatever the order in which rows are quantized."""
     book, weight = BINDINGS[name].book, draw()
     packed, scales = book.quantize(weight, 16)
@@ -105,12 +106,15 @@ def test_a_code_is_the_nearest_level(name):
     distance = (found.reshape(48, -1, 16) / scales[..., None] - scaled).abs()
     torch.testing.assert_close(distance, nearest, atol=1e-5, rtol=1e-5)
     assert packed.shape == (48, 128 * book.stored_bits // 8)
-    codebook_piece, codebook._PIECE = codebook._PIECE, 5 * 128
-    try:
-        again = book.quantize(weight, 16)
-    finally:
-        codebook._PIECE = codebook_piece
-    assert all(map(torch.equal, again, (packed, scales)))
+    monkeypatch.setattr(codebook, "_PIECE", 5 * 128)
+    assert all(map(torch.equal, book.quantize(weight, 16), (packed, scales)))
+    assert torch.equal(book.dequantize(packed, scales), found)
+
+
+@pytest.mark.parametrize("name", BINDINGS)
+def test_a_plan_counts_the_bits_that_are_stored(name):
+    """The table of quantizers knows no codebook."""
+    assert BUILT_IN[name].code_bits == BINDINGS[name].book.stored_bits
 
 
 def layer_of(name, *, bias=True, dtype=torch.float32):

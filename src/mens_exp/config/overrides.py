@@ -270,16 +270,14 @@ def _parser() -> Any:
 def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigError]:
     where, found = override.key_or_group, _line(override)
     value = found.partition("=")[2]
-    whole = shlex.quote(f'{where}="{value}"')
+    spelled = "" if '"' in value else ": " + shlex.quote(f'{where}="{value}"')
     if not multirun:
         yield ConfigError(
             "several values need a sweep",
             where=where,
             found=found,
             expected="one value, or -m to run them all",
-            remedy=f"add -m, or quote a value that contains a comma: {whole}"
-            if '"' not in value
-            else "add -m, or quote a value that contains a comma",
+            remedy=f"add -m, or quote a value that contains a comma{spelled}",
         )
     elif not override.is_discrete_sweep() or getattr(override.value(), "shuffle", False):
         # An interval has no list of values; Hydra would shuffle a list differently at run time.
@@ -517,7 +515,9 @@ def _refused_by_hydra(error: Exception) -> ConfigError:
     return ConfigError(
         "is no setting of Hydra",
         where=key,
-        expected=f"{listed(names)}{f'; the nearest is {close}' if close else ''}",
+        expected=f"{listed(names)}{f'; the nearest is {close}' if close else ''}"
+        if names
+        else None,
         remedy=f"write {parent}.{close}" if close else f"drop {key}",
     )
 

@@ -123,7 +123,7 @@ def machine_of(device: torch.device) -> Machine | None:
     varlen = _varlen()
     return Machine(
         capability=torch.cuda.get_device_capability(device) if is_nvidia else None,
-        varlen=frozenset(inspect.signature(varlen).parameters if varlen else ()),
+        varlen=frozenset() if varlen is None else _arguments(varlen),
         has_flex=importlib.util.find_spec("triton") is not None,
     )
 
@@ -134,6 +134,11 @@ def _varlen() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return varlen_attn
+
+
+@functools.cache  # every layer asks
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def described(device: torch.device, dtype: torch.dtype) -> str:
@@ -189,7 +194,7 @@ def _of_varlen(
 ) -> torch.Tensor:
     varlen = _varlen()
     assert varlen is not None, "chosen only where it is"
-    takes = inspect.signature(varlen).parameters
+    takes = _arguments(varlen)
     if "enable_gqa" not in takes and key.shape[1] != query.shape[1]:
         key, value = _repeated(key, query), _repeated(value, query)
     told: dict[str, Any] = {

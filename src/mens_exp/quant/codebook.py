@@ -10,7 +10,9 @@ Shapes: O outputs and I inputs of a layer, N blocks of a row, C codes of a byte.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -29,17 +31,17 @@ _MOST_E4M3: Final = 448.0
 _LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
 _BITS_OF_BYTE: Final = 8
 _CODE_BITS: Final = (2, 4, 8)
-_PIECE: Final = 1 << 22  # weights quantized at once, of which each takes some 40 bytes
+_PIECE: Final = 1 << 20  # weights computed at once, each of which takes some 40 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A rule that finds a block's scale, in the format in which it is stored.
+    """A rule that finds the scales of blocks; they are stored in f32, whatever their format.
 
     Attributes:
-        name: in records.
-        find: gives the scales of ``[..., N, block]`` weights, f32 ``[..., N]``, by the magnitude
-            of each block and of the whole tensor, and the largest level.
+        name: the format, in records.
+        find: gives scales, f32 ``[..., N]``, from the largest magnitude of each block, that of the
+            whole tensor, and the largest level.
     """
 
     name: str
@@ -104,26 +106,33 @@ class Codebook:
         return torch.where((lower - zero) % 2 == 0, lower, upper)
 
     def quantize(self, weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales of a weight.
+        """Return codes and scales of a weight; see :meth:`quantize_pieces`."""
+        rows, width = weight_OI.shape
+        return self.quantize_pieces(lambda first, last: weight_OI[first:last], (rows, width), block)
+
+    def quantize_pieces(
+        self, read: Callable[[int, int], torch.Tensor], shape: tuple[int, int], block: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of a weight that is read twice, piece by piece.
 
         Args:
-            weight_OI: a multiple of ``block`` wide.
+            read: gives rows ``first`` to ``last`` (exclusive) of the weight.
+            shape: ``(O, I)``; ``block`` divides I.
             block: weights that share a scale.
 
         Returns:
             Codes packed into bytes, uint8 ``[O, I / C]``, the first in the highest bits, and
             scales, f32 ``[O, N]``.
         """
-        of_all = weight_OI.abs().amax().float()
-        rows = max(1, _PIECE // weight_OI.shape[1])
-        pieces = [self.quantized(one, of_all, block) for one in torch.split(weight_OI, rows)]
-        codes, scales = zip(*pieces, strict=True)
+        pieces = _pieces(*shape)
+        of_all = torch.stack([read(*one).abs().amax() for one in pieces]).amax().float()
+        made = [self._quantized(read(*one), of_all, block) for one in pieces]
+        codes, scales = zip(*made, strict=True)
         return torch.cat(codes), torch.cat(scales)
 
-    def quantized(
+    def _quantized(
         self, weight_OI: torch.Tensor, of_all: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales of some rows of a weight with a largest magnitude ``of_all``."""
         blocks = weight_OI.float().reshape(len(weight_OI), -1, block)
         most_ON = blocks.abs().amax(-1)
         scales_ON = self.scaling.find(most_ON, of_all, self.levels[-1])
@@ -141,14 +150,39 @@ class Codebook:
         shifts = range(_BITS_OF_BYTE - bits, -1, -bits)
         return torch.stack([(packed >> shift) & (2**bits - 1) for shift in shifts], -1).flatten(1)
 
-    def dequantize(self, packed: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
-        """Return the values that codes and scales stand for, f32 ``[O, I]``."""
-        levels = torch.tensor(self.levels, dtype=torch.float32, device=packed.device)
-        every = torch.arange(1 << _BITS_OF_BYTE, device=packed.device)[:, None]
-        # The levels of each byte; no byte holds a code beyond the last one.
-        table = levels[self.unpacked(every).clamp(max=len(levels) - 1)]
-        blocks = torch.nn.functional.embedding(packed.int(), table).reshape(*scales_ON.shape, -1)
-        return (blocks * scales_ON[..., None]).flatten(1)
+    def dequantize(
+        self,
+        packed: torch.Tensor,
+        scales_ON: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Return the values that codes and scales stand for, ``[O, I]``, rounded from f32."""
+        table = _levels_of_bytes(self, packed.device)
+        rows, bytes_of_row = packed.shape
+        width = bytes_of_row * table.shape[1]
+        values_OI = torch.empty((rows, width), dtype=dtype, device=packed.device)
+        for first, last in _pieces(rows, width):
+            scales = scales_ON[first:last]
+            levels = torch.nn.functional.embedding(packed[first:last].int(), table)
+            piece = levels.reshape(*scales.shape, -1) * scales[..., None]
+            values_OI[first:last] = piece.flatten(1)
+        return values_OI
+
+
+def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
+    """Return first and last row (exclusive) of the pieces that are computed at once."""
+    step = max(1, _PIECE // width)
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+@functools.lru_cache(maxsize=16)
+def _levels_of_bytes(book: Codebook, device: torch.device) -> torch.Tensor:
+    """Return the levels of the codes in each byte, f32 ``[256, C]``."""
+    with torch.inference_mode(mode=False):  # a step may use it later
+        levels = torch.tensor(book.levels, dtype=torch.float32)
+        every = torch.arange(1 << _BITS_OF_BYTE)[:, None]
+        # No byte holds a code beyond the last one.
+        return levels[book.unpacked(every).clamp(max=len(levels) - 1)].to(device)
 
 
 def normal_float(bits: int) -> tuple[float, ...]:
@@ -160,12 +194,13 @@ def normal_float(bits: int) -> tuple[float, ...]:
     """
     outermost = 1 - (1 / (2 * (2**bits - 1)) + 1 / (2 * 2**bits)) / 2
     half = 2 ** (bits - 1)
+    quantile = NormalDist().inv_cdf
     above, below = (
-        torch.special.ndtri(torch.linspace(outermost, 0.5, many + 1, dtype=torch.float64)[:-1])
+        [quantile(0.5 + (outermost - 0.5) * (number / many)) for number in range(1, many + 1)]
         for many in (half, half - 1)
     )
-    levels = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above])
-    return tuple((levels / levels.max()).sort().values.tolist())
+    levels = [*(-one for one in reversed(below)), 0.0, *above]
+    return tuple(level / above[-1] for level in levels)
 
 
 def integers(bits: int) -> tuple[float, ...]:
@@ -198,7 +233,6 @@ class CodebookLinear(torch.nn.Linear):
 
     book: Codebook
     name: str
-    scales_ON: torch.Tensor
 
     def quantize(self, name: str, book: Codebook, values_OI: torch.Tensor, block: int) -> None:
         """Take the codes of a weight."""
@@ -216,7 +250,7 @@ class CodebookLinear(torch.nn.Linear):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what the codes stand for, ``[O, I]``."""
-        return self.book.dequantize(self.weight, self.scales()).to(dtype)
+        return self.book.dequantize(self.weight, self.scales(), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., O]`` in the dtype of ``x`` ``[..., I]``."""
@@ -290,19 +324,13 @@ class _Codes(Binding):
     ) -> Callable[[int, int], torch.Tensor]:
         """Quantize in pieces, and keep codes and scales."""
         rounded, dtype = DTYPES[quantizer["rounded_to"]], DTYPES[quantizer["compute_dtype"]]
-        outputs, width = shape
-        step = max(1, _PIECE // width)
-        pieces = [(first, min(first + step, outputs)) for first in range(0, outputs, step)]
-        of_all = torch.stack([read(*one).to(rounded).abs().amax() for one in pieces]).amax().float()
-        made = [
-            self.book.quantized(read(*one).to(rounded), of_all, quantizer["block_size"])
-            for one in pieces
-        ]
-        packed, scales_ON = (torch.cat(parts) for parts in zip(*made, strict=True))
+        packed, scales_ON = self.book.quantize_pieces(
+            lambda first, last: read(first, last).to(rounded), shape, quantizer["block_size"]
+        )
 
         def values(first: int, last: int) -> torch.Tensor:
-            found_NI = self.book.dequantize(packed[first:last], scales_ON[first:last])
-            return found_NI.to(dtype).float()
+            part = slice(first, last)
+            return self.book.dequantize(packed[part], scales_ON[part], dtype).float()
 
         return values
 

@@ -100,7 +100,7 @@ def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
             )
 
 
-_STRADDLES = "4-bit blocks would straddle rows, which bitsandbytes gets wrong in silence"
+_STRADDLES = "blocks of weights that share a scale would straddle rows"
 
 
 def model_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -196,7 +196,7 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if quant.block_size is not None and quant.block_size not in _BLOCKS:
         yield ConfigError(
-            "is no block size of bitsandbytes",
+            "is no block size that is offered",
             where="quant.block_size",
             found=quant.block_size,
             expected=f"one of {', '.join(map(str, _BLOCKS))}",
@@ -245,7 +245,7 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     quantized_all = config.quant.spec.starts_adapters and not config.quant.skip
     if lora.init.spec.from_weights and not quantized_all:
         yield ConfigError(
-            "starts from what four bits of bitsandbytes miss of a weight, and some weights are "
+            "starts from what bitsandbytes' four bits lose of a weight, and some weights are "
             "stored otherwise",
             where="lora.init",
             found=lora.init.value,
