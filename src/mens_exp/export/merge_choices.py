@@ -60,7 +60,7 @@ class Choices:
         moves_embedding: whether a tied head stays tied, and its delta moves the embedding.
         places: where each tensor of the output comes from, by the base's file.
         is_proxy: whether the adapter's graph is the proxy stack.
-        trained_on: what made 4-bit values of the base while the adapter was trained.
+        trained_on: the quantizer of the base while the adapter was trained; None if unquantized.
     """
 
     layers: tuple[AdaptedLayer, ...]
@@ -368,19 +368,23 @@ def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer |
     if quantizer is not None or inputs.manifest.quantizer is not None:
         return quantizer or inputs.manifest.quantizer
     spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
-    return _assumed(inputs) if spec is not None and spec.is_made_again else None
+    return _assumed(inputs) if spec is not None and spec.is_quantized else None
 
 
 def _assumed(inputs: MergeInputs) -> Quantizer:
     """Return the quantizer of an adapter that does not record it.
 
-    The seeds' trainer quantizes f32 weights; transformers' loader first rounds them to bf16.
+    The seeds' trainer quantizes f32 weights to 4 bits; transformers' loader first rounds them to
+    bf16.
     """
     is_peft = inputs.schema == "peft"
     quant = inputs.manifest.quant
-    dtype = "bf16" if is_peft else "f32"
+    spec = QUANTIZERS.known(quant["base_quant"])
+    if spec is None or not spec.is_quantized:
+        spec = UNLESS_TOLD.spec
+    dtype = "bf16" if is_peft or spec.is_kept else "f32"
     return {
-        "quant_type": _named(quant["base_quant"]),
+        "quant_type": spec.name,
         "block_size": _NF4_BLOCK,
         "double_quant": is_peft or quant["double_quant"],
         "compute_dtype": dtype,
@@ -388,11 +392,6 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
         "skip": [],
         "library": "assumed",
     }
-
-
-def _named(header: str) -> str:
-    spec = QUANTIZERS.known(header)
-    return header if spec is not None and spec.is_made_again else UNLESS_TOLD.value
 
 
 def _quantized(
