@@ -75,19 +75,17 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         return _of_stream(rows, data.seq_len)
     about = rows.record()
     exact = _cached_counts(config, rows, cache)
-    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
-    lengths = _lengths(train)
     if exact is not None:
         basis = "counted, from the cache"
-        counted = {**about, **exact, **lengths}
-        return {"source": rows.source, **counted, "exact": True, "basis": basis}
+        return {"source": rows.source, **about, **exact, "exact": True, "basis": basis}
+    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
     return {
         "source": rows.source,
         **about,
         "train_rows": len(rows.train),
         "train_tokens": round(sum(train)),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
-        **lengths,
+        **_lengths(train),
         "exact": False,
         "basis": "estimated from the rows' characters; not encoded yet",
     }
@@ -159,6 +157,8 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
         "train_rows": train.documents // key.labelling.rows.together,
         "train_tokens": train.tokens,
         "val_tokens": val.tokens,
+        "longest_tokens": train.longest,
+        "typical_tokens": round(train.squares / max(train.tokens, 1)),
         **_contract(config, cache, key, train),
     }
 

@@ -192,7 +192,7 @@ def _pin_evaluated(cell: Cell) -> list[MensError]:
         _pin_model(cell)
         pin_rows(cell)
     # The check adds the adapter's layers to a configuration, so it gets a copy.
-    return evaluation_problems(copy.deepcopy(config), subject)
+    return evaluation_problems(copy.deepcopy(config), subject, cell.composed.overrides)
 
 
 def _merges(config: RunConfig) -> bool:
