@@ -22,6 +22,7 @@ from mens_exp.config.fields import Effect, setting, unless, when
 from mens_exp.config.objective_spec import (
     LABEL_METRICS,
     PAIR_METRICS,
+    PRECOMPUTED,
     EveryToken,
     Infilling,
     LastTokens,
@@ -79,6 +80,7 @@ class ObjectiveConfig:
             name=self.name,
             schema=type(self),
             selects=frozenset(),
+            of_training=frozenset(),
             in_chunks=False,
             is_likelihood=False,
             needs_reference=False,
@@ -213,6 +215,16 @@ def _label_smoothing(**facts: Any) -> Any:
     return setting(0.0, doc, ge=0, lt=0.5, example="0.1", **facts)
 
 
+def _precompute_ref_log_probs() -> Any:
+    return setting(
+        False,
+        "Compute the base's log-likelihood of each answer once, before training, instead of at "
+        "every step (TRL's name), and keep it in the cache for the next run of the same base and "
+        "rows. Equal to the bit where data.micro_batch_size is 1, else within rounding.",
+        changes=Effect.NOTHING,
+    )
+
+
 @dataclass(kw_only=True, slots=True)
 class PairObjective(CrossEntropyConfig):
     """Settings common to the losses of pairs of answers."""
@@ -242,6 +254,7 @@ class DpoObjective(PairObjective):
     name: str = "dpo"
     labels: str = "dpo"
     nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (arXiv:2404.19733 adds it with 1).", ge=0)
+    precompute_ref_log_probs: bool = _precompute_ref_log_probs()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -306,6 +319,7 @@ class KtoObjective(CrossEntropyConfig):
         gt=0,
         aliases={"undesirable_weight": "TRL", "kto_rejected_weight": "LLaMA-Factory"},
     )
+    precompute_ref_log_probs: bool = _precompute_ref_log_probs()
 
 
 def _over_pairs(
@@ -319,6 +333,7 @@ def _over_pairs(
         name=name,
         schema=schema,
         documents=documents,
+        of_training=frozenset({PRECOMPUTED} if needs_reference else ()),
         in_chunks=True,
         needs_reference=needs_reference,
         counted="pair",
@@ -374,6 +389,7 @@ OBJECTIVES = Registry(
                 name="kto",
                 schema=KtoObjective,
                 documents="mens_exp.rows.documents:LABELLED",
+                of_training=frozenset({PRECOMPUTED}),
                 in_chunks=True,
                 needs_reference=True,
                 adds_up=False,

@@ -53,13 +53,22 @@ class Passed:
         batch: the micro-batch, on the model's device.
         hidden_MD: hidden states at the supervised positions.
         head: maps ``[C, D]`` to logits ``[C, V]``.
-        reference: the same of the base alone, without gradients, if the objective needs it.
+        reference: the same of the base alone, without gradients, if the objective needs it and
+            ``reference_logp_S`` is not known.
+        reference_logp_S: log-likelihood of each document under the base, f32 ``[S]``, if it was
+            computed before training.
     """
 
     batch: Batch
     hidden_MD: torch.Tensor
     head: Callable[[torch.Tensor], torch.Tensor]
     reference: Passed | None = None
+    reference_logp_S: torch.Tensor | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it can be compared with the base."""
+        return self.reference is not None or self.reference_logp_S is not None
 
 
 class Objective:

@@ -303,12 +303,13 @@ def forecast(
 
 def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: Machine) -> float:
     """Return training operations per token."""
+    spec = config.objective.spec
     adapter, linears = trained_parameters(config, shape), frozen_linears(config, shape)
     if isinstance(config.backend, ProxyConfig):
         return throughput_model.proxy_flop_per_token(
             linears + shape.vocab_size * shape.hidden_size,
             adapter,
-            learned_frac=config.objective.spec.supervised_frac(config.objective, documents.typical),
+            learned_frac=spec.supervised_frac(config.objective, documents.typical),
             micro_batch_tokens=config.data.micro_batch_size * config.data.seq_len,
         )
     again = recomputes(config, shape, machine.kind)
@@ -317,7 +318,7 @@ def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: M
         adapter,
         linears=linears,
         again=again,
-        reference=config.objective.spec.needs_reference,
+        reference=spec.needs_reference and not spec.precomputes(config.objective),
     )
 
 

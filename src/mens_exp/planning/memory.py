@@ -248,7 +248,8 @@ def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
 
 def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
     """Return the states of the base at supervised positions, where the objective compares them."""
-    if not config.objective.spec.needs_reference:
+    spec = config.objective.spec
+    if not spec.needs_reference or spec.precomputes(config.objective):
         return {}
     positions = config.data.seq_len * config.data.micro_batch_size
     return {"reference": positions * shape.hidden_size * width}

@@ -176,6 +176,7 @@ def fit(
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
         if rank.is_first or is_sharded(config, rank):  # a sharded base needs all processes
             certify_steps(config, run, inputs.base, module, data, compared)
+        _compute_reference(config, run, inputs, module, rank)
         _validate_before(run, trainer, module, data, rank)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         if module.selected is None:  # otherwise training validates after its last step
@@ -198,6 +199,17 @@ def fit(
             note_view_differences(config, run, module, data)
     _note_processes(run, rank)
     return Fitted(trainer=trainer, module=module, early=early)
+
+
+def _compute_reference(
+    config: RunConfig, run: Run, inputs: Inputs, module: TrainingModule, rank: Rank
+) -> None:
+    """Compute the base's log-likelihoods before training, if the run asks for it."""
+    if config.objective.spec.precomputes(config.objective):
+        from mens_exp.training.reference_pass import known_reference
+
+        found = known_reference(config, run, inputs.base, module, inputs.data, rank)
+        module.known_reference = found
 
 
 def _note_processes(run: Run, rank: Rank) -> None:

@@ -9,7 +9,9 @@ import re
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
+from mens_exp.config.data import RowsData
 from mens_exp.config.objective import OBJECTIVES
+from mens_exp.config.objective_spec import PRECOMPUTED
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import (
     BY_CLASS,
@@ -326,6 +328,14 @@ def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
             where="backend",
             found=config.backend.name,
             expected="a backend whose base is frozen: qlora, lora or proxy",
+        )
+    if spec.precomputes(settings) and isinstance(config.data, RowsData) and config.data.streaming:
+        yield ConfigError(
+            "needs all rows before training, and data.streaming=true reads them as it goes",
+            where=f"objective.{PRECOMPUTED}",
+            found="true with data.streaming=true",
+            expected="rows that are read before training",
+            remedy=f"set data.streaming=false, or objective.{PRECOMPUTED}=false",
         )
     yield from spec.problems(settings, config.data.seq_len)
 
