@@ -163,11 +163,7 @@ def test_only_values_of_the_adapter_leave_the_key_alone(parts, tiny_base, monkey
     """Rank, alpha and dropout do; whatever the base computes by does not."""
     module, _ = parts
     monkeypatch.setattr(reference_pass, "_code", lambda: "code")
-    run = SimpleNamespace(
-        manifest=SimpleNamespace(
-            inputs={"base_weights_sha256": "w"}, provenance={"packages": {"torch": "2"}}
-        )
-    )
+    run = SimpleNamespace(manifest=SimpleNamespace(provenance={"packages": {"torch": "2"}}))
 
     def key(**groups):
         config = dataclasses.replace(module.config, **groups)

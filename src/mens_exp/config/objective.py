@@ -20,6 +20,7 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting, unless, when
 from mens_exp.config.objective_spec import (
+    DISTILLATION_METRICS,
     LABEL_METRICS,
     PAIR_METRICS,
     PRECOMPUTED,
@@ -84,6 +85,7 @@ class ObjectiveConfig:
             in_chunks=False,
             is_likelihood=False,
             needs_reference=False,
+            needs_teacher=False,
             adds_up=True,
             counted="token",
             metrics=(),
@@ -194,6 +196,58 @@ class FimObjective(TokenObjective):
         "Tokens before prefix, suffix and middle; null: the tokenizer's own, by their names in "
         "StarCoder, Qwen2.5-Coder, CodeGemma, SantaCoder and DeepSeek-Coder.",
         example='["<fim_prefix>","<fim_suffix>","<fim_middle>"]',
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillationObjective(CrossEntropyConfig):
+    """Learn a teacher's distribution of each token of the assistant's turns."""
+
+    name: str = "distillation"
+    labels: str = "assistant"
+    turns: Turns = setting(
+        Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
+    )
+    teacher: str | None = setting(
+        None,
+        "Model to learn from, with the same tokenizer and vocabulary: path of a directory, or an "
+        "id of the hub. null is the base itself before quantization, without the adapter, so that "
+        "the adapter recovers what quantization lost.",
+        aliases={"teacher_model_name_or_path": "TRL"},
+        example="HuggingFaceTB/SmolLM2-360M-Instruct",
+    )
+    teacher_revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the teacher, put down as a commit when a run starts; null is "
+        "main.",
+        aliases={"teacher_model_revision": "TRL"},
+        only_if=unless("objective.teacher", None, needs="objective.teacher=<path or id>"),
+        example="main",
+    )
+    beta: float = setting(
+        0.0,
+        "Divergence of teacher p and student q: 0 is KL(p‖q), the forward KL; 1 is KL(q‖p), the "
+        "reverse; between them the generalized Jensen-Shannon divergence, beta · KL(p‖m) + "
+        "(1 - beta) · KL(q‖m) with m = beta · p + (1 - beta) · q (arXiv:2306.13649, eq. 1; 0.5 in "
+        "TRL).",
+        ge=0,
+        le=1,
+        example="0.5",
+    )
+    temperature: float = setting(
+        1.0,
+        "Both models' logits are divided by it in the divergence, which is not multiplied by its "
+        "square (arXiv:1503.02531 does so; TRL's GKD does not).",
+        gt=0,
+        example="2",
+    )
+    ce_weight: float = setting(
+        0.0,
+        "Share of the cross entropy with the rows' own tokens: the loss of a token is (1 - "
+        "ce_weight) · divergence + ce_weight · cross entropy.",
+        ge=0,
+        lt=1,
+        example="0.5",
     )
 
 
@@ -380,6 +434,16 @@ OBJECTIVES = Registry(
                 selects=frozenset({"rate", "spm_rate", "split_seed", "tokens", "weight_field"}),
                 in_chunks=True,
                 is_likelihood=True,
+            ),
+            ObjectiveSpec(
+                name="distillation",
+                schema=DistillationObjective,
+                selects=frozenset({"turns"}),
+                of_training=frozenset({"teacher", "teacher_revision"}),
+                in_chunks=True,
+                is_likelihood=True,
+                needs_teacher=True,
+                metrics=DISTILLATION_METRICS,
             ),
             _over_pairs("dpo", DpoObjective, needs_reference=True),
             _over_pairs("cpo", CpoObjective),

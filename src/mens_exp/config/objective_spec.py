@@ -58,6 +58,7 @@ class ObjectiveSpec:
             that of validation if the settings change it in training.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
+        needs_teacher: whether it learns the distributions of another model, `objective.teacher`.
         adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
         counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
@@ -73,6 +74,7 @@ class ObjectiveSpec:
     is_likelihood: bool = False
     learns_ends: bool = False
     needs_reference: bool = False
+    needs_teacher: bool = False
     adds_up: bool = True
     counted: str = "token"
     metrics: tuple[Metric, ...] = ()
@@ -244,6 +246,12 @@ PAIR_METRICS = (
 LABEL_METRICS = (
     *PAIR_METRICS[:2],
     _metric("kl", "nats", "none", "mean KL(model‖base) of an answer, from answers of other rows"),
+)
+
+
+DISTILLATION_METRICS = (
+    _metric("divergence", "nats/token", "min", "mean divergence of student and teacher"),
+    _metric("teacher_nll", "nats/token", "none", "mean loss of a token under the teacher"),
 )
 
 

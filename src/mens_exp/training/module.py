@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Telemetry
+    from mens_exp.backends.frozen_base import Teacher
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
@@ -150,7 +151,8 @@ class TrainingModule(LightningModule):
     with :meth:`record`, and the telemetry callback writes it together with ``step_digests``.
     ``before_update`` holds what checks the loss sum and the norm of the gradient before the update
     of the current step. ``known_reference`` has the log-likelihoods under the base, if they were
-    computed before training. ``scored`` is the step of the latest scorecard of this process (-1
+    computed before training, and ``teacher`` the model to learn from, if the objective has one.
+    ``scored`` is the step of the latest scorecard of this process (-1
     before the first) and its metrics. ``validated_bytes`` is the size of the text that validation
     predicts, if it is known and the objective is a likelihood; the loss is then also reported in
     bits per byte.
@@ -202,6 +204,7 @@ class TrainingModule(LightningModule):
         self._val_documents = torch.zeros(0, 2, dtype=torch.float64)
         self.before_update: list[Callable[[float, float], None]] = []
         self.known_reference: KnownReference | None = None
+        self.teacher: Teacher | None = None
         self._step = _Sums()
         self._val = _Sums()
 
@@ -265,6 +268,8 @@ class TrainingModule(LightningModule):
         if self.config.objective.spec.needs_reference:
             logp_S = self._precomputed(batch)
             reference = self.of_base(batch) if logp_S is None else None
+        if self.teacher is not None:
+            reference = self.teacher.passed(batch)
         passed = Passed(batch, self.backend(batch), self.backend.head, reference, logp_S)
         return passed, self.objective.loss(passed)
 

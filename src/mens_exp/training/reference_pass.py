@@ -81,7 +81,8 @@ def _documents(batch: Batch) -> torch.Tensor:
     """Return the numbers of a micro-batch's documents, int64 ``[S]``, in host memory."""
     document_M = batch.host.document_M
     assert document_M is not None, "streams number their documents"
-    return torch.unique_consecutive(document_M)
+    documents_S: torch.Tensor = torch.unique_consecutive(document_M)
+    return documents_S
 
 
 def known_reference(
@@ -155,7 +156,7 @@ def _key(
     off: dict[str, Any] = {name: one for name, one in _OFF.items() if hasattr(config.lora, name)}
     assert isinstance(module.objective, OfAnswers), "known_reference refuses others"
     return {
-        "base": run.manifest.inputs["base_weights_sha256"],
+        "base": base.weights_sha256,
         "graph": {file.name: sha256_file(file) for file in graph},
         "backend": repr(config.backend),
         "quant": repr(config.quant),
