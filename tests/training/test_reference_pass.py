@@ -13,6 +13,7 @@ from mens_exp.corpus.source import labelling_of
 from mens_exp.data.stream import MicroBatches
 from mens_exp.errors import ConfigError
 from mens_exp.objective.causal import Objective, OverTokens
+from mens_exp.objective.preference import KnownReference
 from mens_exp.planning.machine import ALONE
 from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
@@ -20,7 +21,7 @@ from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training import reference_pass
 from mens_exp.training.build import _objective, build_backend
 from mens_exp.training.module import TrainingModule
-from mens_exp.training.reference_pass import KnownReference, _Side, known_reference
+from mens_exp.training.reference_pass import _Side, known_reference
 
 ROWS = [
     {"prompt": f"Add {n}.", "chosen": f"x + {n}", "rejected": "no idea, " * (1 + n % 3)}

@@ -3,7 +3,8 @@
 A pair is two documents side by side in a micro-batch. The loss of a micro-batch is the sum over its
 pairs, so that a step is the mean over all pairs of its micro-batches and processes.
 
-Shapes: M supervised positions, S documents, P pairs of answers, N answers with a label.
+Shapes: M supervised positions, S documents of a micro-batch and D of a side of the rows, P pairs of
+answers, N answers with a label.
 """
 
 from __future__ import annotations
@@ -74,6 +75,34 @@ def against_base(passed: Passed, ours: Answers, chunk_tokens: int) -> Answers:
     with torch.no_grad():
         base = answers_of(passed.reference, chunk_tokens)
     return ours.less(base)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownReference:
+    """Log-likelihoods under the base in nats, f32 ``[D]`` of each side; NaN where not computed."""
+
+    train_D: torch.Tensor
+    val_D: torch.Tensor
+
+    def of(self, batch: Batch, *, trains: bool) -> torch.Tensor:
+        """Return those of a micro-batch's documents, ``[S]``, on its device.
+
+        Args:
+            batch: the micro-batch.
+            trains: whether it is one of training; otherwise it is one of validation.
+        """
+        side_D = self.train_D if trains else self.val_D
+        found_S: torch.Tensor = side_D.index_select(0, documents_of(batch))
+        assert not found_S.isnan().any(), "all that the run needs was computed"
+        return found_S.to(batch.targets_M.device)
+
+
+def documents_of(batch: Batch) -> torch.Tensor:
+    """Return the numbers of a micro-batch's documents, int64 ``[S]``, in host memory."""
+    document_M = batch.host.document_M
+    assert document_M is not None, "streams number their documents"
+    documents_S: torch.Tensor = torch.unique_consecutive(document_M)
+    return documents_S
 
 
 class OfAnswers(Objective):

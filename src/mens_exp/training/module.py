@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import LossSum, TokenLoss
-    from mens_exp.training.reference_pass import KnownReference
+    from mens_exp.objective.preference import KnownReference
 
 
 class RunRecord(Protocol):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from mens_exp.artifacts.host import file_lock
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.config.objective_spec import PRECOMPUTED
 from mens_exp.errors import ConfigError
-from mens_exp.objective.preference import OfAnswers
+from mens_exp.objective.preference import KnownReference, OfAnswers, documents_of
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.rows.files import open_arrays, store_arrays
@@ -55,34 +55,6 @@ _FACT = "reference_log_probs"
 _KEPT_EVERY = 64
 # Settings of `lora` that change the adapter's own values alone, which are off in this pass.
 _OFF = {"r": 1, "alpha": 1, "dropout": 0.0, "rank_pattern": {}, "alpha_pattern": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class KnownReference:
-    """Log-likelihoods under the base in nats, f32 ``[D]`` of each side; NaN where not computed."""
-
-    train_D: torch.Tensor
-    val_D: torch.Tensor
-
-    def of(self, batch: Batch, *, trains: bool) -> torch.Tensor:
-        """Return those of a micro-batch's documents, ``[S]``, on its device.
-
-        Args:
-            batch: the micro-batch.
-            trains: whether it is one of training; otherwise it is one of validation.
-        """
-        side_D = self.train_D if trains else self.val_D
-        found_S: torch.Tensor = side_D.index_select(0, _documents(batch))
-        assert not found_S.isnan().any(), "all that the run needs was computed"
-        return found_S.to(batch.targets_M.device)
-
-
-def _documents(batch: Batch) -> torch.Tensor:
-    """Return the numbers of a micro-batch's documents, int64 ``[S]``, in host memory."""
-    document_M = batch.host.document_M
-    assert document_M is not None, "streams number their documents"
-    documents_S: torch.Tensor = torch.unique_consecutive(document_M)
-    return documents_S
 
 
 def known_reference(
@@ -270,4 +242,4 @@ def _passed(module: TrainingModule, batch: Batch) -> tuple[np.ndarray, np.ndarra
     module.backend.begin(batch.index)
     assert isinstance(module.objective, OfAnswers), "known_reference refuses others"
     values_S = module.objective.reference_logp(module.of_base(there))
-    return _documents(batch).numpy(), values_S.cpu().numpy()
+    return documents_of(batch).numpy(), values_S.cpu().numpy()
