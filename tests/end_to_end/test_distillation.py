@@ -128,6 +128,9 @@ def test_other_vocabularies_and_tokenizers_are_refused(teacher, train_in, tmp_pa
     larger = model_directory(tmp_path / "larger", vocab_size=384)
     train_in(tmp_path / "one", DISTIL, f"objective.teacher={larger}", code=2)
     assert "384 logits" in capsys.readouterr().err
+    named = f"objective.teacher={teacher}"
+    train_in(tmp_path / "none", DISTIL, named, "objective.teacher_revision=main", code=2)
+    assert "because objective.teacher is the directory" in capsys.readouterr().err
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text("utf-8"))

@@ -290,11 +290,24 @@ def _teacher(config: RunConfig) -> dict[str, str] | None:
         if directory is None:
             return None
         return {
-            "weights_sha256": hash_weights(directory),
+            "weights_sha256": _hash_of_shards(directory, _states(directory)),
             "config_sha256": sha256_file(directory / "config.json"),
         }
     except (MensError, OSError):
         return None  # reported by preflight
+
+
+def _states(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return name, size, modification time and inode of every shard of a directory."""
+    found = ((file.name, file.stat()) for file in sorted(directory.glob("*.safetensors")))
+    return tuple((name, one.st_size, one.st_mtime_ns, one.st_ino) for name, one in found)
+
+
+@functools.cache
+def _hash_of_shards(directory: Path, states: tuple[tuple[str, int, int, int], ...]) -> str:
+    """Hash the shards of a directory; once, because several parts of a command need a contract."""
+    del states  # of the key: shards that have changed are hashed again
+    return hash_weights(directory)
 
 
 def _sources(config: RunConfig) -> list[dict[str, Any]] | None:

@@ -80,13 +80,15 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
             check_weights(directory)
 
 
-def _without_effect(model: HfModel) -> Iterator[MensError]:
+def _without_effect(
+    model: HfModel, where: str = "model.revision", named_by: str = "model.id"
+) -> Iterator[MensError]:
     if model.revision is not None and hub.local(model.id) is not None:
         yield NoEffectError(
             "on a directory",
-            where="model.revision",
+            where=where,
             found=model.revision,
-            expected=f"null, because model.id is the directory {model.id}",
+            expected=f"null, because {named_by} is the directory {model.id}",
         )
 
 
@@ -171,6 +173,7 @@ def check_teacher(config: RunConfig) -> Iterator[MensError]:
     directory = hub.describe(teacher)
     if not directory.shards and config.task.name != "plan":
         hub.pinned(teacher)  # raises the reason why it is unavailable
+    yield from _without_effect(teacher, "objective.teacher_revision", "objective.teacher")
     yield from _quantized(directory)
     theirs, ours = shape_of(teacher), shape_of(config.model)
     if theirs.vocab_size != ours.vocab_size:
