@@ -280,7 +280,7 @@ def _contents(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _teacher(config: RunConfig) -> dict[str, str] | None:
+def _teacher(config: RunConfig) -> str | None:
     """Hash a teacher that is a directory; one of the hub is pinned by its commit."""
     teacher = teacher_of(config.objective, config.model)
     if teacher is config.model or not isinstance(teacher, HfModel):
@@ -289,10 +289,8 @@ def _teacher(config: RunConfig) -> dict[str, str] | None:
         directory = hub.local(teacher.id)
         if directory is None:
             return None
-        return {
-            "weights_sha256": _hash_of_shards(directory, _states(directory)),
-            "config_sha256": sha256_file(directory / "config.json"),
-        }
+        weights = _hash_of_shards(directory, _states(directory))
+        return digest({"weights": weights, "config": sha256_file(directory / "config.json")})
     except (MensError, OSError):
         return None  # reported by preflight
 
