@@ -110,7 +110,7 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden, tmp_path):
         ({"mens_exp": {**RANKS, "quantizer": []}}, "quantizer: wrong value.*an object"),
         (
             {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "quant_type": "nf5"}}},
-            r"quantizer\.quant_type: unknown.*found nf5.*nf4",
+            r"quantizer\.quant_type: wrong value.*found nf5.*nf4, as quant.base_quant says",
         ),
         (
             {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "block_size": 0}}},

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.compose import compose, typed
+from mens_exp.export.adapter import config_of_adapter
+from mens_exp.tasks.merge import decided_merge
 
 SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40")
 INT8 = ("quant=int8", "quant.compute_dtype=f32", "optim.lr=5e-3", "trainer.max_steps=12", *SUITE)
@@ -66,6 +70,22 @@ def test_an_evaluation_repeats_its_scorecard(
         == 0
     )
     assert untimed(RunDir(tmp_path / "again")) == untimed(run)
+
+
+def test_what_was_left_out_is_known_without_the_run(train_in, tiny_base, tmp_path):
+    """The adapter alone records it: a merge of it alone loads the base as it was trained on."""
+    left = ("quant.skip=[down_proj]", "lora.targets=[q_proj]", "trainer.max_steps=2")
+    run = train_in(tmp_path / "run", "quant=int8", *left)
+    written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
+    skipped = written["mens_exp"]["quantizer"]["skip"]
+    assert skipped == [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
+    shutil.copytree(run.adapter, tmp_path / "alone")
+    told = ["task=merge", f"path={tmp_path / 'alone'}", f"base={tiny_base.directory}", "out=new"]
+    config = typed(compose([told])[0].values)
+    merging = decided_merge(config)
+    inputs, quantizer = merging.inputs, merging.choices.trained_on
+    again = config_of_adapter(config, inputs.manifest, inputs.base, inputs.shape, quantizer)
+    assert (again.quant.quant_type.value, again.quant.skip) == ("int8", skipped)
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path):

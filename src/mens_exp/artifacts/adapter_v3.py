@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     Array = npt.NDArray[np.float32]
 
 _KNOWN = {
-    "quant_type": ("nf4", "fp4", "nf2", "nf3", "int2", "int3", "int4", "mxfp4", "nvfp4"),
     "compute_dtype": ("bf16", "f32"),
     "rounded_to": ("bf16", "f32"),
 }
@@ -71,12 +70,13 @@ class Quantizer(TypedDict):
     library: str
 
 
-def quantizer_problems(stored: Mapping[str, Any], where: str) -> list[DataError]:
+def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> list[DataError]:
     """List the problems of a quantizer record beyond its types.
 
     Args:
         stored: the record; values of the wrong type are skipped.
-        where: its location, for messages.
+        header: the name of the quantizer that the header gives.
+        where: the location of the record, for messages.
     """
     found = [
         DataError(
@@ -88,6 +88,10 @@ def quantizer_problems(stored: Mapping[str, Any], where: str) -> list[DataError]
         for name, known in _KNOWN.items()
         if isinstance(stored.get(name), str) and stored[name] not in known
     ]
+    name = stored.get("quant_type")
+    if isinstance(name, str) and name != header:
+        place, expected = f"{where}.quant_type", f"{header}, as quant.base_quant says"
+        found.append(DataError("wrong value", where=place, found=name, expected=expected))
     block = stored.get("block_size")
     if type(block) is int and block < 1:
         place = f"{where}.block_size"
@@ -195,7 +199,8 @@ class AdapterManifest:
             found += check_keys(self.mens_exp, hints, (), f"{where}: mens_exp")
             quantizer = self.mens_exp.get("quantizer")
             if isinstance(quantizer, dict):
-                found += quantizer_problems(quantizer, f"{where}: mens_exp.quantizer")
+                header, place = self.quant["base_quant"], f"{where}: mens_exp.quantizer"
+                found += _quantizer_problems(quantizer, header, place)
             names.append(("mens_exp.scale", str(self.mens_exp.get("scale", "header")), _SCALES))
             found += self._form_problems(where)
         for name, value, known in names:

@@ -24,7 +24,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.backend import LoraGraphConfig, QloraConfig
 from mens_exp.config.lora import ADAPTERS, LoraConfig, LoraVariant
 from mens_exp.config.model import HfModel
-from mens_exp.config.quant import QUANTIZERS, ComputeDtype, QuantConfig, QuantType, unquantized
+from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquantized
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.layout import peft_adapter
@@ -240,11 +240,6 @@ def config_of_adapter(
     theirs = copy.deepcopy(config)
     theirs.model = HfModel(id=str(base.directory), trust_remote_code=base.trust_remote_code)
     theirs.lora = _lora(manifest, shape)
-    spec = QUANTIZERS.known(manifest.quant["base_quant"])
-    if quantizer is None and spec is not None and spec.is_kept:
-        theirs.quant = QuantConfig(quant_type=QuantType(spec.name), double_quant=False)
-        theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")
-        return theirs
     if quantizer is None:
         theirs.quant = unquantized(ComputeDtype.f32)
         theirs.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")

@@ -42,7 +42,6 @@ MOVED = (
     "too; this is not the model that was trained, and its loss differs"
 )
 
-_NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
 _DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 
 
@@ -60,7 +59,7 @@ class Choices:
         moves_embedding: whether a tied head stays tied, and its delta moves the embedding.
         places: where each tensor of the output comes from, by the base's file.
         is_proxy: whether the adapter's graph is the proxy stack.
-        trained_on: what made 4-bit values of the base while the adapter was trained.
+        trained_on: the quantizer of the base while the adapter was trained; None if unquantized.
     """
 
     layers: tuple[AdaptedLayer, ...]
@@ -313,9 +312,11 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     if recorded is not None:
         says = f"{header} values in blocks of {recorded['block_size']}"
         return recorded, f"{says}, which the adapter was trained against, as it records"
+    assumed = _assumed(inputs)
+    block = assumed["block_size"]
     if header != "none" and (asked.base is not None or inputs.base is not None):
-        return _assumed(inputs), (
-            f"{header} values in blocks of {_NF4_BLOCK}: the header's quantization; the adapter "
+        return assumed, (
+            f"{header} values in blocks of {block}: the header's quantization; the adapter "
             "records no more of it"
         )
     if asked.base is None:
@@ -323,11 +324,11 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
             return None, "the published weights, which the adapter was trained on"
         return None, (
             "the published weights: the adapter does not record what made "
-            f"{header} of them; merge.base=dequantized takes blocks of {_NF4_BLOCK}"
+            f"{header} of them; merge.base=dequantized takes blocks of {block}"
         )
     if inputs.schema == "peft":
-        return _assumed(inputs), (
-            f"nf4 values in blocks of {_NF4_BLOCK}, double quantized: a PEFT directory does not "
+        return assumed, (
+            f"nf4 values in blocks of {block}, double quantized: a PEFT directory does not "
             "say what its base was, and this is what 4-bit trainers take unless told"
         )
     raise RequestError(
@@ -368,31 +369,31 @@ def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer |
     if quantizer is not None or inputs.manifest.quantizer is not None:
         return quantizer or inputs.manifest.quantizer
     spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
-    return _assumed(inputs) if spec is not None and spec.is_made_again else None
+    return _assumed(inputs) if spec is not None and spec.is_quantized else None
 
 
 def _assumed(inputs: MergeInputs) -> Quantizer:
     """Return the quantizer of an adapter that does not record it.
 
-    The seeds' trainer quantizes f32 weights; transformers' loader first rounds them to bf16.
+    The seeds' trainer quantizes f32 weights to 4 bits; transformers' loader first rounds them to
+    bf16.
     """
     is_peft = inputs.schema == "peft"
     quant = inputs.manifest.quant
-    dtype = "bf16" if is_peft else "f32"
+    spec = QUANTIZERS.known(quant["base_quant"])
+    if spec is None or not spec.is_quantized:
+        spec = UNLESS_TOLD.spec
+    is_bnb_4bit = "double_quant" in spec.settings
+    dtype = "f32" if is_bnb_4bit and not is_peft else "bf16"
     return {
-        "quant_type": _named(quant["base_quant"]),
-        "block_size": _NF4_BLOCK,
-        "double_quant": is_peft or quant["double_quant"],
+        "quant_type": spec.name,
+        "block_size": spec.usual_block,
+        "double_quant": is_bnb_4bit and (is_peft or quant["double_quant"]),
         "compute_dtype": dtype,
         "rounded_to": dtype,
         "skip": [],
         "library": "assumed",
     }
-
-
-def _named(header: str) -> str:
-    spec = QUANTIZERS.known(header)
-    return header if spec is not None and spec.is_made_again else UNLESS_TOLD.value
 
 
 def _quantized(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,8 +51,12 @@ class Binding:
 
     @property
     def library(self) -> str:
-        """Name and version of what quantizes, for the record of values that are made again."""
-        raise NotImplementedError
+        """Name and version of what quantizes, for the record: the binding's package."""
+        package = type(self).__module__.partition(".")[0]
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:  # a module that no distribution of its name has
+            return package
 
     def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> Any:
         """Return the configuration for transformers' loader; None loads weights as they are.

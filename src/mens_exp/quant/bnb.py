@@ -60,13 +60,15 @@ def _left_out(skip: Sequence[str]) -> list[str] | None:
     return [*skip, "lm_head"] if skip else None
 
 
-class _FourBit(Binding):
-    """bitsandbytes' 4-bit layers."""
-
+class _OfBitsandbytes(Binding):
     @property
     def library(self) -> str:
         """The library."""
         return f"bitsandbytes {metadata.version('bitsandbytes')}"
+
+
+class _FourBit(_OfBitsandbytes):
+    """bitsandbytes' 4-bit layers."""
 
     def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
         """Return bitsandbytes' configuration."""
@@ -176,7 +178,7 @@ class _FourBit(Binding):
         return quantizing_on(device)
 
 
-class _EightBit(Binding):
+class _EightBit(_OfBitsandbytes):
     """bitsandbytes' 8-bit layers; what is done to them is in :mod:`mens_exp.quant.int8`."""
 
     def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
@@ -337,7 +339,7 @@ def quantizer_named(
     """Describe the quantizer of the `quant` group for the record.
 
     Args:
-        config: the `quant` group, of a quantizer whose values are made again.
+        config: the `quant` group, of a quantizer.
         rounded_to: the dtype to which weights are rounded before quantization.
         skip: paths of the projections that stay unquantized.
     """
@@ -363,7 +365,7 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
     Returns:
         The quantizer; None if nothing is quantized.
     """
-    if not config.spec.is_made_again:
+    if not config.is_quantized:
         return None
     there = {path.removesuffix(".base_layer") for path in quantized_linears(model)}
     inside = [one.path for one in linear_modules(shape) if one.layer is not None]
