@@ -33,7 +33,12 @@ from mens_exp.planning.forecast import (
     shared,
     tokens_per_step,
 )
-from mens_exp.planning.memory import compares, described_modules, trained_parameters
+from mens_exp.planning.memory import (
+    compares,
+    described_modules,
+    frozen_linears,
+    trained_parameters,
+)
 from mens_exp.planning.planner import environment_of, execution_plan, readers_of_names
 from mens_exp.rows.cache import peek
 from mens_exp.tokenizer.load import load_tokenizer
@@ -266,6 +271,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
             "comparison": throughput_model.comparison_s(shape, device.kind)
             if compares(config)
             else None,
+            **_reference(config, shape, expected, device, data, total),
         },
         "memory_bytes": _memory(expected, device),
         "processes": shared(config, shape, documents, expected.memory, device),
@@ -281,6 +287,27 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         ],
         "measured": None,
     }
+
+
+def _reference(
+    config: RunConfig,
+    shape: Shape,
+    expected: Forecast,
+    device: machine.Machine,
+    data: dict[str, Any],
+    total: int | None,
+) -> dict[str, Any]:
+    """Return the seconds of the base's pass before training, if there is one.
+
+    Each document passes once, those of validation too; of a shorter run only those that it reads.
+    """
+    if not config.objective.spec.precomputes(config.objective):
+        return {}
+    train = data["train_tokens"] if total is None else min(total, data["train_tokens"])
+    tokens = train + min(config.data.val_max_tokens, data["val_tokens"])
+    pace = expected.pace.of_several(config.trainer.world_size, device.kind)
+    seconds = throughput_model.reference_s(pace, shape, frozen_linears(config, shape), tokens)
+    return {"reference": seconds}
 
 
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
