@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
@@ -65,11 +67,32 @@ def test_an_adapter_records_what_was_left_out(train_in, tmp_path):
     assert skipped == [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "int2"])
-def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, name):
+def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base, tmp_path):
+    """MXFP4's 32: an adapter that was told its base's format merges as its run does."""
+    run = train_in(tmp_path / "run", "quant=mxfp4", "trainer.max_steps=2")
+    shutil.copytree(run.peft, tmp_path / "peft")
+    base = f"base={tiny_base.directory}"
+    for command in (
+        ["task=merge", f"path={run.path}", f"out={tmp_path / 'known'}"],
+        [
+            *("task=export", f"path={tmp_path / 'peft'}", "format=v3", "model=tiny_llama"),
+            *("export.base_quant=mxfp4", f"out={tmp_path / 'told'}"),
+        ],
+        ["task=merge", f"path={tmp_path / 'told'}", base, f"out={tmp_path / 'assumed'}"],
+    ):
+        assert cli.main([*command, "logger=none"]) == 0
+    known, assumed = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("known", "assumed")
+    )
+    for name, weight in known.items():
+        torch.testing.assert_close(assumed[name], weight, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"]])
+def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, told):
     """Resumed from its checkpoint, the adapter is the same, byte for byte."""
-    through = train_in(tmp_path / "through", f"quant={name}", "trainer.max_steps=4")
-    parts = train_in(tmp_path / "parts", f"quant={name}", "trainer.max_steps=2")
+    through = train_in(tmp_path / "through", *told, "trainer.max_steps=4")
+    parts = train_in(tmp_path / "parts", *told, "trainer.max_steps=2")
     assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
     found = [(one.adapter / "adapter.safetensors").read_bytes() for one in (through, parts)]
     assert found[0] == found[1]

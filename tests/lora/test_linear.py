@@ -32,6 +32,8 @@ ARMS = {
     "dora, patterns": [DROP, "lora.variant=dora", "lora.rank_pattern={v_proj:2}"],
     "some of an input's": [DROP, "lora=qv"],
     "int8": [DROP, "quant=int8"],
+    "codebook": [DROP, "quant=mxfp4"],
+    "dora, codebook": [DROP, "quant=nf3", "lora.variant=dora"],
     "biases": [DROP, "model=tiny_qwen2"],
     "dora, biases": [DROP, "model=tiny_qwen2", "lora.variant=dora"],
     "transposed": [DROP, "model=tiny_gpt2"],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -133,6 +134,9 @@ def test_a_prompt_of_several_turns_is_the_history():
     row = {"prompt": chat("a", "b", "c"), "completion": chat("d", first="assistant")}
     pair = parse_row(row, "x:1")
     assert pair == TrainingPair(prompt="c", response="d", history=(("a", "b"),))
+    told = [{"role": "system", "content": "s"}, *row["prompt"]]
+    whole = {"prompt": told, "completion": chat("a", "b", "c", "d")}
+    assert parse_row(whole, "x:1") == replace(pair, system="s")
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert json.loads(parse_row({**row, "tools": tools}, "x:1").conversation)["tools"] == tools
 

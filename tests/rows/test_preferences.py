@@ -50,6 +50,14 @@ SPELLINGS = {
         {"chosen": [*LONG, said("good")], "rejected": [*LONG, said("bad")]},
         EARLIER,
     ),
+    "a system prompt in the prompt alone": (
+        {"prompt": LONG, "chosen": [*LONG[1:], said("good")], "rejected": [*LONG, said("bad")]},
+        EARLIER,
+    ),
+    "a system prompt in the answers alone": (
+        {"prompt": LONG[1:], "chosen": [*LONG, said("good")], "rejected": [*LONG, said("bad")]},
+        EARLIER,
+    ),
     "OpenAI": (
         {
             "input": {"messages": [user("p")], "tools": [], "parallel_tool_calls": True},
@@ -150,6 +158,14 @@ def test_further_fields_and_tools_are_kept():
         (
             {"chosen": [user("p"), said("good")], "rejected": [user("q"), said("bad")]},
             "do not answer the same prompt · found 'p' and 'q'",
+        ),
+        (
+            {
+                "prompt": [SYSTEM, user("p")],
+                "chosen": [SYSTEM | {"content": "t"}, user("p"), said("good")],
+                "rejected": "bad",
+            },
+            "'chosen' has another system prompt than the prompt has · found 't'",
         ),
         (
             {"prompt": "p", "chosen": [user("q"), said("good")], "rejected": "bad"},

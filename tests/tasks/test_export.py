@@ -111,6 +111,10 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
             ["path={run}", "format=v3", "export.base_quant=none", "export.double_quant=true"],
             "contradicts export.base_quant=none",
         ),
+        (
+            ["path={run}", "format=v3", "export.base_quant=mxfp4", "export.double_quant=true"],
+            "contradicts export.base_quant=mxfp4, which has no scales",
+        ),
     ],
 )
 def test_an_export_is_refused_before_a_run_directory_is_made(

@@ -42,7 +42,6 @@ MOVED = (
     "too; this is not the model that was trained, and its loss differs"
 )
 
-_NF4_BLOCK = 64  # the paper's, and every trainer's that lets nobody choose
 _DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 
 
@@ -313,9 +312,11 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     if recorded is not None:
         says = f"{header} values in blocks of {recorded['block_size']}"
         return recorded, f"{says}, which the adapter was trained against, as it records"
+    assumed = _assumed(inputs)
+    block = assumed["block_size"]
     if header != "none" and (asked.base is not None or inputs.base is not None):
-        return _assumed(inputs), (
-            f"{header} values in blocks of {_NF4_BLOCK}: the header's quantization; the adapter "
+        return assumed, (
+            f"{header} values in blocks of {block}: the header's quantization; the adapter "
             "records no more of it"
         )
     if asked.base is None:
@@ -323,11 +324,11 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
             return None, "the published weights, which the adapter was trained on"
         return None, (
             "the published weights: the adapter does not record what made "
-            f"{header} of them; merge.base=dequantized takes blocks of {_NF4_BLOCK}"
+            f"{header} of them; merge.base=dequantized takes blocks of {block}"
         )
     if inputs.schema == "peft":
-        return _assumed(inputs), (
-            f"nf4 values in blocks of {_NF4_BLOCK}, double quantized: a PEFT directory does not "
+        return assumed, (
+            f"nf4 values in blocks of {block}, double quantized: a PEFT directory does not "
             "say what its base was, and this is what 4-bit trainers take unless told"
         )
     raise RequestError(
@@ -382,11 +383,12 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
     spec = QUANTIZERS.known(quant["base_quant"])
     if spec is None or not spec.is_quantized:
         spec = UNLESS_TOLD.spec
-    dtype = "bf16" if is_peft or spec.is_kept else "f32"
+    is_bnb_4bit = "double_quant" in spec.settings
+    dtype = "f32" if is_bnb_4bit and not is_peft else "bf16"
     return {
         "quant_type": spec.name,
-        "block_size": _NF4_BLOCK,
-        "double_quant": is_peft or quant["double_quant"],
+        "block_size": spec.usual_block,
+        "double_quant": is_bnb_4bit and (is_peft or quant["double_quant"]),
         "compute_dtype": dtype,
         "rounded_to": dtype,
         "skip": [],

@@ -263,7 +263,7 @@ def _told(config: RunConfig) -> Quant | None:
 def _quant(base_quant: QuantType, *, double_quant: bool) -> Quant:
     return {
         "base_quant": base_quant.value,
-        "double_quant": double_quant and base_quant.spec.is_quantized,
+        "double_quant": double_quant and "double_quant" in base_quant.spec.settings,
     }
 
 

@@ -233,11 +233,12 @@ class CodebookLinear(torch.nn.Linear):
 
     book: Codebook
     name: str
+    compute_dtype: torch.dtype
 
     def quantize(self, name: str, book: Codebook, values_OI: torch.Tensor, block: int) -> None:
         """Take the codes of a weight."""
         packed, scales_ON = book.quantize(values_OI, block)
-        self.book, self.name = book, name
+        self.book, self.name, self.compute_dtype = book, name, values_OI.dtype
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         # As bytes: a change of a model's dtype would round them.
         self.register_buffer("scale_bytes", scales_ON.contiguous().view(torch.uint8), False)
@@ -251,6 +252,15 @@ class CodebookLinear(torch.nn.Linear):
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what the codes stand for, ``[O, I]``."""
         return self.book.dequantize(self.weight, self.scales(), dtype)
+
+    @property
+    def W_q(self) -> torch.Tensor:  # noqa: N802
+        """The codes, under HQQ's name: where PEFT finds it, it asks `dequantize` for the weight."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight that the layer computes with, ``[O, I]``."""
+        return self.dequantized(self.compute_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., O]`` in the dtype of ``x`` ``[..., I]``."""

@@ -215,10 +215,19 @@ class _Reader:
                 "a 'prompt', 'messages' or 'conversations', or whole conversations",
             )
             return None
-        begins = [self._said(turn) for turn in answer if self._role(turn) != "system"]
-        prompt = [self._said(turn) for turn in before if self._role(turn) != "system"]
+        (systems, asked), (own, rest) = self._by_system(before), self._by_system(answer)
+        begins, prompt = self._said(rest), self._said(asked)
         if begins[: len(prompt)] == prompt:
-            return answer
+            if not own:
+                return [*systems, *answer]
+            if not systems or self._said(systems) == self._said(own):
+                return answer
+            self._problems.add(
+                f"{name!r} has another system prompt than the prompt has",
+                shown(self._said(own)[0]),
+                shown(self._said(systems)[0]),
+            )
+            return None
         self._problems.add(
             f"{name!r} is a conversation that does not begin with the prompt",
             shown(begins[0] if begins else answer[0]),
@@ -230,8 +239,14 @@ class _Reader:
         spoken = turn.get(self._keys.role) if isinstance(turn, Mapping) else None
         return self._keys.roles.get(spoken) if isinstance(spoken, str) else None
 
-    def _said(self, turn: object) -> object:
-        return turn.get(self._keys.content) if isinstance(turn, Mapping) else turn
+    def _by_system(self, turns: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the system prompts, and the other turns."""
+        systems = [turn for turn in turns if self._role(turn) == "system"]
+        return systems, [turn for turn in turns if self._role(turn) != "system"]
+
+    def _said(self, turns: list[Any]) -> list[object]:
+        content = self._keys.content
+        return [turn.get(content) if isinstance(turn, Mapping) else turn for turn in turns]
 
 
 def _asked(found: Conversation) -> tuple[object, ...]:

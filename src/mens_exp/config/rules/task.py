@@ -15,7 +15,7 @@ from mens_exp.config.promotion import (
     CompareTest,
     Sequential,
 )
-from mens_exp.config.quant import names_made_again
+from mens_exp.config.quant import UNLESS_TOLD, names_made_again
 from mens_exp.config.root import LOGS
 from mens_exp.config.task import MergeMode
 from mens_exp.errors import ConfigError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mens_exp.config.promotion import StudyConfig
-    from mens_exp.config.quant import QuantType
     from mens_exp.config.root import RunConfig
 
 _READS_A_PATH = {
@@ -77,9 +76,10 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             remedy="add repo=<user>/<name>",
         )
     export = config.export
-    if export.double_quant is not None and not _is_quantized(export.base_quant):
+    told = export.base_quant or UNLESS_TOLD
+    if export.double_quant is not None and "double_quant" not in told.spec.settings:
         yield ConfigError(
-            "contradicts export.base_quant=none, which has no constants",
+            f"contradicts export.base_quant={told.value}, which has no scales to quantize again",
             where="export.double_quant",
             found=export.double_quant,
             expected="null, or another export.base_quant",
@@ -109,10 +109,6 @@ def _logger_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=",".join(chosen),
             expected="none alone, or the others alone",
         )
-
-
-def _is_quantized(told: QuantType | None) -> bool:
-    return told is None or told.spec.is_quantized
 
 
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:
