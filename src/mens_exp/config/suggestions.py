@@ -61,7 +61,7 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
             f"{NO_KEY} {group}",
             where=key,
             found=found,
-            expected=f"{group}={' or '.join(owners)}, which has it",
+            expected=f"{group}={' or '.join(owners)}, which {'have' if owners[1:] else 'has'} it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
     known = _alias(key, found) or _inside_class(key, found) or _callback(key, found)
