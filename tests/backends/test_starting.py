@@ -351,6 +351,19 @@ def test_the_view_adds_what_training_changed_of_the_published_weights(tiny_backe
             assert (update - expected[name]).norm() <= 1e-4 * expected[name].norm()
 
 
+def test_the_base_is_asked_inside_of_the_view_and_the_view_goes_on(tiny_backend, batch):
+    """As an objective that compares with the base does: both answer as they do alone."""
+    backend = moved(tiny_backend("lora.init=pissa"))
+    with backend.base_only():
+        base = logits_of(backend, batch)
+    with backend.as_peft_view():
+        view = logits_of(backend, batch)
+        with backend.base_only():
+            assert torch.equal(logits_of(backend, batch), base)
+        assert torch.equal(logits_of(backend, batch), view)
+    assert not torch.equal(view, base)
+
+
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
 def test_dora_starts_with_the_lengths_of_what_it_starts_from(tiny_backend, init):
     """Base and first update together, so that its ratio is one and it changes nothing yet."""

@@ -114,12 +114,92 @@ def test_two_processes_take_the_course_of_one(objective, rows, train_in, tmp_pat
                 assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-6)
 
 
+BEFORE = "objective.precompute_ref_log_probs=true"
+
+
+def precomputed(run):
+    return Manifest.read(run.manifest).facts["reference_log_probs"]
+
+
+@pytest.mark.parametrize("objective", REFERENCED)
+def test_a_base_that_passes_before_training_changes_no_bit(objective, rows, train_in, tmp_path):
+    """NF4, packed, one block in a micro-batch; in parts too, and from the cache at another rank."""
+    settings = (f"objective={objective}", rows[objective], "data.micro_batch_size=1")
+    usual = train_in(tmp_path / "usual", *settings)
+    before = train_in(tmp_path / "before", *settings, BEFORE, "trainer.max_steps=2")
+    assert precomputed(before)["from_cache"] == 0
+    assert cli.main([f"resume={before.path}", "trainer.max_steps=4"]) == 0
+    for name, values in tensors(usual).items():
+        assert (tensors(before)[name] == values).all()
+    for kind, last in (("step", 4), ("validation", 1)):
+        for mine, its in zip(
+            events(before, kind)[-last:], events(usual, kind)[-last:], strict=True
+        ):
+            scores = {name for name in its if name.endswith(("loss", "reward", "kl"))}
+            assert {name: mine[name] for name in scores} == {name: its[name] for name in scores}
+    again = train_in(tmp_path / "again", *settings, BEFORE, "lora.r=2")
+    found = precomputed(again)
+    assert found["from_cache"] == found["train_documents"] + found["val_documents"]
+
+
+def test_blocks_in_other_company_have_the_reference_within_rounding(rows, train_in, tmp_path):
+    """Two blocks in a micro-batch pass together in training, and one by one before."""
+    settings = ("objective=dpo", rows["dpo"], "data.micro_batch_size=2", "quant.compute_dtype=f32")
+    usual = train_in(tmp_path / "usual", *settings)
+    before = train_in(tmp_path / "before", *settings, BEFORE)
+    for mine, its in zip(events(before, "step"), events(usual, "step"), strict=True):
+        for name in ("train/loss", "train/chosen_reward", "train/rejected_reward"):
+            assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-6)
+
+
+def test_two_processes_compute_the_reference_of_one(rows, train_in, tmp_path, monkeypatch):
+    """Each has its share of the documents, and both have all values."""
+    settings = ("objective=dpo", rows["dpo"], "quant.compute_dtype=f32", BEFORE)
+    one = train_in(tmp_path / "one", *settings)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
+    for mine, its in zip(events(two, "step"), events(one, "step"), strict=True):
+        for name in ("train/loss", "train/chosen_reward", "train/rejected_reward"):
+            assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-6)
+    names = ("train_documents", "val_documents")
+    assert {n: precomputed(two)[n] for n in names} == {n: precomputed(one)[n] for n in names}
+
+
+def test_a_damaged_reference_is_named_and_computed_again(rows, train_in, tmp_path, monkeypatch):
+    """One flipped bit of the stored values; those that were never computed are not damage."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    settings = ("objective=dpo", rows["dpo"], BEFORE)
+    few = train_in(tmp_path / "few", *settings, "trainer.max_steps=1", "data.seq_len=96")
+    more = train_in(tmp_path / "more", *settings, "data.seq_len=96")
+    assert precomputed(few)["train_documents"] < precomputed(more)["train_documents"]
+    has_all = precomputed(more)["train_documents"] + precomputed(more)["val_documents"]
+    assert 0 < precomputed(more)["from_cache"] < has_all
+    for path in (tmp_path / "cache" / "reference_log_probs").glob("*/values.npy"):
+        content = bytearray(path.read_bytes())
+        content[-4] ^= 1
+        path.write_bytes(content)
+    again = train_in(tmp_path / "again", *settings, "data.seq_len=96")
+    assert precomputed(again)["from_cache"] == 0
+    assert precomputed(again)["sha256"] == precomputed(more)["sha256"]
+    notes = [one for one in Manifest.read(again.manifest).notes if "was damaged" in one]
+    assert len(notes) == 2
+    assert all("reference_log_probs" in one for one in notes)
+
+
 def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path):
     """DPO keeps the base's states and computes more than CPO; the rest of their memory is equal."""
     plans = {}
-    for objective in ("dpo", "cpo"):
-        run = train_in(tmp_path / objective, "task=plan", f"objective={objective}", rows["dpo"])
-        plans[objective] = json.loads(run.plan.read_text("utf-8"))
+    for name, *words in (("dpo",), ("cpo",), ("before", BEFORE)):
+        objective = "cpo" if name == "cpo" else "dpo"
+        words += [f"objective={objective}", rows["dpo"]]
+        run = train_in(tmp_path / name, "task=plan", *words)
+        plans[name] = json.loads(run.plan.read_text("utf-8"))
+    before = plans.pop("before")
+    flop = {name: plan["time_s"]["flop_per_step"] for name, plan in plans.items()}
+    assert before["time_s"]["flop_per_step"] == flop["cpo"] < flop["dpo"]
+    assert before["time_s"]["reference"] is not None
+    assert "reference" not in before["memory_bytes"]["components"]
+    assert "reference" not in plans["dpo"]["time_s"]
     parts = {name: plan["memory_bytes"]["components"] for name, plan in plans.items()}
     assert parts["dpo"].pop("reference") == 192 * 64 * 2
     measured = "as earlier runs here"
@@ -150,6 +230,11 @@ def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path):
         (("objective=orpo", "objective.nll_weight=1"), "objective.nll_weight"),
         (("objective=kto", "objective.wanted_weight=0"), "objective.wanted_weight"),
         (("objective=dpo", "data.format=unpaired"), "the row has no 'label'"),
+        (("objective=cpo", BEFORE), "objective.precompute_ref_log_probs"),
+        (
+            ("objective=dpo", BEFORE, "data.streaming=true", "data.heldout_frac=0"),
+            "needs all rows before training",
+        ),
     ],
 )
 def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path, capsys):

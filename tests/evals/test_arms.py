@@ -28,6 +28,15 @@ def test_losses_in_nats_a_token_compare_arms_of_one_tokenizer():
     assert list(unlike_losses(arm_of("a"), arm_of("b"))) == ["val_loss"]
 
 
+def test_a_teacher_changes_training_alone():
+    """Distillation validates with the cross entropy of the tokens of objective=assistant."""
+    told = {"labels": "assistant", "turns": "all"}
+    usual = arm_of("a", name="assistant", **told)
+    assert unlike_losses(usual, arm_of("a", name="distillation", beta=0.5, **told)) == {}
+    last = {**told, "turns": "last"}
+    assert "val_loss" in unlike_losses(usual, arm_of("a", name="distillation", **last))
+
+
 def test_losses_compare_arms_that_learn_the_same_tokens():
     """How many logits exist at a time changes nothing of which tokens are learned."""
     answers = arm_of("a", name="assistant", labels="assistant", turns="all", chunk_tokens=64)

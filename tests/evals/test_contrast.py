@@ -129,6 +129,17 @@ def test_a_base_of_another_configuration_confounds_where_both_recorded_it(tiny_c
     assert guard(arm, side(tiny_config()), ["optim.lr"]).confounded_by == ()
 
 
+def test_an_objective_brings_its_teacher(tiny_config):
+    """Another factor does not: arms with other teachers are then confounded."""
+    arm = side(tiny_config("objective=distillation"), **{"teacher.weights_sha256": "one"})
+    found = guard(arm, side(tiny_config()), ["objective"])
+    assert (found.confounded_by, found.moved_inputs) == ((), ("teacher.weights_sha256",))
+    other = side(tiny_config("objective=distillation"), **{"teacher.weights_sha256": "other"})
+    named = ("another content of teacher.weights_sha256",)
+    assert guard(arm, other, ["optim.lr"]).confounded_by == named
+    assert guard(arm, other, ["objective.teacher"]).confounded_by == ()
+
+
 def test_a_length_moves_documents_but_never_rows(tiny_config):
     """Documents are cut at another length by the factor itself; other rows are no part of it."""
     arm = side(tiny_config("data.seq_len=64"), **{"data.train_sha256": "cut"})

@@ -28,6 +28,7 @@ COMMANDS = {
     "objective.causal": ["objective=causal"],
     "objective.last_k": ["objective=last_k"],
     "objective.fim": ["objective=fim"],
+    "objective.distillation": ["objective=distillation", "objective.teacher=somewhere/absent"],
     **{f"objective.{one}": [f"objective={one}"] for one in ("dpo", "cpo", "simpo", "orpo", "kto")},
     "backend.proxy": ["backend=proxy"],
     "backend.lora": ["backend=lora"],

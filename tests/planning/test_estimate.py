@@ -68,9 +68,8 @@ def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
         "train_rows": documents[Side.TRAIN],
         "train_tokens": documents[Side.TRAIN] * ROW_TOKENS,
         "val_tokens": documents[Side.VAL] * ROW_TOKENS,
-        # 102 characters at 3.4 a token, and 40 for the template.
-        "longest_tokens": 70,
-        "typical_tokens": 70,
+        "longest_tokens": ROW_TOKENS,
+        "typical_tokens": ROW_TOKENS,
         "exact": True,
         "basis": "counted, from the cache",
     }

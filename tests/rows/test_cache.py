@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mens_exp.rows import cache as rows_cache
-from mens_exp.rows.cache import CacheKey, TokenCounts, cache_root, encoded, peek
+from mens_exp.rows.cache import CacheKey, TokenCounts, cache_root, encoded, encoded_parts, peek
 from mens_exp.rows.documents import Encoded, Labelling
 
 KEY = CacheKey(
@@ -161,6 +161,22 @@ def test_key_is_stored_beside_the_arrays(tmp_path):
     meta = json.loads((KEY.directory(tmp_path) / "meta.json").read_text("utf-8"))
     assert meta["key"] == KEY.record()
     assert TokenCounts(**meta["counts"]) == peek(tmp_path, KEY)
+
+
+def test_lengths_are_counted_over_all_parts(tmp_path):
+    """The longest document, and the sum of squares that weighs a mean by tokens."""
+    parts = [
+        Encoded(
+            ids=np.ones(offsets[-1], np.int32),
+            supervised=np.ones(offsets[-1], bool),
+            offsets=np.array(offsets, np.int64),
+            truncated=0,
+            dropped=0,
+        )
+        for offsets in ([0, 3, 12], [0, 4])
+    ]
+    _, counts = encoded_parts(tmp_path, KEY, lambda _: parts)
+    assert (counts.longest, counts.squares) == (9, 9 + 81 + 16)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_prompt_of_several_turns_is_the_history():
     """TRL's conversational form; its tools make it a row with tools."""
     row = {"prompt": chat("a", "b", "c"), "completion": chat("d", first="assistant")}
     pair = parse_row(row, "x:1")
-    assert pair == TrainingPair(prompt="c", response="d", history=(("a", "b"),))
+    assert pair == TrainingPair(prompt="c", response="d", history=(("a", "b"),), unlearned=(0,))
     told = [{"role": "system", "content": "s"}, *row["prompt"]]
     whole = {"prompt": told, "completion": chat("a", "b", "c", "d")}
     assert parse_row(whole, "x:1") == replace(pair, system="s")
@@ -169,11 +169,22 @@ def test_openais_spellings_are_read():
     )
 
 
+def test_an_answer_of_weight_0_is_given_and_not_learned():
+    """OpenAI's mark; the row is written as it was read, and its last answer is learned."""
+    turns = chat("a", "b", "c", "d", "e", "f")
+    turns[3]["weight"] = 0
+    pair = parse_row({"messages": turns}, "x:1")
+    assert pair.unlearned == (1,)
+    assert to_json(pair)["messages"] == turns
+    assert pair.id != replace(pair, unlearned=()).id
+    last = [*turns[:-1], turns[-1] | {"weight": 0}]
+    assert "the last answer has 'weight' 0" in told({"messages": last})
+
+
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        ({"role": "assistant", "content": "b", "weight": 0}, "objective.turns=last"),
-        ({"role": "assistant", "content": "b", "weight": [1]}, "another 'weight' than 1"),
+        ({"role": "assistant", "content": "b", "weight": [1]}, "another 'weight' than 0 and 1"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'content'"),
         ({"role": "user", "content": "a", "weight": 1}, "unknown key 'weight'"),
     ],

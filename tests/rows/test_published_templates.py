@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -48,12 +49,24 @@ TEXTS = st.lists(
     max_size=3,
 ).map("".join)
 SAID = TEXTS.filter(str.strip)
-ROWS = st.builds(
-    TrainingPair,
-    prompt=SAID,
-    response=SAID,
-    history=st.lists(st.tuples(SAID, SAID), max_size=3).map(tuple),
-    system=st.none() | TEXTS,
+
+
+@st.composite
+def weighed(draw, rows):
+    """Draw a row of which some of the earlier answers are given and not learned."""
+    row = draw(rows)
+    given = draw(st.sets(st.integers(0, 3)))
+    return replace(row, unlearned=tuple(sorted(n for n in given if n < len(row.history))))
+
+
+ROWS = weighed(
+    st.builds(
+        TrainingPair,
+        prompt=SAID,
+        response=SAID,
+        history=st.lists(st.tuples(SAID, SAID), max_size=3).map(tuple),
+        system=st.none() | TEXTS,
+    )
 )
 THREE = TrainingPair(
     history=(("u1", "first answer"), ("u2", "second")), prompt="u3", response="third"
@@ -88,10 +101,11 @@ def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(publishe
         return
     documents = encoded(tokenizer, row)
     found = sorted(runs(documents), key=lambda run: len(run[0]))
+    learned = [i for i in range(len(row.exchanges)) if i not in row.unlearned]
     assert [tokenizer.spell(ids) for _, ids in found] == [
-        LEARNED[name](answer) for _, answer in row.exchanges
+        LEARNED[name](row.exchanges[i][1]) for i in learned
     ]
-    prompts = [messages_of(row, i) for i in range(len(row.exchanges))]
+    prompts = [messages_of(row, i) for i in learned]
     assert [before for before, _ in found] == tokenizer.encode_prompts(prompts)
     assert all(ids[-1] in tokenizer.special_ids for _, ids in found)
     assert not any(token in tokenizer.special_ids for _, ids in found for token in ids[:-1])

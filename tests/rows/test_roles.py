@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,12 +22,24 @@ TEXTS = st.lists(
     max_size=3,
 ).map("".join)
 SAID = TEXTS.filter(str.strip)
-ROWS = st.builds(
-    TrainingPair,
-    prompt=SAID,
-    response=SAID,
-    history=st.lists(st.tuples(SAID, SAID), max_size=2).map(tuple),
-    system=st.none() | SAID,
+
+
+@st.composite
+def weighed(draw, rows):
+    """Draw a row of which some of the earlier answers are given and not learned."""
+    row = draw(rows)
+    given = draw(st.sets(st.integers(0, 3)))
+    return replace(row, unlearned=tuple(sorted(n for n in given if n < len(row.history))))
+
+
+ROWS = weighed(
+    st.builds(
+        TrainingPair,
+        prompt=SAID,
+        response=SAID,
+        history=st.lists(st.tuples(SAID, SAID), max_size=2).map(tuple),
+        system=st.none() | SAID,
+    )
 )
 PAIR = TrainingPair(prompt="Say hi.", response="hi", system="Be kind.")
 

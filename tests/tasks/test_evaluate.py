@@ -263,6 +263,24 @@ def test_what_has_no_effect_or_lacks_something_is_refused(overrides, said, capsy
     assert said in capsys.readouterr().err
 
 
+def test_an_adapter_is_scored_on_the_base_that_it_records(train_in, tmp_path, capsys):
+    """Unless the command chooses another; the message has the settings that make it again."""
+    told = ["quant=int2", "quant.block_size=64", "quant.skip=[down_proj]", "lora.targets=[q_proj]"]
+    run = train_in(tmp_path / "run", *told, *SUITE, "trainer.max_steps=1")
+    capsys.readouterr()
+    command = ["task=evaluate", "logger=none", "model=tiny_llama", "suite=mini_python"]
+    command += ["suite.items=1", "sandbox=none"]
+    for place in (run.adapter, run.peft):
+        assert cli.main([*command, f"path={place}", f"hydra.run.dir={tmp_path / 'no'}"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        left = ",".join(f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1))
+        needed = f"quant=int2 quant.skip=[{left}]"
+        assert f"add {needed} to score the model that was trained" in said
+    for name, chosen in (("same", needed.split()), ("other", ["quant=nf4"])):
+        out = tmp_path / name
+        assert cli.main([*command, *chosen, f"path={run.adapter}", f"hydra.run.dir={out}"]) == 0
+
+
 def test_vllm_is_refused_where_it_cannot_answer(
     trained,
     tmp_path,

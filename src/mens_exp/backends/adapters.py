@@ -9,6 +9,7 @@ Shapes: R rank, I inputs and O outputs of a projection.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from mens_exp.lora.method import Site, delta, initialization_of, method_of
 from mens_exp.quant.bnb import dequantized, quantized_like
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
@@ -213,10 +214,18 @@ class Residuals:
         self.layers[logical] = _Residual(module, pair, plain, residual)
         base.weight = residual
 
-    def use(self, *, plain: bool) -> None:
-        """Switch every layer to its plain or its residual weights."""
-        for one in self.layers.values():
-            one.module.get_base_layer().weight = one.plain if plain else one.residual
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Use the plainly quantized weights inside the block, which may be inside of another."""
+        layers = [(one.module.get_base_layer(), one.plain) for one in self.layers.values()]
+        before = [layer.weight for layer, _ in layers]
+        try:
+            for layer, weight in layers:
+                layer.weight = weight
+            yield
+        finally:
+            for (layer, _), weight in zip(layers, before, strict=True):
+                layer.weight = weight
 
     def taken(self) -> dict[str, torch.Tensor]:
         """Return the subtracted pairs on CPU as ``{logical}.lora_a`` and ``{logical}.lora_b``."""

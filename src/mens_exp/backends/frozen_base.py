@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mens_exp.config.model import teacher_of
+from mens_exp.config.quant import unquantized
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules, skipped
@@ -24,6 +27,7 @@ from mens_exp.model import attention
 from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.objective.causal import Passed
 from mens_exp.quant.binding import binding_of, compute_dtype
 from mens_exp.quant.bnb import (
     binding_that_holds,
@@ -297,6 +301,42 @@ def load_base(
     if config.data.packing and (base.trust_remote_code or not shape.family.verified):
         check_attention_leaks(model)
     return model
+
+
+class Teacher:
+    """A frozen model without an adapter, unquantized in the compute format, to learn from.
+
+    It is no module of the trained one, whose checkpoints and processes do not need it.
+    """
+
+    def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
+        """Load it.
+
+        Args:
+            config: the run's configuration; ``objective.teacher`` is the model.
+            base: the teacher on disk.
+            device: where to put it.
+
+        Raises:
+            ModelFileError: its code does not support what the run needs.
+        """
+        named = teacher_of(config.objective, config.model)
+        assert named is not None, "the objective has a teacher"
+        plain = replace(config, model=named, quant=unquantized(config.quant.compute_dtype))
+        self.base = base
+        self.causal_lm = load_base(plain, base, device)
+        FrozenWeights().take_over(self.causal_lm)
+        base.refuse_changed()
+
+    def passed(self, batch: Batch) -> Passed:
+        """Pass a micro-batch through it, without gradients."""
+        with torch.no_grad():
+            return Passed(batch, hidden_states(self.causal_lm, batch), self.head)
+
+    def head(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[C, V]`` in the compute format, without gradients."""
+        with torch.no_grad(), torch.autocast(hidden_CD.device.type, enabled=False):
+            return logits(self.causal_lm, hidden_CD)
 
 
 def published_config(base: BaseModel) -> Any:

@@ -152,12 +152,8 @@ class QloraBackend(torch.nn.Module):
     @contextmanager
     def base_only(self) -> Iterator[None]:
         """Use the plainly quantized base inside the block: no adapter, nothing subtracted."""
-        self.residuals.use(plain=True)
-        try:
-            with self.method.disabled(self.model, self.layers.values()):
-                yield
-        finally:
-            self.residuals.use(plain=False)
+        with self.residuals.plain(), self.method.disabled(self.model, self.layers.values()):
+            yield
 
     @property
     def has_adapter(self) -> bool:
@@ -190,14 +186,13 @@ class QloraBackend(torch.nn.Module):
     @contextmanager
     def as_peft_view(self) -> Iterator[None]:
         """Behave, inside the block, like the PEFT directory loaded on the base."""
-        self.residuals.use(plain=True)
-        try:
-            taken = self.residuals.taken()
-            form = self.method.saved_form(self.model, self.lora, self.layers, taken)
-            with form, as_published(self.model):
-                yield
-        finally:
-            self.residuals.use(plain=False)
+        taken = self.residuals.taken()
+        with (
+            self.residuals.plain(),
+            self.method.saved_form(self.model, self.lora, self.layers, taken),
+            as_published(self.model),
+        ):
+            yield
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts until an end id, a stop text or the limit; see :func:`greedy`."""

@@ -175,6 +175,20 @@ class HfModel(ModelConfig):
     )
 
 
+def teacher_of(objective: Any, model: ModelConfig) -> ModelConfig | None:
+    """Return the model that an objective learns the distributions of; None if it has none.
+
+    Args:
+        objective: the `objective` group.
+        model: the `model` group, which is its own teacher unless the objective names another.
+    """
+    if not objective.spec.needs_teacher:
+        return None
+    if objective.teacher is None:
+        return model
+    return HfModel(id=objective.teacher, revision=objective.teacher_revision)
+
+
 # Below this size, the activations of a usual micro-batch fit any GPU that computes in bf16, and
 # recomputing them costs a third of a step (measured on CPU: experiments/LOG.md; on a GPU a guess).
 _BILLION = 1_000_000_000

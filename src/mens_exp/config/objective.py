@@ -20,8 +20,10 @@ from omegaconf import MISSING
 
 from mens_exp.config.fields import Effect, setting, unless, when
 from mens_exp.config.objective_spec import (
+    DISTILLATION_METRICS,
     LABEL_METRICS,
     PAIR_METRICS,
+    PRECOMPUTED,
     EveryToken,
     Infilling,
     LastTokens,
@@ -79,9 +81,11 @@ class ObjectiveConfig:
             name=self.name,
             schema=type(self),
             selects=frozenset(),
+            of_training=frozenset(),
             in_chunks=False,
             is_likelihood=False,
             needs_reference=False,
+            needs_teacher=False,
             adds_up=True,
             counted="token",
             metrics=(),
@@ -195,6 +199,58 @@ class FimObjective(TokenObjective):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class DistillationObjective(CrossEntropyConfig):
+    """Learn a teacher's distribution of each token of the assistant's turns."""
+
+    name: str = "distillation"
+    labels: str = "assistant"
+    turns: Turns = setting(
+        Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
+    )
+    teacher: str | None = setting(
+        None,
+        "Model to learn from, with the same tokenizer and vocabulary: path of a directory, or an "
+        "id of the hub. null is the base itself before quantization, without the adapter, so that "
+        "the adapter recovers what quantization lost.",
+        aliases={"teacher_model_name_or_path": "TRL"},
+        example="HuggingFaceTB/SmolLM2-360M-Instruct",
+    )
+    teacher_revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the teacher, put down as a commit when a run starts; null is "
+        "main.",
+        aliases={"teacher_model_revision": "TRL"},
+        only_if=unless("objective.teacher", None, needs="objective.teacher=<path or id>"),
+        example="main",
+    )
+    beta: float = setting(
+        0.0,
+        "Divergence of teacher p and student q: 0 is KL(p‖q), the forward KL; 1 is KL(q‖p), the "
+        "reverse; between them the generalized Jensen-Shannon divergence, beta · KL(p‖m) + "
+        "(1 - beta) · KL(q‖m) with m = beta · p + (1 - beta) · q (arXiv:2306.13649, eq. 1; 0.5 in "
+        "TRL).",
+        ge=0,
+        le=1,
+        example="0.5",
+    )
+    temperature: float = setting(
+        1.0,
+        "Both models' logits are divided by it in the divergence, which is not multiplied by its "
+        "square (arXiv:1503.02531 does so; TRL's GKD does not).",
+        gt=0,
+        example="2",
+    )
+    ce_weight: float = setting(
+        0.0,
+        "Share of the cross entropy with the rows' own tokens: the loss of a token is (1 - "
+        "ce_weight) · divergence + ce_weight · cross entropy.",
+        ge=0,
+        lt=1,
+        example="0.5",
+    )
+
+
 class PairLoss(Enum):
     """The loss of a pair of answers, given the margin between their rewards."""
 
@@ -211,6 +267,16 @@ _NLL_NOTE = "of the chosen answer's mean negative log-likelihood per token that 
 def _label_smoothing(**facts: Any) -> Any:
     doc = "Share of pairs whose answers are taken to be exchanged."
     return setting(0.0, doc, ge=0, lt=0.5, example="0.1", **facts)
+
+
+def _precompute_ref_log_probs() -> Any:
+    return setting(
+        False,
+        "Compute the base's log-likelihood of each answer once, before training, instead of at "
+        "every step (TRL's name), and keep it in the cache for the next run of the same base and "
+        "rows. Equal to the bit where data.micro_batch_size is 1, else within rounding.",
+        changes=Effect.NOTHING,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,6 +308,7 @@ class DpoObjective(PairObjective):
     name: str = "dpo"
     labels: str = "dpo"
     nll_weight: float = setting(0.0, f"Weight {_NLL_NOTE} (arXiv:2404.19733 adds it with 1).", ge=0)
+    precompute_ref_log_probs: bool = _precompute_ref_log_probs()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -306,6 +373,7 @@ class KtoObjective(CrossEntropyConfig):
         gt=0,
         aliases={"undesirable_weight": "TRL", "kto_rejected_weight": "LLaMA-Factory"},
     )
+    precompute_ref_log_probs: bool = _precompute_ref_log_probs()
 
 
 def _over_pairs(
@@ -319,6 +387,7 @@ def _over_pairs(
         name=name,
         schema=schema,
         documents=documents,
+        of_training=frozenset({PRECOMPUTED} if needs_reference else ()),
         in_chunks=True,
         needs_reference=needs_reference,
         counted="pair",
@@ -366,6 +435,16 @@ OBJECTIVES = Registry(
                 in_chunks=True,
                 is_likelihood=True,
             ),
+            ObjectiveSpec(
+                name="distillation",
+                schema=DistillationObjective,
+                selects=frozenset({"turns"}),
+                of_training=frozenset({"teacher", "teacher_revision"}),
+                in_chunks=True,
+                is_likelihood=True,
+                needs_teacher=True,
+                metrics=DISTILLATION_METRICS,
+            ),
             _over_pairs("dpo", DpoObjective, needs_reference=True),
             _over_pairs("cpo", CpoObjective),
             _over_pairs("simpo", SimpoObjective),
@@ -374,6 +453,7 @@ OBJECTIVES = Registry(
                 name="kto",
                 schema=KtoObjective,
                 documents="mens_exp.rows.documents:LABELLED",
+                of_training=frozenset({PRECOMPUTED}),
                 in_chunks=True,
                 needs_reference=True,
                 adds_up=False,

@@ -24,6 +24,7 @@ LOGIT_BYTES = 10  # measured: 8 bytes a logit of a chunk, and 2 that a smaller c
 # faster. On a GPU an unverified guess.
 _CHUNK_BYTES, _MOST_POSITIONS = {False: 128 << 20, True: 1536 << 20}, {False: 512, True: 4096}
 _FEWEST_POSITIONS = 16
+PRECOMPUTED = "precompute_ref_log_probs"  # of `objective`
 
 
 def positions_at_once(vocab_size: int, *, on_gpu: bool) -> int:
@@ -49,13 +50,15 @@ class ObjectiveSpec:
         schema: its settings, a class of :class:`mens_exp.config.objective.ObjectiveConfig`.
         documents: ``module:name`` of the :class:`mens_exp.rows.documents.RowDocuments` that makes
             documents of a row and says which of their tokens are supervised.
-        selects: its settings that select or weigh tokens; the others are arguments of its class.
+        selects: its settings that select or weigh tokens.
+        of_training: its settings that training reads; the others are arguments of its class.
         truncation: side on which a document that is too long is cut, unless `data` says.
         in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
             that of validation if the settings change it in training.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
+        needs_teacher: whether it learns the distributions of another model, `objective.teacher`.
         adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
         counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
@@ -65,11 +68,13 @@ class ObjectiveSpec:
     schema: type[Any]
     documents: str = "mens_exp.rows.documents:ASSISTANT"
     selects: frozenset[str] = frozenset()
+    of_training: frozenset[str] = frozenset()
     truncation: str = "right"
     in_chunks: bool = False
     is_likelihood: bool = False
     learns_ends: bool = False
     needs_reference: bool = False
+    needs_teacher: bool = False
     adds_up: bool = True
     counted: str = "token"
     metrics: tuple[Metric, ...] = ()
@@ -95,11 +100,15 @@ class ObjectiveSpec:
             vocab_size: logits of a position.
             on_gpu: whether the run computes on a GPU.
         """
-        names = settings.own() - self.selects
+        names = settings.own() - self.selects - self.of_training
         found = {name: getattr(settings, name) for name in sorted(names)}
         if found.get("chunk_tokens", ...) is None:
             found["chunk_tokens"] = positions_at_once(vocab_size, on_gpu=on_gpu)
         return found
+
+    def precomputes(self, settings: Any) -> bool:
+        """Return whether the base's log-likelihoods are computed once, before training."""
+        return self.needs_reference and bool(getattr(settings, PRECOMPUTED, False))
 
     def head_positions(
         self, settings: Any, positions: int, vocab_size: int, *, on_gpu: bool
@@ -237,6 +246,12 @@ PAIR_METRICS = (
 LABEL_METRICS = (
     *PAIR_METRICS[:2],
     _metric("kl", "nats", "none", "mean KL(model‖base) of an answer, from answers of other rows"),
+)
+
+
+DISTILLATION_METRICS = (
+    _metric("divergence", "nats/token", "min", "mean divergence of student and teacher"),
+    _metric("teacher_nll", "nats/token", "none", "mean loss of a token under the teacher"),
 )
 
 

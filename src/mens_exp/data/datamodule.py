@@ -16,7 +16,7 @@ from mens_exp.corpus.mix import RowStream, validates_apart
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
 from mens_exp.data.batch import Blocks, blocks_of, cached_blocks, pack, single
-from mens_exp.data.stream import MicroBatches, StreamedMicroBatches
+from mens_exp.data.stream import MicroBatches, StreamedMicroBatches, permutation
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded_parts
 from mens_exp.rows.encode import encode, encode_parts
@@ -140,6 +140,23 @@ class RowsDataModule(LightningDataModule):
     def documents_per_block(self) -> float:
         """Average number of training documents per block."""
         return len(self.train_documents) / len(self.blocks)
+
+    def in_blocks(self) -> MicroBatches:
+        """Return all training blocks, each a micro-batch, in their own order."""
+        stream = _stream(
+            self.config.data,
+            self.train_documents,
+            self.blocks,
+            seed=None,
+            pad_id=self.tokenizer.pad_id,
+        )
+        stream.micro_batch_size, stream.total = 1, len(self.blocks)
+        return stream
+
+    def trained_blocks(self) -> np.ndarray:
+        """Return the numbers of the blocks that the run trains on, ``[n] int64``, ascending."""
+        order = permutation(self.config.seed, 0, len(self.blocks))
+        return np.sort(order[: self._train_places])
 
     def train_dataloader(self) -> MicroBatches:
         """Return the training stream."""

@@ -260,7 +260,11 @@ def _learned(trial: Trial) -> list[Any]:
         own = (path for path in trial.settings if path.startswith("objective."))
         return [(path, trial.settings[path]) for path in sorted({*own} - {_CHUNK})]
     selects = sorted(spec.selects) if spec is not None else ()
-    return [trial.settings.get(f"objective.{name}") for name in ("name", "labels", *selects)]
+    # Objectives whose validation is the likelihood of the same tokens differ by what trains alone.
+    named = OBJECTIVES.known(str(trial.settings.get("objective.name")))
+    is_likelihood = named is not None and named.is_likelihood
+    names = ("labels", *selects) if is_likelihood else ("name", "labels", *selects)
+    return [trial.settings.get(f"objective.{name}") for name in names]
 
 
 def _pairs(overrides: Iterable[str]) -> dict[str, str]:

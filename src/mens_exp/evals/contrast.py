@@ -23,10 +23,11 @@ _MOVES: dict[str, tuple[str, ...]] = {
     "model": (
         *("base_weights_sha256", "base_config_sha256", "base_code_sha256"),
         *("tokenizer_sha256", "chat_template_sha256"),
+        "teacher.",  # the base itself, unless the objective names another
     ),
     "tokenizer": ("tokenizer_sha256", "chat_template_sha256"),
     "data": ("data.",),
-    "objective": (),
+    "objective": ("teacher.",),
 }
 # Hashes that runs of an earlier release lack.
 _LATER = frozenset({"base_config_sha256", "base_code_sha256"})

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quant, Quantizer
     from mens_exp.layout.families import Family
 
 _WHERE = "lora.init_from"
@@ -36,6 +37,8 @@ class StartingAdapter:
         alphas: alpha of each layer that has a different one.
         variant: the adapter method.
         base_weights_sha256: hash of the base it was trained on; None if not recorded.
+        quant: quantization of that base; None if not recorded.
+        quantizer: its block size and what it left out; None if not recorded.
         tensors: the method's tensors of each layer, such as ``{logical}.lora_a`` [r, in], f32.
     """
 
@@ -47,6 +50,8 @@ class StartingAdapter:
     alphas: dict[str, int]
     variant: str
     base_weights_sha256: str | None
+    quant: Quant | None
+    quantizer: Quantizer | None
     tensors: dict[str, npt.NDArray[np.float32]]
 
     @property
@@ -133,6 +138,8 @@ def read(directory: Path, family: Family) -> StartingAdapter:
         alphas=dict(ours.get("alpha_pattern") or {}),
         variant=manifest.variant,
         base_weights_sha256=ours.get("base_weights_sha256"),
+        quant=manifest.quant,
+        quantizer=manifest.quantizer,
         tensors=tensors,
     )
 
@@ -144,7 +151,7 @@ def _form(directory: Path) -> str | None:
 
 
 def _read_peft(directory: Path, family: Family) -> StartingAdapter:
-    adapter = read_peft(directory, family)
+    adapter, own = read_peft(directory, family), _own_record(directory)
     settings = adapter.settings
     alphas = {layer: settings.alpha_of(path) for layer, path in adapter.paths.items()}
     for found in (settings.alpha, *alphas.values()):
@@ -165,15 +172,17 @@ def _read_peft(directory: Path, family: Family) -> StartingAdapter:
         alpha=int(settings.alpha),
         alphas={layer: int(one) for layer, one in alphas.items() if one != settings.alpha},
         variant=settings.variants[0],
-        base_weights_sha256=_recorded_base(directory),
+        base_weights_sha256=None
+        if own is None
+        else (own.mens_exp or {}).get("base_weights_sha256"),
+        quant=None if own is None else own.quant,
+        quantizer=None if own is None else own.quantizer,
         tensors=adapter.tensors,
     )
 
 
-def _recorded_base(directory: Path) -> str | None:
-    """Return the base's hash if the PEFT directory is a copy of one of our adapters."""
+def _own_record(directory: Path) -> AdapterManifest | None:
+    """Return the record of our adapter that a PEFT directory is a copy of, if it is one."""
     if _form(directory.parent) != "v3" or directory != RunDir(directory.parents[1]).peft:
         return None
-    manifest, _ = read_adapter(directory.parent)
-    found = (manifest.mens_exp or {}).get("base_weights_sha256")
-    return str(found) if found else None
+    return read_adapter(directory.parent)[0]

@@ -53,13 +53,22 @@ class Passed:
         batch: the micro-batch, on the model's device.
         hidden_MD: hidden states at the supervised positions.
         head: maps ``[C, D]`` to logits ``[C, V]``.
-        reference: the same of the base alone, without gradients, if the objective needs it.
+        reference: the same of the base alone, or of the teacher, without gradients, if the
+            objective needs it and ``reference_logp_S`` is not known.
+        reference_logp_S: log-likelihood of each document under the base, f32 ``[S]``, if it was
+            computed before training.
     """
 
     batch: Batch
     hidden_MD: torch.Tensor
     head: Callable[[torch.Tensor], torch.Tensor]
     reference: Passed | None = None
+    reference_logp_S: torch.Tensor | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it can be compared with the base."""
+        return self.reference is not None or self.reference_logp_S is not None
 
 
 class Objective:
@@ -161,7 +170,7 @@ class CrossEntropy(Objective):
         if not torch.is_grad_enabled():
             return self._each(hidden_MD, targets_M, head)
         total = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
-        gradients = _Gradients(hidden_MD)
+        gradients = ChunkGradients(hidden_MD)
         for start in range(0, len(targets_M), self.chunk_tokens):
             piece = slice(start, start + self.chunk_tokens)
             hidden_CD = hidden_MD[piece].detach().requires_grad_(gradients.hidden_MD is not None)
@@ -194,7 +203,7 @@ class CrossEntropy(Objective):
         return LossSum(total=total, count=targets_M.numel(), losses_M=losses_M)
 
 
-class _Gradients:
+class ChunkGradients:
     """The gradients of a loss sum, accumulated chunk by chunk."""
 
     def __init__(self, hidden_MD: torch.Tensor) -> None:
@@ -313,15 +322,25 @@ class _Summed(torch.autograd.Function):
         return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None, None, None, None
 
 
+def row_pieces(logits_CV: torch.Tensor, *, on_gpu: int | None = None) -> Iterator[slice]:
+    """Yield slices of a few rows, as many as a processor's cache holds in f32.
+
+    Args:
+        logits_CV: the logits.
+        on_gpu: values of a slice on a GPU; None takes all rows together.
+    """
+    many, width = logits_CV.shape
+    elements = _CPU_ELEMENTS if logits_CV.device.type == "cpu" else on_gpu
+    rows = max(many if elements is None else elements // width, 1)
+    for start in range(0, many, rows):
+        yield slice(start, start + rows)
+
+
 def _pieces(
     logits_CV: torch.Tensor, targets_C: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield a few rows at a time: their slice, targets ``[rows, 1]``, and log-probabilities."""
-    rows = max(len(targets_C), 1)
-    if logits_CV.device.type == "cpu":
-        rows = max(_CPU_ELEMENTS // logits_CV.shape[1], 1)
-    for start in range(0, len(targets_C), rows):
-        piece = slice(start, start + rows)
+    for piece in row_pieces(logits_CV):
         logs = torch.log_softmax(logits_CV[piece].float(), dim=-1)
         yield piece, targets_C[piece, None], logs
 

@@ -3,7 +3,8 @@
 A pair is two documents side by side in a micro-batch. The loss of a micro-batch is the sum over its
 pairs, so that a step is the mean over all pairs of its micro-batches and processes.
 
-Shapes: M supervised positions, S documents, P pairs of answers, N answers with a label.
+Shapes: M supervised positions, S documents of a micro-batch and D of a side of the rows, P pairs of
+answers, N answers with a label.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def answers_of(passed: Passed, chunk_tokens: int) -> Answers:
 
 def against_base(passed: Passed, ours: Answers, chunk_tokens: int) -> Answers:
     """Return the log-likelihoods less those under the base, if the objective compares with it."""
+    if passed.reference_logp_S is not None:
+        return ours.less(Answers(passed.reference_logp_S, ours.tokens_S))
     if passed.reference is None:
         return ours
     with torch.no_grad():
@@ -74,7 +77,50 @@ def against_base(passed: Passed, ours: Answers, chunk_tokens: int) -> Answers:
     return ours.less(base)
 
 
-class Preference(Objective):
+@dataclass(frozen=True, slots=True)
+class KnownReference:
+    """Log-likelihoods under the base in nats, f32 ``[D]`` of each side; NaN where not computed."""
+
+    train_D: torch.Tensor
+    val_D: torch.Tensor
+
+    def of(self, batch: Batch, *, trains: bool) -> torch.Tensor:
+        """Return those of a micro-batch's documents, ``[S]``, on its device.
+
+        Args:
+            batch: the micro-batch.
+            trains: whether it is one of training; otherwise it is one of validation.
+        """
+        side_D = self.train_D if trains else self.val_D
+        found_S: torch.Tensor = side_D.index_select(0, documents_of(batch))
+        assert not found_S.isnan().any(), "all that the run needs was computed"
+        return found_S.to(batch.targets_M.device)
+
+
+def documents_of(batch: Batch) -> torch.Tensor:
+    """Return the numbers of a micro-batch's documents, int64 ``[S]``, in host memory."""
+    document_M = batch.host.document_M
+    assert document_M is not None, "streams number their documents"
+    documents_S: torch.Tensor = torch.unique_consecutive(document_M)
+    return documents_S
+
+
+class OfAnswers(Objective):
+    """An objective of the answers' log-likelihoods; those of the base can be computed before."""
+
+    chunk_tokens: int
+
+    def reference_logp(self, reference: Passed) -> torch.Tensor:
+        """Return the log-likelihood of each document under the base, f32 ``[S]``, in nats.
+
+        Args:
+            reference: a micro-batch that has passed through the base.
+        """
+        with torch.no_grad():
+            return answers_of(reference, self.chunk_tokens).logp_S
+
+
+class Preference(OfAnswers):
     """DPO, CPO and SimPO: a loss of the margin between the rewards of two answers.
 
     The score of an answer is its log-likelihood, less that under the base if the objective has a
@@ -125,7 +171,7 @@ class Preference(Objective):
         compared_S = scores.mean if self.averages else scores.logp_S
         losses_P = self.of_margin(compared_S[::2] - compared_S[1::2])
         nll_P = -ours.mean[::2]
-        rewarded_S = compared_S if passed.reference is None else scores.logp_S
+        rewarded_S = scores.logp_S if passed.has_reference else compared_S
         return LossSum(
             total=(losses_P + self.nll_weight * nll_P if self.nll_weight else losses_P).sum(),
             count=len(losses_P),
@@ -228,7 +274,7 @@ def pair_metrics(reward_S: torch.Tensor, nll_P: torch.Tensor) -> dict[str, torch
     }
 
 
-class KahnemanTversky(Objective):
+class KahnemanTversky(OfAnswers):
     """KTO (arXiv:2402.01306, eq. 7 and 8): a wanted answer gains on the base, another loses.
 
     With r the log-likelihood of an answer less that under the base, the loss of a wanted one is

@@ -25,7 +25,7 @@ from mens_exp.config.data_sources import GivenData
 from mens_exp.config.fields import UNSET, Effect
 from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
-from mens_exp.config.model import BundledModel, HfModel
+from mens_exp.config.model import BundledModel, HfModel, teacher_of
 from mens_exp.config.trainer import TUNING, Selection
 from mens_exp.corpus import synthetic
 from mens_exp.corpus.given_rows import read_given
@@ -33,6 +33,7 @@ from mens_exp.errors import MensError
 from mens_exp.layout import hub
 from mens_exp.layout.checkpoint_files import attribution_required, license_of
 from mens_exp.layout.families import family_in
+from mens_exp.layout.model_cache import hash_weights
 from mens_exp.layout.shape import family_for
 from mens_exp.rows.files import resolve_files
 
@@ -274,8 +275,37 @@ def _contents(config: RunConfig) -> dict[str, Any]:
         "data.path": _rows_hash(config, "path"),
         "data.val_path": _rows_hash(config, "val_path"),
         "data.sources": _sources(config),
+        "objective.teacher": _teacher(config),
         "tokenizer.chat_template": _hash(Path(template).expanduser()) if template else None,
     }
+
+
+def _teacher(config: RunConfig) -> str | None:
+    """Hash a teacher that is a directory; one of the hub is pinned by its commit."""
+    teacher = teacher_of(config.objective, config.model)
+    if teacher is config.model or not isinstance(teacher, HfModel):
+        return None
+    try:
+        directory = hub.local(teacher.id)
+        if directory is None:
+            return None
+        weights = _hash_of_shards(directory, _states(directory))
+        return digest({"weights": weights, "config": sha256_file(directory / "config.json")})
+    except (MensError, OSError):
+        return None  # reported by preflight
+
+
+def _states(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return name, size, modification time and inode of every shard of a directory."""
+    found = ((file.name, file.stat()) for file in sorted(directory.glob("*.safetensors")))
+    return tuple((name, one.st_size, one.st_mtime_ns, one.st_ino) for name, one in found)
+
+
+@functools.cache
+def _hash_of_shards(directory: Path, states: tuple[tuple[str, int, int, int], ...]) -> str:
+    """Hash the shards of a directory; once, because several parts of a command need a contract."""
+    del states  # of the key: shards that have changed are hashed again
+    return hash_weights(directory)
 
 
 def _sources(config: RunConfig) -> list[dict[str, Any]] | None:

@@ -33,7 +33,12 @@ from mens_exp.planning.forecast import (
     shared,
     tokens_per_step,
 )
-from mens_exp.planning.memory import compares, described_modules, trained_parameters
+from mens_exp.planning.memory import (
+    compares,
+    described_modules,
+    frozen_linears,
+    trained_parameters,
+)
 from mens_exp.planning.planner import environment_of, execution_plan, readers_of_names
 from mens_exp.rows.cache import peek
 from mens_exp.tokenizer.load import load_tokenizer
@@ -75,19 +80,17 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         return _of_stream(rows, data.seq_len)
     about = rows.record()
     exact = _cached_counts(config, rows, cache)
-    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
-    lengths = _lengths(train)
     if exact is not None:
         basis = "counted, from the cache"
-        counted = {**about, **exact, **lengths}
-        return {"source": rows.source, **counted, "exact": True, "basis": basis}
+        return {"source": rows.source, **about, **exact, "exact": True, "basis": basis}
+    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
     return {
         "source": rows.source,
         **about,
         "train_rows": len(rows.train),
         "train_tokens": round(sum(train)),
         "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
-        **lengths,
+        **_lengths(train),
         "exact": False,
         "basis": "estimated from the rows' characters; not encoded yet",
     }
@@ -159,6 +162,8 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
         "train_rows": train.documents // key.labelling.rows.together,
         "train_tokens": train.tokens,
         "val_tokens": val.tokens,
+        "longest_tokens": train.longest,
+        "typical_tokens": round(train.squares / max(train.tokens, 1)),
         **_contract(config, cache, key, train),
     }
 
@@ -266,6 +271,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
             "comparison": throughput_model.comparison_s(shape, device.kind)
             if compares(config)
             else None,
+            **_reference(config, shape, expected, device, data, total),
         },
         "memory_bytes": _memory(expected, device),
         "processes": shared(config, shape, documents, expected.memory, device),
@@ -281,6 +287,27 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         ],
         "measured": None,
     }
+
+
+def _reference(
+    config: RunConfig,
+    shape: Shape,
+    expected: Forecast,
+    device: machine.Machine,
+    data: dict[str, Any],
+    total: int | None,
+) -> dict[str, Any]:
+    """Return the seconds of the base's pass before training, if there is one.
+
+    Each document passes once, those of validation too; of a shorter run only those that it reads.
+    """
+    if not config.objective.spec.precomputes(config.objective):
+        return {}
+    train = data["train_tokens"] if total is None else min(total, data["train_tokens"])
+    tokens = train + min(config.data.val_max_tokens, data["val_tokens"])
+    pace = expected.pace.of_several(config.trainer.world_size, device.kind)
+    seconds = throughput_model.reference_s(pace, shape, frozen_linears(config, shape), tokens)
+    return {"reference": seconds}
 
 
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:

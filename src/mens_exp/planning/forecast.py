@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
-from mens_exp.config.model import HfModel, RandomModel, WeightsDtype
+from mens_exp.config.model import HfModel, RandomModel, WeightsDtype, teacher_of
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.rules.training import can_be_sharded
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.shape import shape_of
 from mens_exp.planning import machine, throughput_model
 from mens_exp.planning.activations import Documents
 from mens_exp.planning.memory import (
@@ -303,21 +304,24 @@ def forecast(
 
 def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: Machine) -> float:
     """Return training operations per token."""
+    spec = config.objective.spec
     adapter, linears = trained_parameters(config, shape), frozen_linears(config, shape)
     if isinstance(config.backend, ProxyConfig):
         return throughput_model.proxy_flop_per_token(
             linears + shape.vocab_size * shape.hidden_size,
             adapter,
-            learned_frac=config.objective.spec.supervised_frac(config.objective, documents.typical),
+            learned_frac=spec.supervised_frac(config.objective, documents.typical),
             micro_batch_tokens=config.data.micro_batch_size * config.data.seq_len,
         )
     again = recomputes(config, shape, machine.kind)
-    return throughput_model.flop_per_token(
+    teacher = teacher_of(config.objective, config.model)
+    passes = 0.0 if teacher is None else throughput_model.forward_flop_per_token(shape_of(teacher))
+    return passes + throughput_model.flop_per_token(
         shape,
         adapter,
         linears=linears,
         again=again,
-        reference=config.objective.spec.needs_reference,
+        reference=spec.needs_reference and not spec.precomputes(config.objective),
     )
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import trains_base
-from mens_exp.config.model import checkpointing_wanted
+from mens_exp.config.model import checkpointing_wanted, teacher_of
 from mens_exp.config.objective_spec import LOGIT_BYTES
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import Strategy
+from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import (
     adapter_parameters,
     adapter_tensors,
@@ -209,6 +210,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
+        **_teacher(config, shape, kind, width),
         "head chunk": _head_positions(config, shape, kind) * shape.vocab_size * LOGIT_BYTES,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
@@ -249,10 +251,22 @@ def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
 
 def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
     """Return the states of the base at supervised positions, where the objective compares them."""
-    if not config.objective.spec.needs_reference:
+    spec = config.objective.spec
+    if not spec.needs_reference or spec.precomputes(config.objective):
         return {}
     positions = config.data.seq_len * config.data.micro_batch_size
     return {"reference": positions * shape.hidden_size * width}
+
+
+def _teacher(config: RunConfig, shape: Shape, kind: str, width: int) -> dict[str, int]:
+    """Return the weights of the model to learn from, its states, and a chunk of its logits."""
+    named = teacher_of(config.objective, config.model)
+    if named is None:
+        return {}
+    teacher = shape_of(named)
+    positions = config.data.seq_len * config.data.micro_batch_size
+    logits = _head_positions(config, shape, kind) * teacher.vocab_size
+    return {"teacher": (teacher.parameters + positions * teacher.hidden_size + logits) * width}
 
 
 def compares(config: RunConfig) -> bool:

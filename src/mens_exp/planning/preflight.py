@@ -117,6 +117,7 @@ _CHECKS = (
     model.check_backend,
     model.check_model,
     model.check_weight_headers,
+    model.check_teacher,
     model.check_quantization,
     adapter.check_lora,
     adapter.check_initial_adapter,

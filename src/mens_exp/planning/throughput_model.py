@@ -222,8 +222,28 @@ def flop_per_token(
     through = shape.linear_parameters if linears is None else linears
     head = shape.vocab_size * shape.hidden_size
     twice = 2 * (through + adapter) if again else 0
-    apart = 2 * through + 2 * head * _SUPERVISED if reference else 0
+    apart = forward_flop_per_token(shape, linears) if reference else 0
     return twice + 4 * through + 6 * adapter + 4 * head * _SUPERVISED + apart
+
+
+def forward_flop_per_token(shape: Shape, linears: int | None = None) -> float:
+    """Return the operations per token of a pass of the base alone; see `flop_per_token`."""
+    through = shape.linear_parameters if linears is None else linears
+    return 2 * through + 2 * shape.vocab_size * shape.hidden_size * _SUPERVISED
+
+
+def reference_s(pace: Throughput, shape: Shape, linears: int, tokens: int) -> float | None:
+    """Estimate the seconds of one pass of the base over documents before training.
+
+    Args:
+        pace: the throughput; unknown on a GPU without earlier runs.
+        shape: dimensions of the base.
+        linears: weights of the linear layers that a token passes through.
+        tokens: tokens of the documents.
+    """
+    if pace.rate is None:
+        return None
+    return round(tokens * forward_flop_per_token(shape, linears) / pace.rate, 1)
 
 
 def proxy_flop_per_token(

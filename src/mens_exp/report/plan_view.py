@@ -201,6 +201,9 @@ def _time(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("comparison"):
         first = wording.duration(values["comparison"])
         yield f"and {first} to compare it with transformers, the first time"
+    if values.get("reference"):
+        once = wording.duration(values["reference"])
+        yield f"and {once} for the base's log-likelihoods, if they are not in the cache"
 
 
 def _disk(values: Mapping[str, Any]) -> Iterator[str]:

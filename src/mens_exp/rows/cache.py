@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mens_exp.rows.readers import FileOfRows, Reading
 
 _OF_PARTS = ("truncated", "dropped", "unrolled", "short")
-_COUNTS = ("documents", "tokens", "supervised_tokens", *_OF_PARTS)
+_COUNTS = ("documents", "tokens", "longest", "squares", "supervised_tokens", *_OF_PARTS)
 
 
 def cache_root() -> Path:
@@ -77,10 +77,15 @@ class CacheKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCounts:
-    """Document counts of a cache entry, available without opening the documents."""
+    """Document counts of a cache entry, available without opening the documents.
+
+    ``longest`` is the length of the longest document, ``squares`` the sum of the squared lengths.
+    """
 
     documents: int
     tokens: int
+    longest: int
+    squares: int
     supervised_tokens: int
     truncated: int
     dropped: int
@@ -193,6 +198,9 @@ def _summed(parts: Sequence[Encoded]) -> tuple[list[np.ndarray], TokenCounts]:
         offsets.append(part.offsets[1:] + counts["tokens"])
         counts["documents"] += len(part)
         counts["tokens"] += len(part.ids)
+        lengths = np.diff(part.offsets)
+        counts["longest"] = max(counts["longest"], int(lengths.max(initial=0)))
+        counts["squares"] += int(np.square(lengths.astype(np.int64)).sum())
         counts["supervised_tokens"] += int(part.supervised.sum())
         for name in _OF_PARTS:
             counts[name] += getattr(part, name)

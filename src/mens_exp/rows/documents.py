@@ -207,12 +207,15 @@ class RowDocuments:
         Raises:
             DataError: the objective cannot learn from the row, or the template alters it.
         """
-        chosen = self.answers(len(pair.exchanges), labelling)
+        chosen = self.answers(pair, labelling)
         return [answer_of(one, number, encoder) for one in self.variants(pair) for number in chosen]
 
-    def answers(self, exchanges: int, labelling: Labelling) -> range:
-        """Return the indices of the answers that are rendered, of a row with so many exchanges."""
-        return range(0 if labelling.turns == "all" else exchanges - 1, exchanges)
+    def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
+        """Return the indices of the answers of a row that are rendered, in order."""
+        first = 0 if labelling.turns == "all" else len(pair.history)
+        return [
+            number for number in range(first, len(pair.exchanges)) if number not in pair.unlearned
+        ]
 
     def documents_of(
         self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
@@ -256,10 +259,10 @@ class _EveryToken(RowDocuments):
 
     only_answers = False
 
-    def answers(self, exchanges: int, labelling: Labelling) -> range:
+    def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
         """Return the last: the text up to it is the whole row."""
         del labelling
-        return range(exchanges - 1, exchanges)
+        return [len(pair.history)]
 
     def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
         """Return the row, with every token supervised."""
@@ -289,10 +292,10 @@ class _Pair(RowDocuments):
         """Return the row as it is, and with its rejected answer."""
         return [pair, with_answer(pair, str(dict(pair.fields)[REJECTED]))]
 
-    def answers(self, exchanges: int, labelling: Labelling) -> range:
+    def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
         """Return the last answer."""
         del labelling
-        return range(exchanges - 1, exchanges)
+        return [len(pair.history)]
 
     def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
         """Return a document for each answer."""
@@ -418,9 +421,9 @@ class _Weighted(RowDocuments):
         """Return those of the other object."""
         return self.inner.variants(pair)
 
-    def answers(self, exchanges: int, labelling: Labelling) -> range:
+    def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
         """Return those of the other object."""
-        return self.inner.answers(exchanges, labelling)
+        return self.inner.answers(pair, labelling)
 
     def rendered(
         self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling

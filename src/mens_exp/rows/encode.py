@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
-ENCODING_VERSION = 4  # increment when ids, masks or counts of the same row change
+ENCODING_VERSION = 5  # increment when ids, masks or counts of the same row change
 MOST_BAD_ROWS = 20  # that are rendered before a refusal
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
 

@@ -237,6 +237,7 @@ class _RowReader:
             history=conversation.exchanges[:-1],
             conversation=conversation.as_json(),
             provenance=self._object(values, "provenance"),
+            unlearned=conversation.unlearned,
             fields=self._fields(values.get("fields"), judged.fields if judged else {}),
             place=self._problems.where,
         )

@@ -9,7 +9,7 @@ https://developers.openai.com/api/docs/guides/direct-preference-optimization).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.config.data import RowFormat
@@ -106,9 +106,14 @@ class _Reader:
         return self._pair(before) if form is RowFormat.preference else self._labelled(before)
 
     def answered(self) -> Conversation | None:
-        """Return the prompt with the row's only answer."""
+        """Return the prompt with the row's only answer; answers inside the prompt are given."""
         before = self._before()
-        return None if before is None else self._conversation(before, "response")
+        found = None if before is None else self._conversation(before, "response")
+        if before is None or found is None:
+            return None
+        asked = [self._role(turn) for turn in before]
+        given = sum(role not in {"system", "user", "tool"} for role in asked)
+        return replace(found, unlearned=tuple(range(given)))
 
     def _pair(self, before: list[Any]) -> Judged | None:
         chosen = self._conversation(before, "chosen")

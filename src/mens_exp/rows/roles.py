@@ -217,7 +217,7 @@ class _Counter:
                 yield self._apart(shape, pieces)
 
     def _learns_all(self, pair: TrainingPair) -> bool:
-        return len(self.rows.answers(len(pair.exchanges), self.labelling)) > 1
+        return len(self.rows.answers(pair, self.labelling)) > 1
 
     def _is_in_one(self, pair: TrainingPair, shape: Shape) -> bool:
         """Return whether one document has all answers, as the template keeps them unchanged."""

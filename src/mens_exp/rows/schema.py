@@ -17,7 +17,7 @@ from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, Problems
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +42,7 @@ class TrainingPair:
             results are part of the user's text, and calls are JSON in the answers.
         provenance: for a row written by a model, the model, the task and the sampling of the
             answer, as a JSON object string; None if unknown.
+        unlearned: indices of the exchanges whose answers are given and not learned.
         fields: further texts and numbers by name, sorted, which an objective reads: an answer that
             is worse, a weight.
         place: its location, as ``file:line``; not part of the row's content.
@@ -58,6 +59,7 @@ class TrainingPair:
     history: tuple[tuple[str, str], ...] = ()
     conversation: str | None = None
     provenance: str | None = None
+    unlearned: tuple[int, ...] = ()
     fields: tuple[tuple[str, str | int | float], ...] = ()
     place: str = field(default="", compare=False, repr=False)
 
@@ -77,6 +79,8 @@ class TrainingPair:
             content["history"] = [list(exchange) for exchange in self.history]
         if self.conversation is not None:
             content["conversation"] = self.conversation
+        if self.unlearned:
+            content["unlearned"] = list(self.unlearned)
         if self.fields:
             content["fields"] = dict(self.fields)
         return digest.digest(content)[:16]
@@ -119,7 +123,8 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
     }
     labels = {name: value for name, value in optional.items() if value is not None}
     if pair.conversation is not None:
-        return {**_in_any_order(pair.conversation), **labels}
+        held = _in_any_order(pair.conversation)
+        return {**held, "messages": _weighed(held["messages"], pair.unlearned), **labels}
     if pair.is_text:
         return {"text": pair.response, **labels}
     if not pair.history:
@@ -129,7 +134,16 @@ def to_json(pair: TrainingPair) -> dict[str, Any]:
         for exchange in pair.exchanges
         for role, content in zip(("user", "assistant"), exchange, strict=True)
     ]
-    return {"messages": turns, **labels}
+    return {"messages": _weighed(turns, pair.unlearned), **labels}
+
+
+def _weighed(turns: list[dict[str, Any]], unlearned: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the turns; answers that are not learned have OpenAI's weight 0."""
+    places = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    without = {places[number] for number in unlearned}
+    return [
+        {**turn, TURN_WEIGHT: 0} if place in without else turn for place, turn in enumerate(turns)
+    ]
 
 
 def _in_any_order(conversation: str) -> dict[str, Any]:
@@ -232,6 +246,7 @@ def json_type(value: object) -> str:
     return "object" if isinstance(value, Mapping) else type(value).__name__
 
 
+TURN_WEIGHT: Final = "weight"  # OpenAI's: 0 for an answer that is given and not learned
 REJECTED: Final = "rejected"  # the further field of a row that is a pair of answers
 LABEL: Final = "label"  # that of a row whose answer is wanted (1) or not (0)
 PARALLEL_CALLS: Final = "parallel_tool_calls"  # OpenAI's: whether a turn may call several tools

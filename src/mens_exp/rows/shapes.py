@@ -180,6 +180,7 @@ def _probe(pair: TrainingPair, exchange: int, pad: str = "") -> TrainingPair:
         response=last[1],
         system=system if pair.system else pair.system,
         history=tuple(history),
+        unlearned=pair.unlearned,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.errors import nearest
-from mens_exp.rows.schema import RowProblems, json_type, shown
+from mens_exp.rows.schema import TURN_WEIGHT, RowProblems, json_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,6 @@ SHAREGPT: Final = TurnKeys(
     content="value",
     roles={**_ROLES, "human": "user", "gpt": "assistant", _CALL: _CALL, "observation": "tool"},
 )
-_WEIGHT: Final = "weight"  # OpenAI's: 0 for an answer that is not to be learned
 # Keys of a turn in addition to role and content, by role.
 _EXTRA: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 
@@ -51,12 +50,14 @@ class Conversation:
     """The system prompt if there is one, the exchanges of texts, and all turns.
 
     ``turns`` is empty unless the conversation involves tools, and excludes the system prompt.
+    ``unlearned`` are the indices of exchanges whose answers are given and not learned.
     """
 
     system: str | None
     exchanges: tuple[tuple[str, str], ...]
     turns: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    unlearned: tuple[int, ...] = ()
 
     def as_json(self) -> str | None:
         """Return turns and tools as JSON; None if the conversation does not involve tools.
@@ -108,13 +109,29 @@ def read_turns(
         return None
     system = known[0]["content"] if known[0]["role"] == "system" else None
     rest = known if system is None else known[1:]
+    unlearned = _unlearned(value, keys, problems)
     with_tools = bool(tools) or any("tool_calls" in turn for turn in rest)
     return Conversation(
         system=system,
         exchanges=tuple(_exchanges(rest)),
         turns=rest if with_tools else [],
         tools=tools or [],
+        unlearned=unlearned,
     )
+
+
+def _unlearned(turns: Sequence[Any], keys: TurnKeys, problems: RowProblems) -> tuple[int, ...]:
+    """Return the indices of the answers of weight 0, OpenAI's mark of those not to learn."""
+    answers = [turn for turn in turns if keys.roles[turn[keys.role]] in {"assistant", _CALL}]
+    found = tuple(number for number, turn in enumerate(answers) if turn.get(TURN_WEIGHT) == 0)
+    if found and found[-1] == len(answers) - 1:
+        problems.add(
+            f"the last answer has {TURN_WEIGHT!r} 0",
+            shown(answers[-1].get(keys.content)),
+            "a row that ends with an answer to learn",
+            "end the row before that answer, or drop the row",
+        )
+    return found
 
 
 def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
@@ -160,7 +177,7 @@ def _turn(
     role = keys.roles.get(spoken) if isinstance(spoken, str) else None
     extra = _EXTRA.get(role or "", ())
     for key, value in turn.items():
-        if key == _WEIGHT and role == "assistant":
+        if key == TURN_WEIGHT and role == "assistant":
             _check_weight(value, name, problems)
         elif key not in {keys.role, keys.content, *extra} and value is not None:
             problems.add(
@@ -195,13 +212,11 @@ def _turn(
 
 
 def _check_weight(value: object, name: str, problems: RowProblems) -> None:
-    if value is not None and value != 1:
+    if value is not None and (isinstance(value, bool) or value not in (0, 1)):
         problems.add(
-            f"{name} has another {_WEIGHT!r} than 1",
+            f"{name} has another {TURN_WEIGHT!r} than 0 and 1",
             shown(value),
-            "1, or none: every answer of a conversation is learned",
-            "end the row before that answer, or make rows that end with the answers to learn, "
-            "and take objective.turns=last",
+            "0 for an answer that is given and not learned, 1 or none for one that is learned",
         )
 
 

@@ -17,6 +17,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.lora import ADAPTERS, LoraVariant
+from mens_exp.config.quant import QUANTIZERS
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.evals.engines import Served, VllmEngine, open_vllm
@@ -24,7 +25,7 @@ from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.layout.targets import linear_modules
+from mens_exp.layout.targets import linear_modules, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.tasks.fit import suite_part
@@ -49,8 +50,9 @@ from mens_exp.training.wandb_mirror import mirror
 from mens_exp.training.wandb_names import id_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from mens_exp.artifacts.adapter_v3 import Quant, Quantizer
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
     from mens_exp.errors import MensError
@@ -243,8 +245,16 @@ def subject_named(path: str) -> Subject:
     return Subject(path=str(directory))
 
 
-def evaluation_problems(config: RunConfig, subject: Subject) -> list[MensError]:
-    """List problems that prevent loading a subject, as far as files show them."""
+def evaluation_problems(
+    config: RunConfig, subject: Subject, given: Iterable[str]
+) -> list[MensError]:
+    """List problems that prevent loading a subject, as far as files show them.
+
+    Args:
+        config: the command's configuration, which is changed.
+        subject: the subject.
+        given: the command's own overrides.
+    """
     if config.eval.engine is EngineKind.openai:
         return []  # the server has the model
     if config.eval.engine is EngineKind.vllm:
@@ -257,8 +267,50 @@ def evaluation_problems(config: RunConfig, subject: Subject) -> list[MensError]:
     found = base_problems(config)
     if subject.is_base or found:
         return found
-    theirs, _ = with_adapter(config, Path(subject.path))
-    return list(check_initial_adapter(theirs))
+    theirs, adapter = with_adapter(config, Path(subject.path))
+    found = list(check_initial_adapter(theirs))
+    groups = {text.lstrip("+~").partition("=")[0].partition(".")[0] for text in given}
+    if not groups & {"quant", "backend"}:
+        found += _on_another_base(config, adapter)
+    return found
+
+
+def _on_another_base(config: RunConfig, adapter: StartingAdapter) -> Iterator[RequestError]:
+    """Yield a problem if the base of a command that does not choose one is not that of training."""
+    if adapter.quant is None:
+        return
+    needed = _quantization(config, adapter.quant, adapter.quantizer)
+    if needed:
+        yield RequestError(
+            "the adapter was trained on a base that is quantized in another way",
+            where="path",
+            found=f"{adapter.directory}: {adapter.quant['base_quant']}",
+            expected=f"{config.quant.quant_type.value}, this command's",
+            remedy=f"add {' '.join(needed)} to score the model that was trained, or a `quant` or "
+            "`backend` of your own to score the adapter on another base",
+        )
+
+
+def _quantization(config: RunConfig, quant: Quant, recorded: Quantizer | None) -> list[str]:
+    """Return the overrides that turn the base of a command into the one that is recorded."""
+    spec, ours = QUANTIZERS.known(quant["base_quant"]), config.quant
+    if spec is None or spec.name == ours.quant_type.value == "none":
+        return []  # the former cannot be built here
+    if not spec.is_quantized:
+        return ["backend=lora"]
+    is_ours = spec.name == ours.quant_type.value
+    found = [] if is_ours else [f"quant={spec.name}"]
+    double_quant, block = (ours.double_quant, ours.block) if is_ours else (True, spec.usual_block)
+    if "double_quant" in spec.settings and quant["double_quant"] != double_quant:
+        found.append(f"quant.double_quant={str(quant['double_quant']).lower()}")
+    if recorded is None:
+        return found
+    if spec.in_blocks and recorded["block_size"] != block:
+        found.append(f"quant.block_size={recorded['block_size']}")
+    left = {one.path for one in skipped(ours.skip, shape_of(config.model))}
+    if left != set(recorded["skip"]):
+        found.append(f"quant.skip=[{','.join(recorded['skip'])}]")
+    return found
 
 
 def _vllm_problems(subject: Subject) -> list[MensError]:

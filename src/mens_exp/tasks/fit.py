@@ -37,6 +37,7 @@ from mens_exp.tasks.inputs import (
     describe,
     keep_bad_rows,
     note_origin,
+    read_teacher,
     refuse_changed,
     tokenizer_of,
 )
@@ -75,6 +76,7 @@ class Inputs:
     tokenizer: Tokenizer
     rows: Rows
     data: RowsDataModule
+    teacher: BaseModel | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +101,8 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
     late = late_scorecard_problems(config, data.max_steps, bound)
     Problems.raise_if([*warmup_problems(config, data.max_steps, bound), *late])
-    inputs = describe(base, tokenizer, rows, data)
+    teacher = read_teacher(config, base, cache)
+    inputs = describe(base, tokenizer, rows, data, teacher)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless a run is resumed
     run.manifest.inputs.update(inputs)
     if rows.streamed:
@@ -121,7 +124,7 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
         note = objective_note(config.objective, is_chatml=is_chatml(tokenizer))
         run.manifest.facts["training_objective_note"] = note
     run.save()
-    return Inputs(base=base, tokenizer=tokenizer, rows=rows, data=data)
+    return Inputs(base=base, tokenizer=tokenizer, rows=rows, data=data, teacher=teacher)
 
 
 def fit(
@@ -168,7 +171,7 @@ def fit(
         report_start(run, backend)
         if start is not None:
             backend.load_adapter(start.tensors)
-        module = build_module(config, backend, data)
+        module = build_module(config, backend, data, teacher=inputs.teacher, rank=rank)
         early = scoring = None
         if rank.is_first:
             early = prepared_early(config, run, backend, inputs.rows.heldout, inputs.tokenizer)
@@ -176,6 +179,7 @@ def fit(
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
         if rank.is_first or is_sharded(config, rank):  # a sharded base needs all processes
             certify_steps(config, run, inputs.base, module, data, compared)
+        compute_reference(config, run, inputs.base, module, data, rank)
         _validate_before(run, trainer, module, data, rank)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         if module.selected is None:  # otherwise training validates after its last step
@@ -196,8 +200,24 @@ def fit(
             note_peft_view(run)
         if rank.is_first:
             note_view_differences(config, run, module, data)
+    module.teacher = None  # scoring needs its memory
     _note_processes(run, rank)
     return Fitted(trainer=trainer, module=module, early=early)
+
+
+def compute_reference(
+    config: RunConfig,
+    run: Run,
+    base: BaseModel,
+    module: TrainingModule,
+    data: RowsDataModule,
+    rank: Rank,
+) -> None:
+    """Compute the base's log-likelihoods before training, if the run asks for it."""
+    if config.objective.spec.precomputes(config.objective):
+        from mens_exp.training.reference_pass import known_reference
+
+        module.known_reference = known_reference(config, run, base, module, data, rank)
 
 
 def _note_processes(run: Run, rank: Rank) -> None:

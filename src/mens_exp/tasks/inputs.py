@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import digest, refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.config.model import teacher_of
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.export import certificate
 from mens_exp.export.adapter import config_of_adapter, with_scale_one
+from mens_exp.planning.checks.model import other_tokenizer
 from mens_exp.planning.contract import origin_of
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.rows import readers
@@ -69,8 +71,28 @@ def own_template(run: RunDir) -> Path | None:
     return run.chat_template
 
 
+def read_teacher(config: RunConfig, base: BaseModel, cache: Path) -> BaseModel | None:
+    """Return the model that the objective learns from, downloaded and hashed; None if it has none.
+
+    Raises:
+        ConfigError: its tokenizer is another one than the base's.
+    """
+    named = teacher_of(config.objective, config.model)
+    if named is None or named is config.model:
+        return None if named is None else base
+    from mens_exp.model.sources import resolve
+
+    teacher = resolve(named, cache)
+    Problems.raise_if(list(other_tokenizer(base.directory, teacher.directory)))
+    return teacher
+
+
 def describe(
-    base: BaseModel, tokenizer: Tokenizer, rows: Rows | None, data: RowsDataModule | None = None
+    base: BaseModel,
+    tokenizer: Tokenizer,
+    rows: Rows | None,
+    data: RowsDataModule | None = None,
+    teacher: BaseModel | None = None,
 ) -> dict[str, Any]:
     """Return the manifest's ``inputs``; without ``data``, they omit the encoded documents."""
     dated = {"chat_template_date": tokenizer.date} if tokenizer.is_dated else {}
@@ -86,7 +108,18 @@ def describe(
         "chat_template_sha256": tokenizer.template_sha256,
         "chat_template": tokenizer.template_source,
         **dated,
+        **({} if teacher is None else {"teacher": _of_teacher(teacher)}),
         **({} if rows is None else {"data": _rows_of(rows) | (_encoded(data) if data else {})}),
+    }
+
+
+def _of_teacher(teacher: BaseModel) -> dict[str, Any]:
+    return {
+        "name": teacher.name,
+        "source": teacher.source,
+        "weights_sha256": teacher.weights_sha256,
+        **definition_of(teacher),
+        **_from_hub(teacher),
     }
 
 

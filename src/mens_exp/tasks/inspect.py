@@ -34,6 +34,7 @@ from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.shape import family_for
 from mens_exp.planning.contract import RECORDING_CALLBACKS
+from mens_exp.planning.machine import ALONE
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.report.evidence_views import (
@@ -51,7 +52,8 @@ from mens_exp.tasks.checks import (
     other_conditions,
     refuse_differences,
 )
-from mens_exp.tasks.inputs import describe, hashes_in, tokenizer_of
+from mens_exp.tasks.fit import compute_reference
+from mens_exp.tasks.inputs import describe, hashes_in, read_teacher, tokenizer_of
 from mens_exp.tasks.lineage import Inspected, lineage, named_base, shortened
 from mens_exp.tasks.resolve_references import inspected
 from mens_exp.tasks.run import Run
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.layout.starting_adapter import StartingAdapter
+    from mens_exp.model.sources import BaseModel
 
 T = TypeVar("T")
 
@@ -273,7 +276,8 @@ def _run(again: _Again) -> str:
     tokenizer = tokenizer_of(config.tokenizer, base, again.subject)
     rows = load_rows(config.data, cache)
     data = RowsDataModule(config, rows, tokenizer, cache)
-    found = dict(hashes_in(describe(base, tokenizer, rows, data)))
+    teacher = read_teacher(config, base, cache)
+    found = dict(hashes_in(describe(base, tokenizer, rows, data, teacher)))
     start = _start(config)
     if start is not None:
         found["init_from.adapter_sha256"] = start.sha256
@@ -289,7 +293,7 @@ def _run(again: _Again) -> str:
             backend.load_adapter(start.tensors)
         again.checks += _start_checks(again, backend)
         if not differing(again.checks):
-            _steps(again, backend, data)
+            _steps(again, backend, data, base, teacher)
     return str(device_of(config.trainer.accelerator))
 
 
@@ -319,7 +323,13 @@ def _start_checks(again: _Again, backend: Backend) -> list[Check]:
     return [compared(what, sha256, digest(found), step=0)]
 
 
-def _steps(again: _Again, backend: Backend, data: RowsDataModule) -> None:
+def _steps(
+    again: _Again,
+    backend: Backend,
+    data: RowsDataModule,
+    base: BaseModel,
+    teacher: BaseModel | None,
+) -> None:
     """Train until a step differs or enough steps were equal."""
     from mens_exp.training.build import build_module, build_trainer, fit_first_steps
     from mens_exp.training.optimizer import in_its_order
@@ -343,8 +353,9 @@ def _steps(again: _Again, backend: Backend, data: RowsDataModule) -> None:
         )
         scratch = Run(RunDir(Path(folder)), blank)
         with scratch.telemetry:
-            module = build_module(again.config, backend, data)
+            module = build_module(again.config, backend, data, teacher=teacher)
             trainer = build_trainer(again.config, scratch, max_steps=data.max_steps)
+            compute_reference(again.config, scratch, base, module, data, ALONE)
             fit_first_steps(trainer, module, data, look)
 
 

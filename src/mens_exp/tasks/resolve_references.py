@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.certificate import ArtifactKind
 from mens_exp.artifacts.decision_ledger import is_ledger
@@ -17,7 +17,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.data import HubData, MixData
 from mens_exp.config.mix import sources_of
-from mens_exp.config.model import HfModel
+from mens_exp.config.model import HfModel, teacher_of
 from mens_exp.config.sweep import EARLIER, SLURM
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.config.validate import TASK_READS, problems_of
@@ -114,6 +114,7 @@ def _pin_model(cell: Cell) -> None:
 
     References that cannot be resolved stay unchanged; preflight reports why.
     """
+    _pin_teacher(cell)
     model = cell.config.model
     if not isinstance(model, HfModel):
         return
@@ -124,6 +125,20 @@ def _pin_model(cell: Cell) -> None:
     cell.config.model = settled
     cell.composed.values.model.id = settled.id
     cell.composed.values.model.revision = settled.revision
+
+
+def _pin_teacher(cell: Cell) -> None:
+    """Do the same for the model that an objective learns from."""
+    objective: Any = cell.config.objective
+    teacher = teacher_of(objective, cell.config.model)
+    if teacher is cell.config.model or not isinstance(teacher, HfModel):
+        return
+    try:
+        settled = pinned(teacher)
+    except MensError:
+        return
+    for group in (objective, cell.composed.values.objective):
+        group.teacher, group.teacher_revision = settled.id, settled.revision
 
 
 def pin_rows(cell: Cell) -> None:
@@ -192,7 +207,7 @@ def _pin_evaluated(cell: Cell) -> list[MensError]:
         _pin_model(cell)
         pin_rows(cell)
     # The check adds the adapter's layers to a configuration, so it gets a copy.
-    return evaluation_problems(copy.deepcopy(config), subject)
+    return evaluation_problems(copy.deepcopy(config), subject, cell.composed.overrides)
 
 
 def _merges(config: RunConfig) -> bool:

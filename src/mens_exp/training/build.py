@@ -32,6 +32,7 @@ from mens_exp.artifacts.digest import (
     sha256_bytes,
 )
 from mens_exp.artifacts.metrics import declare
+from mens_exp.backends.frozen_base import Teacher
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.trainer import ScorecardConfig, Selection
 from mens_exp.errors import RequestError, SetupError
@@ -171,13 +172,32 @@ def build_backend(
     return backend
 
 
-def build_module(config: RunConfig, backend: Backend, data: RowsDataModule) -> TrainingModule:
-    """Combine backend and objective into the module, in training mode."""
+def build_module(
+    config: RunConfig,
+    backend: Backend,
+    data: RowsDataModule,
+    *,
+    teacher: BaseModel | None = None,
+    rank: Rank = ALONE,
+) -> TrainingModule:
+    """Combine backend and objective into the module, in training mode.
+
+    Args:
+        config: the whole configuration.
+        backend: the model to train.
+        data: the rows.
+        teacher: the model to learn from, if the objective has one.
+        rank: the rank of this process.
+    """
     declare(config.objective.spec.metrics)
     module = _module(config, backend, _objective(config), total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
     if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes
+    if teacher is not None:
+        module.teacher = Teacher(
+            config, teacher, device_of(config.trainer.accelerator, rank.local_rank)
+        )
     module.train()  # from_pretrained sets evaluation mode, and Lightning keeps it
     return module
 

@@ -469,6 +469,7 @@ class _Observing(TrainingModule):
 def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _Step:
     """Run one optimizer step over a stream."""
     observing = _Observing(config, module.backend, module.objective, total_steps=1)
+    observing.teacher = module.teacher
     trainer = Trainer(
         accelerator="cpu" if next(module.parameters()).device.type == "cpu" else "gpu",
         devices=1,

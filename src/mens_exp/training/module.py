@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.artifacts.telemetry import Telemetry
+    from mens_exp.backends.frozen_base import Teacher
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import LossSum, TokenLoss
+    from mens_exp.objective.preference import KnownReference
 
 
 class RunRecord(Protocol):
@@ -148,8 +150,10 @@ class TrainingModule(LightningModule):
     training. ``step_metrics`` holds the declared metrics of the current step; callbacks add to it
     with :meth:`record`, and the telemetry callback writes it together with ``step_digests``.
     ``before_update`` holds what checks the loss sum and the norm of the gradient before the update
-    of the current step. ``scored`` is the step of the latest scorecard of this process (-1 before
-    the first) and its metrics. ``validated_bytes`` is the size of the text that validation
+    of the current step. ``known_reference`` has the log-likelihoods under the base, if they were
+    computed before training, and ``teacher`` the model to learn from, if the objective has one.
+    ``scored`` is the step of the latest scorecard of this process (-1
+    before the first) and its metrics. ``validated_bytes`` is the size of the text that validation
     predicts, if it is known and the objective is a likelihood; the loss is then also reported in
     bits per byte.
     ``validated`` has a row for each of the ``validation_documents`` documents, [documents, 2] f64:
@@ -199,6 +203,8 @@ class TrainingModule(LightningModule):
         self.scored: tuple[int, dict[str, float]] = (-1, {})
         self._val_documents = torch.zeros(0, 2, dtype=torch.float64)
         self.before_update: list[Callable[[float, float], None]] = []
+        self.known_reference: KnownReference | None = None
+        self.teacher: Teacher | None = None
         self._step = _Sums()
         self._val = _Sums()
 
@@ -258,13 +264,25 @@ class TrainingModule(LightningModule):
     def passed(self, batch: Batch) -> tuple[Passed, LossSum]:
         """Pass a micro-batch through the model, and return its loss."""
         self.backend.begin(batch.index)
-        reference = None
+        reference, logp_S = None, None
         if self.config.objective.spec.needs_reference:
-            reference = self._of_base(batch)
-        passed = Passed(batch, self.backend(batch), self.backend.head, reference)
+            logp_S = self._precomputed(batch)
+            reference = self.of_base(batch) if logp_S is None else None
+        if self.teacher is not None:
+            reference = self.teacher.passed(batch)
+        passed = Passed(batch, self.backend(batch), self.backend.head, reference, logp_S)
         return passed, self.objective.loss(passed)
 
-    def _of_base(self, batch: Batch) -> Passed:
+    def _precomputed(self, batch: Batch) -> torch.Tensor | None:
+        """Return the log-likelihood of each document under the base, if it is known.
+
+        The PEFT view may compute the base in other forms, so that it needs a pass.
+        """
+        if self.known_reference is None or self.condition == "peft_view":
+            return None
+        return self.known_reference.of(batch, trains=self.training)
+
+    def of_base(self, batch: Batch) -> Passed:
         """Pass a micro-batch through the base alone, whose head stays that of the base."""
         is_base = self.condition == "base"  # inside of `as_base`, which would end with this block
 

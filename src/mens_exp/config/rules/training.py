@@ -9,7 +9,10 @@ import re
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
+from mens_exp.config.data import RowsData
+from mens_exp.config.model import teacher_of
 from mens_exp.config.objective import OBJECTIVES
+from mens_exp.config.objective_spec import PRECOMPUTED
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import (
     BY_CLASS,
@@ -335,7 +338,50 @@ def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=config.backend.name,
             expected="a backend whose base is frozen: qlora, lora or proxy",
         )
+    yield from _teacher_problems(config)
+    if spec.precomputes(settings) and isinstance(config.data, RowsData) and config.data.streaming:
+        yield ConfigError(
+            "needs all rows before training, and data.streaming=true reads them as it goes",
+            where=f"objective.{PRECOMPUTED}",
+            found="true with data.streaming=true",
+            expected="rows that are read before training",
+            remedy=f"set data.streaming=false, or objective.{PRECOMPUTED}=false",
+        )
     yield from spec.problems(settings, config.data.seq_len)
+
+
+_WITH_TEACHER = ("qlora", "lora", "full")  # backends that compute all positions of a causal model
+
+
+def _teacher_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the reasons why a run cannot learn from a teacher."""
+    teacher = teacher_of(config.objective, config.model)
+    if teacher is None:
+        return
+    if config.backend.name not in _WITH_TEACHER:
+        yield ConfigError(
+            f"objective={config.objective.name} needs the graph of a causal model",
+            where="backend",
+            found=config.backend.name,
+            expected=", ".join(_WITH_TEACHER),
+            remedy="choose backend=qlora",
+        )
+    if teacher is config.model and not config.quant.is_quantized:
+        yield ConfigError(
+            "null is the base before quantization, which is the student itself here",
+            where="objective.teacher",
+            found="null with quant=none",
+            expected="another model, or a quantized base",
+            remedy="name one with objective.teacher=<path or id>, or choose backend=qlora",
+        )
+    if config.trainer.sharing is Strategy.fsdp:
+        yield ConfigError(
+            "the teacher is whole in every process, and the base is in parts to save its memory",
+            where="objective",
+            found=f"{config.objective.name} with trainer=fsdp",
+            expected="trainer=ddp, or one process",
+            remedy="choose trainer=ddp",
+        )
 
 
 _LOSS = "val/loss"

@@ -5,11 +5,18 @@ The embedding and the heads are checked from the headers alone, and the backend 
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.fields import range_problems
-from mens_exp.config.model import BundledModel, HfModel, RandomModel, WeightsDtype
+from mens_exp.config.model import (
+    BundledModel,
+    HfModel,
+    RandomModel,
+    WeightsDtype,
+    teacher_of,
+)
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.corpus.source import labelling_of
@@ -73,13 +80,15 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
             check_weights(directory)
 
 
-def _without_effect(model: HfModel) -> Iterator[MensError]:
+def _without_effect(
+    model: HfModel, where: str = "model.revision", named_by: str = "model.id"
+) -> Iterator[MensError]:
     if model.revision is not None and hub.local(model.id) is not None:
         yield NoEffectError(
             "on a directory",
-            where="model.revision",
+            where=where,
             found=model.revision,
-            expected=f"null, because model.id is the directory {model.id}",
+            expected=f"null, because {named_by} is the directory {model.id}",
         )
 
 
@@ -153,6 +162,64 @@ def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[Me
     if last >= shape.vocab_size:
         where = str(directory / "tokenizer.json")
         yield messages.ids_without_embedding(where, last, shape.vocab_size)
+
+
+def check_teacher(config: RunConfig) -> Iterator[MensError]:
+    """Yield the reasons why a teacher's distributions are not those of the student's tokens."""
+    teacher = teacher_of(config.objective, config.model)
+    if teacher is None or teacher is config.model:
+        return
+    assert isinstance(teacher, HfModel), "another one is a directory or of the hub"
+    directory = hub.describe(teacher)
+    if not directory.shards and config.task.name != "plan":
+        hub.pinned(teacher)  # raises the reason why it is unavailable
+    yield from _without_effect(teacher, "objective.teacher_revision", "objective.teacher")
+    yield from _quantized(directory)
+    theirs, ours = shape_of(teacher), shape_of(config.model)
+    if theirs.vocab_size != ours.vocab_size:
+        yield ConfigError(
+            "the teacher has another vocabulary",
+            where="objective.teacher",
+            found=f"{teacher.id}: {theirs.vocab_size:,} logits",
+            expected=f"{ours.vocab_size:,}, as {config.model.name}",
+            remedy="choose a teacher of the same family of models",
+        )
+    if config.data.seq_len > theirs.max_position_embeddings:
+        most = theirs.max_position_embeddings
+        yield messages.sequence_past_positions(config.data.seq_len, most, teacher.id)
+    student = ready_directory(config.model, cache_root())
+    if student is not None and directory.shards:
+        yield from other_tokenizer(student, directory.path)
+        check_weights(directory)
+
+
+# Parts of a tokenizer.json that decide ids, given a text.
+_DECIDE_IDS = ("model", "added_tokens", "normalizer", "pre_tokenizer")
+
+
+def other_tokenizer(student: Path, teacher: Path) -> Iterator[ConfigError]:
+    """Yield a difference between the tokenizers of two directories: the ids of a text.
+
+    Args:
+        student: directory of the model to train.
+        teacher: directory of the model to learn from.
+    """
+    ours, theirs = (
+        json.loads((one / "tokenizer.json").read_text("utf-8")) for one in (student, teacher)
+    )
+    for tokens in (ours, theirs):
+        added = tokens.get("added_tokens") or []
+        tokens["added_tokens"] = {one["id"]: one["content"] for one in added}
+    for name in _DECIDE_IDS:
+        if ours.get(name) != theirs.get(name):
+            yield ConfigError(
+                "the teacher has another tokenizer",
+                where="objective.teacher",
+                found=f"{teacher / 'tokenizer.json'}: another {name}",
+                expected=f"that of {student / 'tokenizer.json'}",
+                remedy="choose a teacher with the tokenizer of the student",
+            )
+            return
 
 
 def check_weight_headers(config: RunConfig) -> Iterator[MensError]:

@@ -1,0 +1,197 @@
+"""Distillation: the divergence between a teacher's and the student's token distributions.
+
+With teacher p = softmax(y / T) and student q = softmax(z / T) over the vocabulary, of logits y and
+z, the divergence of a token is one of
+
+- forward KL, beta = 0: Σ p (log p - log q) (arXiv:1503.02531);
+- reverse KL, beta = 1: Σ q (log q - log p) (arXiv:2306.08543);
+- generalized Jensen-Shannon, between them: beta Σ p (log p - log m) +
+  (1 - beta) Σ q (log q - log m) with m = beta p + (1 - beta) q (arXiv:2306.13649, eq. 1).
+
+Their gradients by z are 1 / T times q - p; q (log q - log p - KL(q‖p)); and (1 - beta) q (log q -
+log m - KL(q‖m)). They are computed here a few rows at a time, as those of the cross entropy are, so
+that neither f32 logits nor distributions of all positions exist at the same time. Rows come from a
+data set; the student generates none (lambda = 0 in arXiv:2306.13649).
+
+Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a chunk, N rows that
+are computed at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from mens_exp.objective.causal import ChunkGradients, LossSum, Objective, row_pieces
+
+if TYPE_CHECKING:
+    from mens_exp.objective.causal import Passed
+
+
+# Values of a slice on a GPU, of which up to ten f32 copies exist. Unverified guess.
+_GPU_ELEMENTS = 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation(Objective):
+    """Mean over tokens of (1 - ``ce_weight``) · divergence + ``ce_weight`` · cross entropy.
+
+    Without gradients it is the cross entropy alone, so that validation losses compare with those of
+    runs without a teacher; the divergence is a metric of both.
+    """
+
+    name: str
+    chunk_tokens: int
+    beta: float = 0.0
+    temperature: float = 1.0
+    ce_weight: float = 0.0
+
+    def loss(self, passed: Passed) -> LossSum:
+        """Return the sum over the tokens of a micro-batch; the teacher is ``passed.reference``."""
+        teacher, targets_M = passed.reference, passed.batch.targets_M
+        assert teacher is not None, "the objective has a teacher"
+        learns = torch.is_grad_enabled()
+        sums = torch.zeros(4, dtype=torch.float32, device=targets_M.device)
+        gradients = ChunkGradients(passed.hidden_MD)
+        for start in range(0, len(targets_M), self.chunk_tokens):
+            piece = slice(start, start + self.chunk_tokens)
+            hidden_CD = passed.hidden_MD[piece].detach().requires_grad_(learns)
+            found = summed_divergence(
+                passed.head(hidden_CD),
+                teacher.head(teacher.hidden_MD[piece]),
+                targets_M[piece],
+                beta=self.beta,
+                temperature=self.temperature,
+                ce_weight=self.ce_weight,
+            )
+            if learns:
+                gradients.add(piece, hidden_CD, found.loss)
+            sums += torch.stack([one.detach() for one in found])
+        total, divergence, nll, teacher_nll = sums
+        return LossSum(
+            total=gradients.attached_to(total) if learns else nll,
+            count=targets_M.numel(),
+            metrics={"divergence": divergence, "teacher_nll": teacher_nll},
+        )
+
+
+class Summed(NamedTuple):
+    """Sums over the tokens of a chunk, f32 scalars in nats; only the loss has a gradient.
+
+    Attributes:
+        loss: the mixed loss.
+        divergence: the divergence.
+        nll: cross entropy of the targets under the student.
+        teacher_nll: the same under the teacher.
+    """
+
+    loss: torch.Tensor
+    divergence: torch.Tensor
+    nll: torch.Tensor
+    teacher_nll: torch.Tensor
+
+
+def summed_divergence(
+    logits_CV: torch.Tensor,
+    teacher_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+) -> Summed:
+    """Return the loss of a chunk, computed in f32 whatever the dtype of the logits.
+
+    Its gradient can be computed only once, because it is scaled in place.
+
+    Args:
+        logits_CV: the student's logits; the gradient has the same format.
+        teacher_CV: the teacher's logits, without a gradient.
+        targets_C: target ids.
+        beta: 0 is the forward KL, 1 the reverse, else the generalized Jensen-Shannon divergence.
+        temperature: T, of the divergence alone.
+        ce_weight: share of the cross entropy.
+    """
+    settings = (beta, temperature, ce_weight)
+    found = _Summed.apply(logits_CV, teacher_CV, targets_C, *settings)  # type: ignore[no-untyped-call]
+    return Summed(*cast("tuple[torch.Tensor, ...]", found))
+
+
+class _Summed(torch.autograd.Function):
+    """The sums; saves the gradient of the loss, in the dtype of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_CV: torch.Tensor,
+        teacher_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        beta: float,
+        temperature: float,
+        ce_weight: float,
+    ) -> tuple[torch.Tensor, ...]:
+        """Sum in f32."""
+        gradient_CV = torch.empty_like(logits_CV) if ctx.needs_input_grad[0] else None
+        sums = torch.zeros(3, dtype=torch.float32, device=logits_CV.device)
+        for piece in row_pieces(logits_CV, on_gpu=_GPU_ELEMENTS):
+            chosen_N1 = targets_C[piece, None]
+            z_NV, y_NV = logits_CV[piece].float(), teacher_CV[piece].float()
+            z_logs_NV = torch.log_softmax(z_NV, dim=-1)
+            y_logs_NV = torch.log_softmax(y_NV, dim=-1)
+            nll = -z_logs_NV.gather(1, chosen_N1).sum()
+            teacher_nll = -y_logs_NV.gather(1, chosen_N1).sum()
+            if temperature == 1:
+                q_logs_NV, p_logs_NV = z_logs_NV, y_logs_NV
+            else:
+                q_logs_NV = torch.log_softmax(z_NV / temperature, dim=-1)
+                p_logs_NV = torch.log_softmax(y_NV / temperature, dim=-1)
+            divergence, by_z_NV = _divergence(q_logs_NV, p_logs_NV, beta)
+            sums += torch.stack([divergence, nll, teacher_nll])
+            if gradient_CV is None:
+                continue
+            by_z_NV.mul_((1 - ce_weight) / temperature)
+            if ce_weight:
+                by_z_NV.add_(z_logs_NV.exp(), alpha=ce_weight)
+                at_target = by_z_NV.new_full((len(chosen_N1), 1), -ce_weight)
+                by_z_NV.scatter_add_(1, chosen_N1, at_target)
+            gradient_CV[piece] = by_z_NV
+        ctx.save_for_backward(gradient_CV)
+        divergence, nll, teacher_nll = (one.clone() for one in sums)
+        ctx.mark_non_differentiable(divergence, nll, teacher_nll)
+        loss = (1 - ce_weight) * divergence + ce_weight * nll
+        return loss, divergence, nll, teacher_nll
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        """Scale the saved gradient."""
+        (gradient_CV,) = ctx.saved_tensors
+        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), *(None,) * 5
+
+
+def _divergence(
+    q_logs_NV: torch.Tensor, p_logs_NV: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed divergence, and T times its gradient by the student's logits, ``[N, V]``.
+
+    Args:
+        q_logs_NV: log-probabilities of the student.
+        p_logs_NV: log-probabilities of the teacher.
+        beta: see `summed_divergence`.
+    """
+    q_NV = q_logs_NV.exp()
+    if beta == 0:
+        p_NV = p_logs_NV.exp()
+        return (p_NV * (p_logs_NV - q_logs_NV)).sum(), q_NV.sub_(p_NV)
+    if beta == 1:
+        ratio_NV = q_logs_NV - p_logs_NV
+        kl_N1 = (q_NV * ratio_NV).sum(dim=1, keepdim=True)
+        return kl_N1.sum(), ratio_NV.sub_(kl_N1).mul_(q_NV)
+    m_logs_NV = torch.logaddexp(p_logs_NV + math.log(beta), q_logs_NV + math.log1p(-beta))
+    of_teacher = (p_logs_NV.exp() * (p_logs_NV - m_logs_NV)).sum()
+    ratio_NV = q_logs_NV - m_logs_NV
+    kl_N1 = (q_NV * ratio_NV).sum(dim=1, keepdim=True)
+    divergence = beta * of_teacher + (1 - beta) * kl_N1.sum()
+    return divergence, ratio_NV.sub_(kl_N1).mul_(q_NV).mul_(1 - beta)

@@ -1,0 +1,143 @@
+"""Runs that learn a teacher's distributions: whole, in parts, in two processes, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from teachers import model_directory
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.telemetry import read_events
+
+DISTIL = "objective=distillation"
+
+
+def events(run, name):
+    return [event["payload"] for event in read_events(run.telemetry) if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A wider model with the same vocabulary."""
+    return model_directory(tmp_path_factory.mktemp("teacher"), hidden_size=128, init_seed=7)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_the_adapter_recovers_what_quantization_lost(beta, train_in, tmp_path):
+    """NF4, packed, without another model: the divergence from the unquantized base falls."""
+    settings = (DISTIL, f"objective.beta={beta}", "trainer.max_steps=8")
+    run = train_in(tmp_path / "run", *settings, "quant.compute_dtype=f32")
+    base, tuned = events(run, "validation")
+    assert 0 < tuned["val/divergence"] < 0.8 * base["val/divergence"]
+    assert tuned["val/teacher_nll"] == pytest.approx(base["val/teacher_nll"])
+    first, *_, last = events(run, "step")
+    assert last["train/loss"] < first["train/loss"] == pytest.approx(first["train/divergence"])
+    manifest = Manifest.read(run.manifest)
+    inputs = manifest.inputs
+    assert inputs["teacher"]["weights_sha256"] == inputs["base_weights_sha256"]
+    assert manifest.results["tuned_val_bits_per_byte"] is not None
+    assert "Metrics of the objective" in run.report.read_text("utf-8")
+
+
+def test_a_run_in_parts_and_one_of_two_processes_take_the_course_of_one(
+    teacher, train_in, tmp_path
+):
+    """The former to the bit, the latter within rounding."""
+    settings = (DISTIL, f"objective.teacher={teacher}", "objective.beta=0.5")
+    settings += ("objective.ce_weight=0.3", "objective.temperature=2", "quant.compute_dtype=f32")
+    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
+    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
+    whole = train_in(tmp_path / "whole", *settings)
+    mine, its = (load_file(one.adapter / "adapter.safetensors") for one in (parts, whole))
+    assert all((mine[name] == its[name]).all() for name in its)
+    two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
+    for kind, names in (
+        ("step", ("train/loss", "train/divergence", "train/teacher_nll")),
+        ("validation", ("val/loss", "val/divergence", "val/teacher_nll")),
+    ):
+        for one, other in zip(events(two, kind), events(whole, kind), strict=True):
+            for name in names:
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+
+
+def test_the_contract_has_the_content_of_the_teacher_and_the_plan_its_memory(
+    teacher, train_in, tmp_path
+):
+    """Where it lies changes nothing, what it is does."""
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(teacher, moved)
+    shutil.copytree(teacher, other)
+    weights = load_file(other / "model.safetensors")
+    name = min(weights)
+    weights[name] = weights[name] + 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    plans, digests = [], []
+    for place in (teacher, moved, other):
+        words = ("task=plan", DISTIL, f"objective.teacher={place}")
+        run = train_in(tmp_path / f"plan_{place.name}", *words)
+        plans.append(json.loads(run.plan.read_text("utf-8")))
+        digests.append(Manifest.read(run.manifest).contract["digest"])
+    assert digests[0] == digests[1] != digests[2]
+    plain = train_in(tmp_path / "plain", "task=plan")
+    usual = json.loads(plain.plan.read_text("utf-8"))
+    every = sum(one.size for one in weights.values() if one.ndim > 1)
+    found = plans[0]["memory_bytes"]["components"]["teacher"]
+    assert every * 2 < found < every * 2 + 192 * 1024
+    assert "teacher" not in usual["memory_bytes"]["components"]
+    assert plans[0]["time_s"]["flop_per_step"] > usual["time_s"]["flop_per_step"]
+
+
+def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
+    """A run that is resumed refuses weights that have changed, by name."""
+    place = tmp_path / "teacher"
+    shutil.copytree(teacher, place)
+    settings = (DISTIL, f"objective.teacher={place}", "trainer.max_steps=2")
+    run = train_in(tmp_path / "run", *settings)
+    model_directory(place, hidden_size=128, init_seed=8)
+    assert cli.main([f"resume={run.path}", "trainer.max_steps=4"]) == 2
+    assert "inputs.teacher.weights_sha256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("backend=lora", "quant=none"), "which is the student itself here"),
+        (("backend=full", "quant=none", "optim.lr=1e-4"), "which is the student itself here"),
+        (("backend=proxy",), "needs the graph of a causal model"),
+        (("objective.teacher=/nowhere",), "is no directory"),
+        (("objective.teacher_revision=main",), "objective.teacher_revision"),
+        (("objective.beta=1.5",), "objective.beta"),
+        (("objective.temperature=0",), "objective.temperature"),
+        (("objective.ce_weight=1",), "objective.ce_weight"),
+        (("trainer=fsdp", "trainer.accelerator=cpu"), "the teacher is whole in every process"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(words, said, train_in, tmp_path, capsys):
+    """With exit code 2, before anything is trained."""
+    run = train_in(tmp_path / "run", DISTIL, *words, code=2)
+    assert said in capsys.readouterr().err
+    assert not run.adapter.exists()
+
+
+def test_other_vocabularies_and_tokenizers_are_refused(teacher, train_in, tmp_path, capsys):
+    """By name, and with what differs."""
+    larger = model_directory(tmp_path / "larger", vocab_size=384)
+    train_in(tmp_path / "one", DISTIL, f"objective.teacher={larger}", code=2)
+    assert "384 logits" in capsys.readouterr().err
+    named = f"objective.teacher={teacher}"
+    train_in(tmp_path / "none", DISTIL, named, "objective.teacher_revision=main", code=2)
+    assert "because objective.teacher is the directory" in capsys.readouterr().err
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    vocab["!"], vocab['"'] = vocab['"'], vocab["!"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    train_in(tmp_path / "two", DISTIL, f"objective.teacher={other}", code=2)
+    said = capsys.readouterr().err
+    assert "the teacher has another tokenizer" in said
+    assert "another model" in said

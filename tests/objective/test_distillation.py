@@ -1,0 +1,269 @@
+"""The losses of distillation, compared with TRL's, with torch's and with formulas in f64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from live_adapters import fill_b
+from teachers import model_directory
+from torch.nn.functional import cross_entropy, kl_div
+
+from mens_exp.backends.frozen_base import Teacher, load_base
+from mens_exp.config.model import teacher_of
+from mens_exp.corpus.source import labelling_of
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.model.sources import resolve
+from mens_exp.objective.causal import CrossEntropy, Passed
+from mens_exp.objective.distillation import Distillation, summed_divergence
+from mens_exp.rows.encode import encode
+from mens_exp.rows.schema import TrainingPair
+from mens_exp.tokenizer.load import load_tokenizer
+from mens_exp.training.build import _objective, build_backend
+from mens_exp.training.module import TrainingModule
+
+CLOSE = 1e-5
+BETAS = [0.0, 1.0, 0.1, 0.5, 0.9]
+TEMPERATURES = [1.0, 0.5, 3.0]
+
+
+def drawn(*, positions=40, vocabulary=97, seed=0):
+    """Student's logits, teacher's, and targets; some of both are far apart."""
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (
+        torch.randn(positions, vocabulary, generator=generator) * scale for scale in (2.0, 5.0)
+    )
+    return student, teacher, torch.randint(vocabulary, (positions,), generator=generator)
+
+
+def learned(found, logits):
+    """The sum, and its gradient by the logits."""
+    (gradient,) = torch.autograd.grad(found, logits)
+    return float(found.detach()), gradient
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_loss_and_gradient_are_those_of_trl(beta, temperature, monkeypatch):
+    """Its GKD trainer's, on the same f32 logits; it means over tokens, we divide the sum later."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.gkd import GKDTrainer
+
+    student, teacher, targets = drawn()
+    labels = targets.clone()
+    labels[::3] = -100
+    is_kept = labels != -100
+    theirs_at = student.clone().requires_grad_()
+    theirs, theirs_by = learned(
+        GKDTrainer.generalized_jsd_loss(
+            theirs_at[None], teacher[None], labels[None], beta=beta, temperature=temperature
+        ),
+        theirs_at,
+    )
+    ours_at = student[is_kept].requires_grad_()
+    ours = summed_divergence(
+        ours_at, teacher[is_kept], targets[is_kept], beta=beta, temperature=temperature
+    )
+    many = int(is_kept.sum())
+    loss, by = learned(ours.loss, ours_at)
+    assert loss / many == pytest.approx(theirs, rel=CLOSE)
+    scale = float(theirs_by.abs().max())
+    torch.testing.assert_close(by / many, theirs_by[is_kept], rtol=CLOSE, atol=CLOSE * scale)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_the_formula_in_f64(beta, ce_weight):
+    """Of probabilities as the papers write them, through torch's own derivatives."""
+    temperature = 2.0
+    student, teacher, targets = drawn(seed=1)
+    wide = student.double().requires_grad_()
+    q = torch.softmax(wide / temperature, dim=1)
+    p = torch.softmax(teacher.double() / temperature, dim=1)
+    if beta == 0:
+        divergence = (p * (p / q).log()).sum()
+    elif beta == 1:
+        divergence = (q * (q / p).log()).sum()
+    else:
+        m = beta * p + (1 - beta) * q
+        divergence = beta * (p * (p / m).log()).sum() + (1 - beta) * (q * (q / m).log()).sum()
+    nll = cross_entropy(wide, targets, reduction="sum")
+    expected, expected_by = learned((1 - ce_weight) * divergence + ce_weight * nll, wide)
+    at = student.clone().requires_grad_()
+    found = summed_divergence(
+        at, teacher, targets, beta=beta, temperature=temperature, ce_weight=ce_weight
+    )
+    loss, by = learned(found.loss, at)
+    assert loss == pytest.approx(expected, rel=CLOSE)
+    scale = float(expected_by.abs().max())
+    torch.testing.assert_close(by.double(), expected_by, rtol=CLOSE, atol=CLOSE * scale)
+    assert float(found.divergence) == pytest.approx(float(divergence.detach()), rel=CLOSE)
+    assert float(found.nll) == pytest.approx(float(nll.detach()), rel=CLOSE)
+    of_teacher = cross_entropy(teacher.double(), targets, reduction="sum")
+    assert float(found.teacher_nll) == pytest.approx(float(of_teacher), rel=CLOSE)
+
+
+def test_forward_and_reverse_are_torchs_own():
+    """kl_div has the target second, so that each direction is one exchange away."""
+    student, teacher, targets = drawn(seed=2)
+    q, p = (torch.log_softmax(one.double(), dim=1) for one in (student, teacher))
+    for beta, (first, second) in ((0.0, (q, p)), (1.0, (p, q))):
+        expected = kl_div(first, second, reduction="sum", log_target=True)
+        found = summed_divergence(student, teacher, targets, beta=beta)
+        assert float(found.loss) == pytest.approx(float(expected), rel=CLOSE)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(beta):
+    """Loss and gradient are zero, within rounding."""
+    student, _, targets = drawn(seed=3)
+    at = student.clone().requires_grad_()
+    loss, by = learned(summed_divergence(at, student, targets, beta=beta).loss, at)
+    assert loss == pytest.approx(0, abs=1e-4)
+    assert float(by.abs().max()) < 1e-6
+
+
+def objective(**settings):
+    return Distillation(name="distillation", **{"chunk_tokens": 7, **settings})
+
+
+def passed(dtype=torch.float32):
+    """A micro-batch of 40 positions; the teacher is wider than the student."""
+    generator = torch.Generator().manual_seed(4)
+    _, _, targets = drawn()
+    hidden, theirs = (torch.randn(40, width, generator=generator).to(dtype) for width in (16, 24))
+    heads = [torch.randn(width, 97, generator=generator).to(dtype) for width in (16, 24)]
+    heads[0].requires_grad_()
+    hidden.requires_grad_()
+    batch = SimpleNamespace(targets_M=targets, extra={})
+    teacher = Passed(batch, theirs, lambda states: (states @ heads[1]).detach())
+    return Passed(batch, hidden, lambda states: states @ heads[0], teacher), hidden, heads
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 40, 64])
+def test_chunks_change_nothing(chunk_tokens):
+    """Gradients reach hidden states and head, as in one piece by torch's own derivatives."""
+    at, hidden, heads = passed()
+    found = objective(chunk_tokens=chunk_tokens, beta=0.5, ce_weight=0.2).loss(at)
+    (found.total * 3).backward()
+    mine = [hidden.grad.clone(), heads[0].grad.clone()]
+    logits, teacher = hidden.double() @ heads[0].double(), at.reference.head(at.reference.hidden_MD)
+    q, p = torch.softmax(logits, 1), torch.softmax(teacher.double(), 1)
+    m = (p + q) / 2
+    divergence = ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2
+    nll = cross_entropy(logits, at.batch.targets_M, reduction="sum")
+    loss = 0.8 * divergence + 0.2 * nll
+    assert float(found.total.detach()) == pytest.approx(float(loss.detach()), rel=CLOSE)
+    assert found.count == 40
+    for one, expected in zip(mine, torch.autograd.grad(loss * 3, [hidden, heads[0]]), strict=True):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=CLOSE * scale)
+
+
+def test_validation_is_the_cross_entropy():
+    """As of runs without a teacher; the divergence is a metric."""
+    at, *_ = passed()
+    with torch.no_grad():
+        found = objective(ce_weight=0.5, temperature=2.0).loss(at)
+        expected = CrossEntropy("assistant", 7).loss(at)
+    assert float(found.total.detach()) == pytest.approx(float(expected.total), rel=1e-6)
+    assert not found.total.requires_grad
+    assert float(found.metrics["divergence"]) > 1
+
+
+def test_bf16_logits_are_computed_in_f32():
+    """The sum is that of the rounded logits; the gradient comes back in their format."""
+    student, teacher, targets = (
+        one.bfloat16() if one.is_floating_point() else one for one in drawn()
+    )
+    at = student.clone().requires_grad_()
+    loss, by = learned(summed_divergence(at, teacher, targets, beta=0.0).loss, at)
+    wide = summed_divergence(student.float(), teacher.float(), targets, beta=0.0).loss
+    assert loss == pytest.approx(float(wide), rel=1e-6)
+    assert by.dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def teacher_directory(tmp_path_factory):
+    """A wider and deeper model with the tokenizer of the tiny one."""
+    return model_directory(tmp_path_factory.mktemp("teacher"), hidden_size=128, init_seed=7)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_loss_and_gradient_are_those_of_two_plain_models(
+    packing, tiny_config, tiny_base, teacher_directory, monkeypatch
+):
+    """Each document alone through transformers' own models, then TRL's loss."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from transformers import AutoModelForCausalLM
+    from trl.experimental.gkd import GKDTrainer
+
+    words = ("backend=lora", "quant=none", "quant.compute_dtype=f32", "lora.dropout=0")
+    named = f"objective.teacher={teacher_directory}"
+    config = tiny_config("objective=distillation", *words, named, "objective.beta=0.3")
+    backend = fill_b(build_backend(config, tiny_base))
+    module = TrainingModule(config, backend, _objective(config), total_steps=1).train()
+    named_model = teacher_of(config.objective, config.model)
+    module.teacher = Teacher(config, resolve(named_model, None), torch.device("cpu"))
+    pairs = [
+        TrainingPair(prompt=f"row {i}", response="x" * (3 + 5 * i), group=f"g{i}") for i in range(4)
+    ]
+    tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
+    documents = encode(pairs, tokenizer, labelling_of(config))
+    batch = (
+        packed_batch(documents, [range(4)], 0, multiple=32)
+        if packing
+        else padded_batch(documents, [range(4)], 0, pad_id=tokenizer.pad_id)
+    )
+    _, found = module.passed(batch)
+    found.total.backward()
+
+    student = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
+    for name in backend.layers:
+        weight = student.get_submodule(_path(backend, name)).weight
+        weight.data = backend.merged(name, weight.data)
+        weight.requires_grad_()
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_directory, dtype=torch.float32)
+    total = 0.0
+    for start, end in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
+        ids = torch.from_numpy(documents.ids[start:end].astype("int64"))[None]
+        learned = torch.from_numpy(documents.supervised[start:end].copy())[None]
+        with torch.no_grad():
+            theirs = teacher(input_ids=ids).logits[:, :-1]
+        total += GKDTrainer.generalized_jsd_loss(
+            student(input_ids=ids).logits[:, :-1],
+            theirs,
+            labels=ids.where(learned, -100)[:, 1:],
+            beta=0.3,
+            num_items_in_batch=1,
+        )
+    assert float(found.total.detach()) == pytest.approx(float(total.detach()), rel=CLOSE)
+    total.backward()
+    for name, layer in backend.layers.items():  # dW of W + s·B A gives B's: s · dW Aᵀ
+        by_weight = student.get_submodule(_path(backend, name)).weight.grad
+        tensors = backend.method.parameters(layer)
+        expected = backend.method.scale(layer) * by_weight @ tensors["lora_a"].detach().T
+        mine = tensors["lora_b"].grad
+        assert float((mine - expected).norm() / expected.norm()) < 1e-4
+
+
+def _path(backend, name):
+    return next(one.path for one in backend.modules_chosen if one.logical == name)
+
+
+def test_the_usual_teacher_is_the_base_before_quantization(tiny_config, tiny_base):
+    """Its logits are transformers'; the student's base of NF4 has others."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config("objective=distillation", "quant.compute_dtype=f32")
+    teacher = Teacher(config, tiny_base, torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits[0]
+        found = teacher.causal_lm(input_ids=ids).logits[0]
+        quantized = load_base(config, tiny_base, torch.device("cpu"))(input_ids=ids).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert float((quantized - expected).norm() / expected.norm()) > 0.01
+    assert not any(one.requires_grad for one in teacher.causal_lm.parameters())
