@@ -99,7 +99,7 @@ def test_the_schema_accepts_what_the_tables_have():
 
 def test_a_record_of_another_method_is_unknown():
     """Records come from elsewhere too, with names that nothing here has."""
-    assert ADAPTERS.known("vera") is None
+    assert ADAPTERS.known("oft") is None
 
 
 def test_a_group_hands_on_to_its_method_and_initialization():

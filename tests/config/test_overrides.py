@@ -39,7 +39,7 @@ REFUSED = [
         ["found 8", "a mapping of names to whole numbers"],
     ),
     ("lora.rank_pattern={mlp:x}", "lora.rank_pattern", ["wrong type", "whole numbers"]),
-    ("lora.variant=drora", "lora.variant", ["lora, rslora, dora, ia3, loha; the nearest is"]),
+    ("lora.variant=drora", "lora.variant", ["lora, rslora, dora, ia3, loha, vera; the nearest is"]),
     ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
     (
         "callbacks.progres.plain_every_n_steps=1",

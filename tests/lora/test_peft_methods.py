@@ -1,14 +1,17 @@
-"""(IA)³ and LoHa against PEFT's own models: losses, steps, weights; and what they refuse."""
+"""(IA)³, LoHa and VeRA against PEFT's own models: losses, steps, weights; and what they refuse."""
 
 from __future__ import annotations
 
+import hashlib
 from itertools import pairwise
 
 import pytest
 import torch
 
 from mens_exp.data.batch import packed_batch
+from mens_exp.errors import DataError
 from mens_exp.export.adapter import config_of_adapter, with_scale_one
+from mens_exp.lora.peft_methods import VERA
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
@@ -20,17 +23,19 @@ from mens_exp.training.build import build_backend
 
 F32 = ("quant.compute_dtype=f32",)
 DENSE = ("backend=lora", "quant=none", *F32)
-METHODS = ("ia3", "loha")
+METHODS = ("ia3", "loha", "vera")
 LENGTHS = (11, 30, 47)
 
 
 def own_config(name, **others):
-    """Return PEFT's configuration of the options lora=ia3 and lora=loha."""
-    from peft import IA3Config, LoHaConfig
+    """Return PEFT's configuration of the options of `lora` with these names."""
+    from peft import IA3Config, LoHaConfig, VeraConfig
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     if name == "loha":
         return LoHaConfig(r=4, alpha=4, target_modules=projections)
+    if name == "vera":
+        return VeraConfig(r=256, target_modules=projections)
     usual = {"target_modules": ["k_proj", "v_proj", "up_proj"], "feedforward_modules": []}
     return IA3Config(**{**usual, **others})
 
@@ -115,7 +120,7 @@ def test_a_start_adds_nothing_and_is_drawn_from_the_seed(name, tiny_backend, doc
     values = [torch.cat([p.flatten() for p in b.trainable().values()]) for b in (backend, again)]
     assert torch.equal(*values)
     drawn = torch.cat([p.flatten() for p in other.trainable().values()])
-    assert torch.equal(values[0], drawn) is (name == "ia3")
+    assert torch.equal(values[0], drawn) is (name != "loha")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -141,10 +146,11 @@ def test_losses_and_steps_are_those_of_a_loop_over_peft(name, tiny_backend, tiny
     )
 
 
-def test_ia3_on_four_bits_has_the_loss_of_peft(tiny_backend, tiny_base, documents):
-    """PEFT has a layer of (IA)³ for bitsandbytes' weights."""
-    backend = tiny_backend("lora=ia3", *F32).train()
-    model = of_peft("ia3", tiny_base.directory, quantized=True)
+@pytest.mark.parametrize("name", ["ia3", "vera"])
+def test_on_four_bits_the_loss_is_that_of_peft(name, tiny_backend, tiny_base, documents):
+    """PEFT has layers of (IA)³ and VeRA for bitsandbytes' weights."""
+    backend = tiny_backend(f"lora={name}", *F32).train()
+    model = of_peft(name, tiny_base.directory, quantized=True)
     filled(backend, model)
     found = our_loss(backend, documents).item()
     assert found == pytest.approx(mean_loss(model, documents).item(), rel=1e-6)
@@ -200,7 +206,14 @@ def test_merged_weights_are_those_that_peft_merges(name, tiny_backend, tiny_base
         assert (ours - plain[one.logical]).abs().max() > 1e-3, one.path
 
 
-@pytest.mark.parametrize("settings", [("lora=ia3",), ("lora=loha", "lora.r=3", "lora.alpha=12")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("lora=ia3",),
+        ("lora=loha", "lora.r=3", "lora.alpha=12"),
+        ("lora=vera", "lora.r=24", "lora.targets=[attention]"),
+    ],
+)
 def test_an_adapter_without_its_run_is_the_same_model(
     settings, tiny_backend, tiny_config, documents, cache
 ):
@@ -253,9 +266,78 @@ def test_the_plan_counts_the_updates_that_the_backward_pass_keeps(
     assert planned["updates of whole weights"] == sum(kept.values()) + not_kept + 2 * largest
 
 
+def test_projections_are_recorded_and_drawn_again(tiny_backend, tiny_config, tiny_base):
+    """Seed and sizes are enough for PEFT to draw matrices of the recorded hash."""
+    from peft import VeraConfig, get_peft_model
+
+    settings = ("lora=vera", "lora.r=24", *DENSE)
+    backend = filled(tiny_backend(*settings))
+    manifest, tensors = backend.adapter(tiny_config(*settings))
+    assert set(tensors) == set(backend.trainable())
+    found = manifest.projections
+    layer = torch.nn.ModuleDict({"one": torch.nn.Linear(found["width"], found["out"])})
+    theirs = VeraConfig(r=24, target_modules=["one"], projection_prng_key=found["seed"])
+    model = get_peft_model(layer, theirs)
+    A_RI, B_OR = model.base_model.vera_A["default"], model.base_model.vera_B["default"]
+    parts = (A_RI.numpy().tobytes(), B_OR.numpy().tobytes())
+    assert hashlib.sha256(b"".join(parts)).hexdigest() == found["sha256"]
+    one = backend.modules_chosen[-1]
+    weight_OI = torch.randn(one.out, one.width, dtype=torch.float64)
+    parts = {n.rpartition(".")[2]: v for n, v in tensors.items() if n.startswith(one.logical)}
+    lambda_b, lambda_d = (
+        torch.from_numpy(parts[f"vera_lambda_{which}"]).double().diag() for which in "bd"
+    )
+    update_OI = lambda_b @ B_OR[: one.out].double() @ lambda_d @ A_RI[:, : one.width].double()
+    change = VERA.sharing(found).change(
+        {name: torch.from_numpy(values) for name, values in parts.items()}, scale=1.0
+    )
+    assert (change.expected(weight_OI) - (weight_OI + update_OI)).abs().max() < 1e-12
+    with pytest.raises(DataError, match="not those of its seed"):
+        VERA.sharing({**found, "seed": 1})
+
+
+def test_a_record_without_its_projections_is_invalid(tiny_backend, tiny_config):
+    """As is one with those of another rank or seed."""
+    settings = ("lora=vera", "lora.r=24", *DENSE)
+    manifest, _ = tiny_backend(*settings).adapter(tiny_config(*settings))
+    for name, value, said in (("r", 23, "24, the rank"), ("seed", 1, "0, PEFT's default")):
+        good = manifest.mens_exp["projections"]
+        manifest.mens_exp["projections"] = {**good, name: value}
+        (problem,) = manifest.problems("file")
+        assert said in str(problem)
+        manifest.mens_exp["projections"] = good
+    del manifest.mens_exp["projections"]
+    (problem,) = manifest.problems("file")
+    assert "mens_exp.projections: is missing" in str(problem)
+
+
+def test_the_plan_counts_the_projections_and_what_their_factors_keep(
+    tiny_backend, tiny_config, documents
+):
+    """By hooks: each layer keeps the outputs of A and of B, which are trained factors' inputs."""
+    settings = ("lora=vera", "lora.r=24", *DENSE, "model.gradient_checkpointing=off")
+    config, backend = tiny_config(*settings), filled(tiny_backend(*settings).train())
+    modules, kept = backend.modules_chosen, []
+
+    def seen(tensor):
+        kept.append(tuple(tensor.shape[1:]))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        assert our_loss(backend, documents).requires_grad
+    assert kept.count((sum(LENGTHS), 24)) == len(modules)
+    lengths = Documents(longest=100, typical=100)
+    planned = memory(config, backend.shape, lengths, kind="cpu").components
+    wide = max(one.out for one in modules) + max(one.width for one in modules)
+    assert planned["shared projections"] == 4 * 24 * wide
+    per_token = config.lora.spec.kept_per_token(r=24, out=modules[0].out)
+    assert per_token == 24 + modules[0].out
+
+
 @pytest.mark.parametrize(
     ("overrides", "where", "said"),
     [
+        (("lora=vera", "lora.targets=[lm_head]"), "lora.variant", "decoder layers alone"),
         (("lora=ia3", "lora.targets=[lm_head]"), "lora.variant", "decoder layers alone"),
         (("lora=ia3", "model=tiny_qwen2"), "lora.targets", "multiplies the bias"),
     ],

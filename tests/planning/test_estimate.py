@@ -315,7 +315,7 @@ def test_the_planned_state_is_that_of_the_optimizer(on_rows, cache, tiny_backend
     assert planned == held
 
 
-@pytest.mark.parametrize("option", ["lora", "ia3", "loha"])
+@pytest.mark.parametrize("option", ["lora", "ia3", "loha", "vera"])
 def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend, option):
     """Counted from shapes, and in the model; LoHa's updates of whole weights are a component."""
     overrides = () if option == "lora" else (f"lora={option}",)

@@ -186,6 +186,7 @@ CHOICES = {
     "adafactor": ("optim=adafactor", "schedule=one_cycle"),
     "ia3": ("lora=ia3", "optim=sgd"),
     "loha": ("lora=loha",),
+    "vera": ("lora=vera", "lora.r=24"),
 }
 
 

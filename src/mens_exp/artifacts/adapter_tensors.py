@@ -46,12 +46,14 @@ class AdapterForm:
         tensors: sizes of each tensor, by the last part of its name: ``r`` (rank), ``in``, ``out``.
         root_scale: whether the scale of ``B A`` is ``alpha / sqrt(r)`` instead of ``alpha / r``.
         no_delta: why the tensors are no update ``s · B A``; None if they are.
+        shares: whether the update also needs random matrices that all layers share.
     """
 
     name: str
     tensors: dict[str, tuple[str, ...]]
     root_scale: bool = False
     no_delta: str | None = None
+    shares: bool = False
 
     @property
     def has_pair(self) -> bool:
@@ -120,6 +122,12 @@ FORMS = {
             },
             no_delta="the update of LoHa is a product of two low-rank matrices, and no such matrix "
             "itself",
+        ),
+        AdapterForm(
+            name="vera",
+            tensors={"vera_lambda_b": ("out",), "vera_lambda_d": ("r",)},
+            no_delta="VeRA's update also has projections, which all layers share and no file holds",
+            shares=True,
         ),
     )
 }

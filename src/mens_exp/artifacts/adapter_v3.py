@@ -70,6 +70,27 @@ class Quantizer(TypedDict):
     library: str
 
 
+PROJECTION_SEED = 0  # PEFT's default, `projection_prng_key`
+
+
+class Projections(TypedDict):
+    """Random matrices A ``[r, width]`` and B ``[out, r]`` that all layers of VeRA share.
+
+    Attributes:
+        seed: of a Mersenne Twister (MT19937), torch's on a CPU, which draws A and then B.
+        r: rank of the adapter.
+        out: outputs of the largest layer.
+        width: inputs of the largest layer.
+        sha256: hash of the values of A and then B, f32.
+    """
+
+    seed: int
+    r: int
+    out: int
+    width: int
+    sha256: str
+
+
 def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> list[DataError]:
     """List the problems of a quantizer record beyond its types.
 
@@ -143,6 +164,7 @@ class _Ours(TypedDict, total=False):
     embed_key: str
     init: _Start
     lane: str
+    projections: Projections
     quantizer: Quantizer
     rank_pattern: dict[str, int]
     scale: str
@@ -170,8 +192,9 @@ class AdapterManifest:
         provenance: origin of the base model.
         mens_exp: our additions: content hashes, `rank_pattern` and `alpha_pattern` by logical
             layer, `variant` (default lora), `scale`, `init`, the embedding's key (`embed_key`),
-            the quantizer of the base (`quantizer`), whether an adapted head is tied, and the sizes
-            of each tensor of a layer (`tensors`) if the variant is none of ours.
+            the quantizer of the base (`quantizer`), VeRA's `projections`, whether an adapted head
+            is tied, and the sizes of each tensor of a layer (`tensors`) if the variant is none of
+            ours.
     """
 
     format: str = "vox_mens_adapter"
@@ -260,6 +283,11 @@ class AdapterManifest:
         return self.form.scale(alpha, rank)
 
     @property
+    def projections(self) -> Projections | None:
+        """The random matrices that all layers share; None in methods without any."""
+        return (self.mens_exp or {}).get("projections") if self.form.shares else None
+
+    @property
     def _scale_is_the_headers(self) -> bool:
         return (self.mens_exp or {}).get("scale") == "header"
 
@@ -283,6 +311,26 @@ class AdapterManifest:
             )
         elif isinstance(described, dict):
             yield from _size_problems(described, where)
+        if self.form.shares:
+            yield from self._projection_problems(f"{where}: mens_exp.projections")
+
+    def _projection_problems(self, where: str) -> Iterator[DataError]:
+        """Yield projections that are missing, and a rank that is not the header's."""
+        described = (self.mens_exp or {}).get("projections")
+        if described is None:
+            yield DataError(
+                "is missing: without it nothing says what the tensors make of a weight", where=where
+            )
+            return
+        expected = {"seed": (PROJECTION_SEED, "PEFT's default"), "r": (self.rank, "the rank")}
+        for name, (value, why) in expected.items() if isinstance(described, dict) else ():
+            if described.get(name) != value:
+                yield DataError(
+                    "wrong value",
+                    where=f"{where}.{name}",
+                    found=described.get(name),
+                    expected=f"{value}, {why}",
+                )
 
     def _pattern(self, name: str) -> dict[str, int]:
         """Return a pattern; entries that are not integers are reported and skipped."""

@@ -61,7 +61,8 @@ def place_adapter(
     plain = [one for one in modules if one.stack is None]
     _refuse_absent(plain, _linear_paths(model), family)
     _refuse_other_experts(model, stacks, weights, without_experts(family, modules))
-    method = method_of(lora.spec)
+    sizes = [(one.out, one.width) for one in modules]
+    method = method_of(lora.spec).sharing(lora.spec.projections(lora, sizes))
     return method, *method.place(model, lora, modules, family)
 
 

@@ -228,6 +228,7 @@ class QloraBackend(torch.nn.Module):
             self.modules_chosen,
             residual=residual,
             quantizer=quantizer_in(self.causal_lm, config.quant, self.shape),
+            projections=self.method.shared(),
         )
         arrays = {name: values.numpy() for name, values in stacked.items()}
         return manifest, split_experts(arrays, self.stacks)

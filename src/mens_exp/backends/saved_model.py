@@ -75,6 +75,7 @@ def manifest_of(
     *,
     residual: bool,
     quantizer: Quantizer | None,
+    projections: Mapping[str, Any],
 ) -> AdapterManifest:
     """Build the manifest of an adapter.
 
@@ -85,6 +86,7 @@ def manifest_of(
         modules: the adapted modules.
         residual: whether the initialisation subtracted something from the base.
         quantizer: the base's quantizer; None if it is unquantized.
+        projections: what all layers share, if anything.
     """
     lora, family, spec = config.lora, shape.family, config.lora.spec
     sizes = {name: list(dims) for name, dims in spec.form.tensors.items()}
@@ -97,6 +99,7 @@ def manifest_of(
         "base_weights_sha256": base.weights_sha256,
         "embed_key": base_key(family.embedding, family, keys),
         "variant": spec.name,
+        "projections": dict(projections),
         "tensors": {} if spec.name in FORMS else sizes,
         "rank_pattern": {name_of[p]: r * times for p, r in ranks.items() if r != lora.r},
         "alpha_pattern": {name_of[p]: a * times for p, a in alphas.items() if a != lora.alpha},

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm
+from mens_exp.artifacts.adapter_v3 import PROJECTION_SEED
 from mens_exp.config.fields import Condition, Effect, setting, when
 from mens_exp.config.plugins import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 _OF_LORA = frozenset(
     {"r", "alpha", "dropout", "rank_pattern", "alpha_pattern", "init", "loftq_iters"}
@@ -48,6 +49,7 @@ class AdapterSpec:
         not_merged: why it cannot be merged into weights; None if it can.
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
         forms_update: whether a forward pass makes the update of a whole weight, and keeps it.
+        not_sharded: why processes cannot each hold a part of the layers; None if they can.
     """
 
     name: str
@@ -64,6 +66,7 @@ class AdapterSpec:
     not_merged: str | None = None
     not_on_biased: str | None = None
     forms_update: bool = False
+    not_sharded: str | None = None
 
     def fits(self, settings: LoraConfig) -> bool:
         """Return whether the group has the settings that it reads."""
@@ -86,6 +89,18 @@ class AdapterSpec:
         """
         del r
         return out
+
+    def projections(
+        self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
+    ) -> dict[str, int]:
+        """Describe the random matrices that all layers share; empty if they share none.
+
+        Args:
+            settings: the `lora` group.
+            sizes: outputs and inputs of the adapted layers.
+        """
+        del settings, sizes
+        return {}
 
     def described(self, settings: LoraConfig) -> list[str]:
         """Describe the adapter in a few words; defaults are omitted."""
@@ -134,6 +149,25 @@ class _Dora(_Lora):
         return r + out
 
 
+class _Vera(AdapterSpec):
+    """VeRA, whose frozen projections are as large as its largest layer."""
+
+    def projections(
+        self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
+    ) -> dict[str, int]:
+        """Return their seed, and sizes that are enough for every layer."""
+        return {
+            "seed": PROJECTION_SEED,
+            "r": settings.r,
+            "out": max((out for out, _ in sizes), default=0),
+            "width": max((width for _, width in sizes), default=0),
+        }
+
+    def kept_per_token(self, *, r: int, out: int) -> int:
+        """Return the sizes of both projections' outputs, which trained factors multiply."""
+        return r + out
+
+
 _BUILT_IN: dict[str, AdapterSpec] = {
     spec.name: spec
     for spec in (
@@ -165,6 +199,14 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             settings=frozenset({"r", "alpha"}),
             keeps_inputs=True,
             forms_update=True,
+        ),
+        _Vera(
+            name="vera",
+            method="mens_exp.lora.peft_methods:VERA",
+            form=FORMS["vera"],
+            settings=frozenset({"r"}),
+            not_sharded="all layers share VeRA's projections, and each process holds a part of "
+            "the layers",
         ),
     )
 }
@@ -239,6 +281,7 @@ class LoraVariant(Enum):
     dora = "dora"
     ia3 = "ia3"
     loha = "loha"
+    vera = "vera"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
     @property
@@ -319,8 +362,9 @@ class LoraConfig:
         LoraVariant.lora,
         "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns "
         "the length of each output's weights apart (arXiv:2402.09353); ia3, a factor for each "
-        "output (arXiv:2205.05638); or loha, the elementwise product of two low-rank matrices "
-        "(arXiv:2108.06098).",
+        "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
+        "(arXiv:2108.06098); or vera, factors on random projections that all layers share "
+        "(arXiv:2310.11454).",
     )
     rank_pattern: dict[str, int] = setting(
         {},

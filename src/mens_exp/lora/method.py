@@ -312,6 +312,23 @@ class AdapterMethod:
     What is not overridden is that of a method whose layers are each an :class:`AdaptedLayer`.
     """
 
+    def sharing(self, projections: Mapping[str, Any]) -> AdapterMethod:
+        """Return the method with the random matrices that all layers of one adapter share.
+
+        Args:
+            projections: their description by the run's settings, or by a record; empty for a
+                method whose layers share none.
+
+        Raises:
+            DataError: the matrices cannot be made as they were.
+        """
+        del projections
+        return self
+
+    def shared(self) -> dict[str, Any]:
+        """Return the description of what all layers share, for the adapter's record."""
+        return {}
+
     # ---- graph
 
     def layer(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> AdaptedLayer:

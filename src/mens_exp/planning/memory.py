@@ -206,6 +206,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **_sums_of_experts(config, shape, width=width, again=again),
         **_updates(config, shape, width=width, again=again),
+        **_projections(config, shape),
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
@@ -340,6 +341,17 @@ def _updates(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dic
         return {}
     kept = max(layers.values()) if again else sum(sizes)
     return {"updates of whole weights": kept * width + 2 * max(sizes) * _F32}
+
+
+def _projections(config: RunConfig, shape: Shape) -> dict[str, int]:
+    """Return the memory of random matrices, f32, that all layers of an adapter share."""
+    if config.backend.name in {"full", "proxy"}:
+        return {}
+    sizes = [(one.out, one.width) for one in modules_of(config, shape)]
+    found = config.lora.spec.projections(config.lora, sizes)
+    if not found:
+        return {}
+    return {"shared projections": found["r"] * (found["out"] + found["width"]) * _F32}
 
 
 def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:

@@ -35,6 +35,7 @@ def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
         (["quant=int8"], "quant.quant_type", "int8", "trainer=ddp"),
         ([], "quant.storage_dtype", "u8", "quant.storage_dtype=bf16"),
         ([F32], "quant.storage_dtype", "f32", "quant.storage_dtype=bf16"),
+        ([BF16, "lora=vera"], "lora.variant", "vera", "trainer=ddp"),
         ([BF16, "lora.init=pissa"], "lora.init", "pissa", "trainer=ddp"),
         ([BF16, "lora.init=loftq", "lora.loftq_iters=2"], "lora.init", "loftq", "trainer=ddp"),
         (

@@ -293,6 +293,14 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
             expected="nf4, fp4, or none with backend=lora",
             remedy="choose quant=nf4, or trainer=ddp",
         )
+    if lora.spec.not_sharded is not None:
+        yield ConfigError(
+            lora.spec.not_sharded,
+            where="lora.variant",
+            found=lora.spec.name,
+            expected="an adapter method whose layers share nothing, such as lora",
+            remedy="choose trainer=ddp",
+        )
     if lora.start_changes_base:
         yield ConfigError(
             "this start exchanges the base's weights, which are in parts",
