@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mens_exp.artifacts import adapter_v3
 from mens_exp.config.quant import (
     BUILT_IN,
     QUANTIZERS,
     QuantConfig,
     QuantType,
-    names_made_again,
 )
 
 SOURCE = Path(__file__).parents[2] / "src" / "mens_exp"
@@ -127,11 +125,6 @@ def test_a_weight_takes_the_bits_of_the_papers():
     assert bits("int8") == 8 + 32 / 512
     assert bits("none") == 16
     assert (bits("nf2"), bits("nf3"), bits("int4")) == (2.5, 4.5, 4.5)  # as they are stored
-
-
-def test_an_adapter_records_each_quantizer_whose_values_are_made_again():
-    """The record's reader knows their names."""
-    assert set(adapter_v3._KNOWN["quant_type"]) == set(names_made_again())
 
 
 def test_a_format_with_its_own_block_has_no_other():
