@@ -186,8 +186,9 @@ def test_a_damaged_reference_is_named_and_computed_again(rows, train_in, tmp_pat
     assert all("reference_log_probs" in one for one in notes)
 
 
-def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path):
+def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path, monkeypatch):
     """DPO keeps the base's states and computes more than CPO; the rest of their memory is equal."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))  # no rows are encoded there
     plans = {}
     for name, *words in (("dpo",), ("cpo",), ("before", BEFORE)):
         objective = "cpo" if name == "cpo" else "dpo"

@@ -113,6 +113,18 @@ def test_a_cut_may_leave_an_answer_one_token_that_begins_in_the_template(publish
     assert found.missed == 0
 
 
+@pytest.mark.parametrize("cut", range(20, 61))
+def test_an_answer_that_is_given_and_not_learned_is_never_missed(published, cut):
+    """Cut inside that answer, its text begins like the text up to the last answer."""
+    says = "<|im_end|>"
+    history = ((says, says), (says, says))
+    row = TrainingPair(prompt=says, response=says, history=history, unlearned=(1,))
+    labelling = Labelling(objective="assistant", seq_len=cut)
+    found, documents = counted(published("phi3"), [row], labelling)
+    assert found.tokens.sum() == len(documents.ids)
+    assert found.missed == 0
+
+
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
 @settings(max_examples=25)
 @given(pairs=st.lists(ROWS, min_size=1, max_size=3), cut=st.integers(20, 400))

@@ -301,12 +301,14 @@ if not code and not (arguments[:1] == ["-m"] and arguments[1].startswith("mens_e
     os.execv({python!r}, [{python!r}, *arguments])
 request = dict(arguments=arguments, cwd=os.getcwd(), environment=dict(os.environ), session=False)
 request.update(ignored=[], blocked=[], before=None, before_each={before_each!r})
+signal.pthread_sigmask(signal.SIG_BLOCK, {signals!r})  # until they can be passed on
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect("\\0" + {at!r})
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
     pid = int(connection.recv(100))
     for number in {signals!r}:
         signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signals!r})
     code = int(connection.recv(100))
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)

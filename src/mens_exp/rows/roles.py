@@ -197,15 +197,16 @@ class _Counter:
             for part in text_parts(len(whole.ids), self.limit):
                 self._match(whole.part(part))
             return
-        in_one = self._is_in_one(pair, shape)
+        *earlier, _ = learned = self.rows.answers(pair, self.labelling)
+        in_one = self._are_in_one(pair, earlier, shape)
         if in_one and (self._match(whole) or self._match(self._apart(shape, pieces))):
             return
-        for document in self._earlier(pair):
+        for document in self._each(pair, learned if earlier else ()):
             self._match(document)
 
-    def _earlier(self, pair: TrainingPair) -> Iterator[_Document]:
+    def _each(self, pair: TrainingPair, answers: Sequence[int]) -> Iterator[_Document]:
         """Yield the documents of every answer, because a template may change earlier answers."""
-        for k in range(len(pair.exchanges) if self._learns_all(pair) else 0):
+        for k in answers:
             shape = self._shape(pair, k)
             if shape is None:
                 continue
@@ -216,14 +217,9 @@ class _Counter:
             if self.found.documents == before:
                 yield self._apart(shape, pieces)
 
-    def _learns_all(self, pair: TrainingPair) -> bool:
-        return len(self.rows.answers(pair, self.labelling)) > 1
-
-    def _is_in_one(self, pair: TrainingPair, shape: Shape) -> bool:
+    def _are_in_one(self, pair: TrainingPair, earlier: Sequence[int], shape: Shape) -> bool:
         """Return whether one document has all answers, as the template keeps them unchanged."""
-        if not self._learns_all(pair):
-            return True
-        shapes = [self._shape(pair, k) for k in range(len(pair.exchanges) - 1)]
+        shapes = [self._shape(pair, k) for k in earlier]
         return all(one is not None and one.begins(shape) for one in shapes)
 
     def _shape(self, pair: TrainingPair, exchange: int) -> Shape | None:
