@@ -57,6 +57,6 @@ def test_a_checkpoint_that_was_written_over_is_refused(tmp_path):
 
 def test_what_cannot_be_saved_leaves_no_file(tmp_path):
     """Serialising comes before the first byte on disk."""
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
+    with pytest.raises((AttributeError, TypeError), match="lambda"):
         AtomicCheckpointIO().save_checkpoint({"fn": lambda: None}, tmp_path / "step.ckpt")
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ import functools
 import io
 import os
 import pickle
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -429,10 +430,15 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return a process-local reference for such a class; pickle everything else as usual."""
-        if not isinstance(value, type) or value.__module__ != "types":  # as make_dataclass has it
+        if not isinstance(value, type) or _is_importable(value):
             return NotImplemented
         _own[id(value)] = value
         return _own_class, (id(value),)
+
+
+def _is_importable(value: type) -> bool:
+    # make_dataclass names the module that calls it since Python 3.12, and `types` before.
+    return getattr(sys.modules.get(value.__module__), value.__name__, None) is value
 
 
 _own: dict[int, type] = {}
