@@ -136,8 +136,9 @@ class CrossEntropy(Objective):
     """Cross entropy of each supervised token under the head's logits, in f32.
 
     With gradients, ``label_smoothing``, ``z_loss`` and ``dft`` change it as `summed_cross_entropy`
-    says, and documents with weights have their sum of weighted losses and the sum of the tokens' weights.
-    Without gradients they do not, so that validation losses of runs with other values compare.
+    says, and documents with weights have their sum of weighted losses and the sum of the tokens'
+    weights. Without gradients they do not, so that validation losses of runs with other values
+    compare.
     """
 
     name: str
