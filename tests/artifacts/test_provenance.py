@@ -48,11 +48,20 @@ def test_a_changed_file_and_a_new_one_make_different_dirty_digests(checkout):
     package = checkout / "package"
     (package / "code.py").write_text("x = 2\n")
     changed = collect(checkout, package=package)
-    (checkout / "new.py").write_text("")
+    (package / "new.py").write_text("")
     added = collect(checkout, package=package)
     assert changed["dirty"] is added["dirty"] is True
     assert re.fullmatch("[0-9a-f]{64}", changed["diff_sha256"])
     assert changed["diff_sha256"] != added["diff_sha256"]
+
+
+def test_rows_beside_the_code_are_no_change_of_it(checkout):
+    """A tutorial's rows and a directory of outputs, which nothing tracks."""
+    (checkout / "rows.jsonl").write_text("{}")
+    (checkout / "tutorial").mkdir()
+    (checkout / "tutorial" / "make.py").write_text("")
+    facts = collect(checkout, package=checkout / "package")
+    assert (facts["dirty"], facts["diff_sha256"]) == (False, None)
 
 
 def test_a_package_that_no_checkout_tracks_has_no_commit(checkout, tmp_path):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -175,7 +177,10 @@ def test_the_curl_line_asks_what_the_model_answers(is_chat, path, key):
         is_chat=is_chat,
         process=None,
     )
-    assert server.curl.startswith(f"curl http://127.0.0.1:1/v1/{path}completions --json '")
+    assert server.curl.startswith(f"curl http://127.0.0.1:1/v1/{path}completions -H ")
+    header, body = shlex.split(server.curl)[3], shlex.split(server.curl)[5]
+    assert header == "Content-Type: application/json"
+    assert json.loads(body)["model"] == "it's"
     assert f'"{key}": ' in server.curl
 
 

@@ -99,6 +99,7 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
     ("overrides", "said"),
     [
         (["path=nowhere", "format=peft"], "there is no adapter"),
+        (["path=nowhere", "format=peft"], "nowhere, which does not exist"),
         (["path=nowhere", "format=peft"], "next write path=latest"),
         (["path={run}", "format=peft", "model=tiny_llama"], "which names its own"),
         (["path={run}", "format=v3", "export.base_quant=nf4"], "tells how its base was quantized"),

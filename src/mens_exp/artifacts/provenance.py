@@ -60,8 +60,9 @@ def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
     """Describe the code, the packages and the machine of this process.
 
     The commit is that of the checkout that tracks `package`, and null if there is none, as in an
-    installed wheel. If the working directory belongs to a different checkout, which may hold the
-    user's configuration and classes, it is described as well.
+    installed wheel. Changes are those of tracked files, and new files of code; rows and outputs
+    that nothing tracks are none. If the working directory belongs to a different checkout, which
+    may hold the user's configuration and classes, it is described as well.
 
     Args:
         cwd: the working directory.
@@ -73,8 +74,8 @@ def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
     root = _checkout(package)
     workspace = _checkout(cwd)
     return {
-        **_code(root),
-        "workspace": None if workspace in (None, root) else _code(workspace),
+        **_code(root, package),
+        "workspace": None if workspace in (None, root) else _code(workspace, cwd),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": dict(_packages()),
@@ -110,13 +111,13 @@ def _checkout(directory: Path) -> Path | None:
     return Path(os.fsdecode(root.removesuffix(b"\n"))) if root else None
 
 
-def _code(root: Path | None) -> dict[str, str | bool | None]:
+def _code(root: Path | None, new_in: Path) -> dict[str, str | bool | None]:
     unknown: dict[str, str | bool | None] = {"commit": None, "dirty": None, "diff_sha256": None}
     if root is None:
         return unknown
     commit = _git(root, "rev-parse", "--verify", "HEAD")
     diff = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    untracked = _git(new_in, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py")
     if commit is None or diff is None or untracked is None:
         return unknown
     dirty = bool(diff or untracked)

@@ -316,11 +316,11 @@ def vocabulary_of(tokenizer: HfTokenizer, rows: int) -> GgufVocabulary:
 
 def _vocabulary_problems(what: str, found: object, expected: str) -> RequestError:
     return RequestError(
-        f"the tokenizer has no equal in GGUF by {what}",
+        f"GGUF has no tokenizer like this one: it differs in {what}",
         where="tokenizer.json",
         found=found if isinstance(found, str) else json.dumps(found, ensure_ascii=False),
         expected=expected,
-        remedy="serve the directory itself: task=serve, vLLM and Ollama read tokenizer.json",
+        remedy="use format=hf, ollama or vllm, which keep tokenizer.json",
     )
 
 
@@ -377,7 +377,9 @@ def _splitting(core: dict[str, Any]) -> str:
     if (core["decoder"] or {}).get("type") != "ByteLevel":
         raise _vocabulary_problems("its decoder", core["decoder"], "ByteLevel")
     if not core["model"]["merges"]:
-        raise _vocabulary_problems("its merges", "none", "some: readers take no vocabulary without")
+        raise _vocabulary_problems(
+            "its merges", "none", "a BPE tokenizer with merges, which readers of GGUF need"
+        )
     parts = core["pre_tokenizer"] or {}
     *before, level = parts["pretokenizers"] if parts.get("type") == "Sequence" else [parts]
     is_plain = level.get("type") == "ByteLevel" and not level["add_prefix_space"]

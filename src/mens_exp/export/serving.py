@@ -69,7 +69,8 @@ class Server:
         body = {"model": self.model, **asked, "max_tokens": 64}
         url = f"{self.url}/{'chat/' if self.is_chat else ''}completions"
         token = f'-H "Authorization: Bearer ${self.token_env}" ' if self.token_env else ""
-        return f"curl {url} {token}--json {shlex.quote(json.dumps(body))}"
+        header = '-H "Content-Type: application/json"'
+        return f"curl {url} {token}{header} -d {shlex.quote(json.dumps(body))}"
 
 
 def missing_packages() -> list[MensError]:

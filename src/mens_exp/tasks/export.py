@@ -6,6 +6,7 @@ card and records. serve runs an OpenAI-compatible server for a merged model unti
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +57,10 @@ def _bundle(config: RunConfig, run: Run) -> None:
     )
     terminal.say(f"{len(hashes)} files, {archive.stat().st_size / 2**20:.1f} MiB")
     terminal.say(f"Bundle: {archive}")
-    push = wording.command("task=push", ("path", config.path), "repo=<user>/<name>")
-    terminal.say_next([Step(push, "upload the run to the hub")])
+    unpacked = subject.path.resolve().name
+    verify = wording.command("task=inspect", ("path", unpacked), "inspect.verify=true")
+    unpack = f"tar xzf {shlex.quote(archive.name)}"
+    terminal.say_next([Step(f"{unpack} && {verify}", "verify it elsewhere")])
 
 
 def push(config: RunConfig, run: Run) -> None:

@@ -33,6 +33,7 @@ from mens_exp.planning.checks.adapter import other_base
 from mens_exp.planning.memory import is_in_parts
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
+from mens_exp.report.document import Tone
 from mens_exp.tasks.inputs import (
     describe,
     keep_bad_rows,
@@ -161,6 +162,7 @@ def fit(
         module = build_module(config, whole, data)
         compared = compared_whole(config, run, inputs.base, module, data)
 
+    _say_stage("loading the base model", rank)
     with lightning_quiet():
         backend = build_backend(
             config,
@@ -178,7 +180,7 @@ def fit(
             scoring = None if early is None else first_items(early, run.manifest)
         trainer = build_trainer(config, run, max_steps=data.max_steps, score=scoring, rank=rank)
         if rank.is_first or is_sharded(config, rank):  # a sharded base needs all processes
-            certify_steps(config, run, inputs.base, module, data, compared)
+            certify_steps(config, run, inputs.base, module, data, rank, compared)
         compute_reference(config, run, inputs.base, module, data, rank)
         _validate_before(run, trainer, module, data, rank)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
@@ -259,6 +261,7 @@ def _validate_before(
     """Validate the base, and the initial adapter unless it is new."""
     results = run.manifest.results
     if "base_val_loss" not in results:
+        _say_stage("validating the base model", rank)
         with module.as_base():
             loss = _validate(trainer, module, data)
         module.refuse_unfinite(loss)
@@ -269,6 +272,12 @@ def _validate_before(
     if "init_from" in run.manifest.inputs and "initial_val_loss" not in results:
         results["initial_val_loss"] = _validate(trainer, module, data)
         run.save()
+
+
+def _say_stage(what: str, rank: Rank) -> None:
+    """Write what begins, for a reader who waits for the first step."""
+    if rank.is_first:
+        terminal.say(f"{what} …", Tone.QUIET, on=terminal.console(stderr=True))
 
 
 def _note_documents(
@@ -340,6 +349,7 @@ def certify_steps(
     base: BaseModel,
     module: TrainingModule,
     data: RowsDataModule,
+    rank: Rank,
     compared: Reference | None = None,
 ) -> None:
     """Probe the model with the first batches, once per run, and refuse errors over tolerance.
@@ -350,6 +360,7 @@ def certify_steps(
         base: its base model.
         module: the module to be trained.
         data: the rows.
+        rank: the rank of this process.
         compared: the result of `compared_whole`, for a base that is sharded now.
 
     Raises:
@@ -367,6 +378,7 @@ def certify_steps(
         return
     from mens_exp.training.contract_probe import probe
 
+    _say_stage("checking the first batches", rank)
     kept = _reference_path(config, run, base, module)
     known = _known_reference(kept)
     contract.probe = probe(config, module, data, compared if known is None else (known.part, None))

@@ -462,6 +462,14 @@ def _name(run: RunDir) -> str:
 def _nothing(path: Path, what: str) -> RequestError:
     seen = f"python -m mens_exp task=plan data=jsonl data.path={shlex.quote(str(path))} data.show=3"
     is_rows = path.is_file() and path.name.lower().endswith(ROWS)
+    if path.is_file() and path.name.endswith(".tar.gz"):
+        return RequestError(
+            "a bundle is inspected once it is unpacked",
+            where="path",
+            found=str(path),
+            expected="the run that it holds",
+            remedy=f"run: tar xzf {shlex.quote(str(path))}, then path=<the directory it makes>",
+        )
     return RequestError(
         what,
         where="path",
