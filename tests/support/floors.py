@@ -88,7 +88,7 @@ def lowest(python: Path) -> Path:
     command = [python, "-m", "uv", "pip", "compile", "--resolution", "lowest-direct", "--quiet"]
     subprocess.run([*command, wanted, "--output-file", pinned], check=True)
     lines = pinned.read_text("utf-8").splitlines()
-    kept = [one for one in lines if not re.match(r"(torch|nvidia|cuda|triton)[-=]", one)]
+    kept = [one for one in lines if not re.match(r"(torch|nvidia(?!-ml-py)|cuda|triton)[-=]", one)]
     pinned.write_text("\n".join(kept))
     return pinned
 
