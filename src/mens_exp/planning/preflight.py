@@ -76,13 +76,7 @@ def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
     Raises:
         MensError: the tokenizer cannot be read, or the template alters rows.
     """
-    tried: Counter[tuple[object, ...]] = Counter()
-    chosen = []
-    for pair in chain(islice(rows.train, _TRIED_ROWS), islice(rows.val, _TRIED_ROWS)):
-        turns = _turns(pair)
-        tried[turns] += 1
-        if turns and tried[turns] <= MOST_BAD_ROWS:
-            chosen.append(pair)
+    chosen = _rendered_differently(rows)
     template = model.known_template(config) if chosen else None
     if template is not None:  # otherwise the base is yet to be downloaded or unpacked
         directory = ready_directory(config.model, cache_root())
@@ -92,6 +86,43 @@ def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
             else load_tokenizer(config.tokenizer, directory)
         )
         rendered_answers(chosen, tokenizer, labelling_of(config))
+
+
+def _rendered_differently(rows: Rows) -> list[TrainingPair]:
+    """Return some rows of each sequence of turns that a template may drop something of."""
+    tried: Counter[tuple[object, ...]] = Counter()
+    chosen = []
+    for pair in chain(islice(rows.train, _TRIED_ROWS), islice(rows.val, _TRIED_ROWS)):
+        turns = _turns(pair)
+        tried[turns] += 1
+        if turns and tried[turns] <= MOST_BAD_ROWS:
+            chosen.append(pair)
+    return chosen
+
+
+def untried_template(config: RunConfig) -> list[str]:
+    """Warn about rows of which a template that cannot be read yet may drop parts.
+
+    Returns:
+        One sentence if the rows have tools or system prompts, and the model is still to be
+        downloaded or unpacked; none if there is nothing to try or `check_data` has tried it.
+    """
+    data = config.data
+    if not isinstance(data, WrittenData) or model.known_template(config) is not None:
+        return []
+    chosen = _rendered_differently(load_rows(data, cache_root()))
+    held = [json.loads(pair.conversation) for pair in chosen if pair.conversation is not None]
+    parts = [
+        *(["tools"] if any("tools" in one for one in held) else []),
+        *(["system prompts"] if any(pair.system is not None for pair in chosen) else []),
+    ]
+    if not parts:
+        return []
+    return [
+        f"the rows have {' and '.join(parts)}, which the model's chat template may drop; it is read"
+        " once the model is downloaded or unpacked, and rows that it drops parts of are refused "
+        "then; to know before, write tokenizer.chat_template=<file>"
+    ]
 
 
 def _turns(pair: TrainingPair) -> tuple[object, ...]:
