@@ -302,7 +302,7 @@ def _latest(outputs: Path, task: str | None) -> RunDir:
             where="path",
             found="latest",
             expected=f"a {task or ''}{' ' if task else ''}run under {outputs}",
-            remedy="train one first, or name a run directory",
+            remedy="train one first: python -m mens_exp; or name a run directory",
         )
     return max(dated, key=lambda entry: entry[:2])[2]
 
