@@ -118,11 +118,12 @@ def untried_template(config: RunConfig) -> list[str]:
     ]
     if not parts:
         return []
-    return [
+    said = (
         f"the rows have {' and '.join(parts)}, which the model's chat template may drop; it is read"
         " once the model is downloaded or unpacked, and rows that it drops parts of are refused "
         "then; to know before, write tokenizer.chat_template=<file>"
-    ]
+    )
+    return [said]
 
 
 def _turns(pair: TrainingPair) -> tuple[object, ...]:
