@@ -114,6 +114,22 @@ def test_template_that_drops_tools_is_told_before_the_run(
     assert preflight(tiny_config(*given, f"tokenizer.chat_template={template}")) == []
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_rows_of_ours_without_what_the_objective_reads_are_refused(tiny_config, objective):
+    """Before a run is there: a source of ours has no preferences."""
+    problem = only(tiny_config("data=stdlib", f"objective={objective}"))
+    assert "the row has no" in problem.what
+    assert "or give rows of prompt" in str(problem)
+
+
+def test_rows_of_the_users_without_what_the_objective_reads_are_refused(tiny_config, rows):
+    """As those of ours, by file and line."""
+    problem = only(tiny_config("data=jsonl", f"data.path={rows}", "objective=dpo"))
+    assert problem.where.startswith("row ")
+    assert f"{rows}:" in problem.where
+    assert "the row has no rejected answer" in problem.what
+
+
 def test_a_template_that_is_still_to_be_unpacked_is_said_to_be_untried(
     tiny_config, tool_rows, rows, tmp_path, monkeypatch
 ):

@@ -49,6 +49,9 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
     if not isinstance(data, WrittenData):
         if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
             load_rows(data, cache_root())  # raises if no rows are left
+        # Rows of ours are read for a plan only where the objective needs what they may lack.
+        if labelling_of(config).rows.fields and not any(rule_problems(config)):
+            _refuse_unlearned(config, load_rows(data, cache_root()))
         return
     problems = {problem.where for problem in rule_problems(config)}
     if isinstance(data, OwnData) and any(classes.check_group(config, "data")):
@@ -57,12 +60,24 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
         rows = load_rows(data, cache_root())
         if given_in(data):
             refuse_unsteady(rows.sha256, load_rows(data, cache_root()).sha256)
+        _refuse_unlearned(config, rows)
         _refuse_unrendered(config, rows)
     elif (
         problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
     ):  # already reported; the rows can still be checked
         read_own(data)
     yield from ()
+
+
+def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
+    """Refuse rows that lack what the objective reads, or have what it would ignore.
+
+    Raises:
+        DataError: a row is of another kind than the objective; the first one is named.
+    """
+    documents = labelling_of(config).rows
+    for pair in islice(rows.train, _TRIED_ROWS):
+        documents.check(pair)
 
 
 _TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run renders them all
