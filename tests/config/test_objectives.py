@@ -105,7 +105,7 @@ def test_settings_are_of_tokens_or_of_the_loss():
     """What selects tokens belongs to a cache key; the rest is handed to the class."""
     assistant = AssistantObjective(_target_="any", turns=Turns.last, chunk_tokens=8)
     assert assistant.spec.selected(assistant) == {"turns": "last"}
-    of_loss = {"chunk_tokens": 8, "label_smoothing": 0.0, "z_loss": 0.0}
+    of_loss = {"chunk_tokens": 8, "dft": False, "label_smoothing": 0.0, "z_loss": 0.0}
     assert assistant.spec.arguments(assistant, 32, on_gpu=False) == of_loss
     last = LastKObjective(_target_="any", k=3)
     assert last.spec.selected(last) == {"k": 3}

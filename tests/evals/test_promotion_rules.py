@@ -33,3 +33,26 @@ def test_one_run_outside_a_sandbox_is_no_evidence_under_any_policy(policy):
     (rule,) = [one for one in found.rules if one["rule"] == "sandbox"]
     assert (rule["outcome"], rule["observed"]) == (Outcome.FAILED, "bubblewrap, unsafe")
     assert found.decision is Answer.INSUFFICIENT
+
+
+@pytest.mark.parametrize(
+    ("direction", "estimate", "outcome"),
+    [
+        ("min", 0.5, Outcome.FAILED),
+        ("min", -0.5, Outcome.PASSED),
+        ("max", -0.5, Outcome.FAILED),
+        ("max", 0.5, Outcome.PASSED),
+        ("none", 0.5, Outcome.UNKNOWN),
+    ],
+)
+def test_a_metric_of_ones_own_regresses_in_its_declared_direction(direction, estimate, outcome):
+    """The table of KPIs does not know it; the comparison has recorded its direction."""
+    one = evidence()
+    contrast = one.comparison.contrasts[0]
+    kpi = contrast["kpis"].pop(one.comparison.primary)
+    contrast["kpis"]["my/latency"] = {**kpi, "direction": direction, "estimate": estimate}
+    one.comparison.primary = "my/latency"
+    found = decide(EvalGatePolicy(arm=contrast["arm"], regression=0.1), [one], None)
+    (rule,) = [rule for rule in found.rules if rule["rule"] == "regression"]
+    assert rule["outcome"] == outcome
+    assert (rule["note"] == "neither direction of it is better") == (direction == "none")

@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss, compared with torch's loss on all logits and a formula by hand."""
+"""Label smoothing, z-loss and DFT, compared with torch's loss on all logits and by hand."""
 
 from __future__ import annotations
 
@@ -95,6 +95,24 @@ def test_weights_multiply_each_token_s_loss_and_gradient(smoothing, z_loss):
     assert not ours.grad[3].any()
 
 
+@pytest.mark.parametrize("weighed", [False, True])
+def test_dft_multiplies_each_loss_by_a_probability_without_a_gradient(weighed):
+    """As the paper's formula on all logits; a token of probability 0 teaches nothing."""
+    logits, targets = drawn(7, 50)
+    logits[2, targets[2]] = -200
+    weights = torch.tensor([0.5, 2, 1, 0, 0.25, 3, 1]) if weighed else None
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = CrossEntropy("causal", 3, dft=True)(ours, targets, lambda it: it, weights).total
+    chosen = functional.softmax(theirs, dim=1)[torch.arange(7), targets].detach()
+    each = functional.cross_entropy(theirs, targets, reduction="none") * chosen
+    expected = (each if weights is None else each * weights).sum()
+    (loss * 3).backward()
+    (expected * 3).backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=CLOSE)
+    assert close(ours.grad, theirs.grad)
+    assert not ours.grad[2].any()
+
+
 def test_a_validation_takes_the_plain_cross_entropy():
     """Without gradients neither changes anything, so that losses of runs compare."""
     logits, targets = drawn(7, 50)
@@ -102,6 +120,8 @@ def test_a_validation_takes_the_plain_cross_entropy():
         plain = CrossEntropy("causal", 3)(logits, targets, lambda it: it)
         weights = torch.arange(7.0)
         other = CrossEntropy("causal", 3, *BOTH)(logits, targets, lambda it: it, weights)
+        dft = CrossEntropy("causal", 3, dft=True)(logits, targets, lambda it: it)
+    assert torch.equal(plain.total, dft.total)
     assert torch.equal(plain.total, other.total)
     assert torch.equal(plain.losses_M, other.losses_M)
 
@@ -156,7 +176,8 @@ def test_the_settings_reach_the_loss(tiny_config):
     made = _objective(config)
     assert (made.label_smoothing, made.z_loss) == (0.1, 1e-4)
     made = _objective(tiny_config())
-    assert (made.label_smoothing, made.z_loss) == (0, 0)
+    assert (made.label_smoothing, made.z_loss, made.dft) == (0, 0, False)
+    assert _objective(tiny_config("objective.dft=true")).dft
 
 
 @pytest.mark.parametrize(
@@ -165,8 +186,10 @@ def test_the_settings_reach_the_loss(tiny_config):
         ("objective.label_smoothing=1", "label_smoothing"),
         ("objective.label_smoothing=-0.1", "label_smoothing"),
         ("objective.z_loss=-1e-4", "z_loss"),
+        ("objective.dft=true objective.z_loss=1e-4", "z_loss"),
+        ("objective.dft=true objective.label_smoothing=0.1", "label_smoothing"),
     ],
 )
-def test_a_value_out_of_range_is_refused(tiny_config, override, said):
+def test_a_value_without_a_meaning_is_refused(tiny_config, override, said):
     """By the name of the setting."""
-    assert any(said in str(one) for one in problems_of(tiny_config(override)))
+    assert any(said in str(one) for one in problems_of(tiny_config(*override.split())))

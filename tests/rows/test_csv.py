@@ -42,6 +42,21 @@ def test_what_a_csv_writer_wrote_is_read(tmp_path, name, end):
     assert found[1].place == f"{path}:4"  # the cell before it has a line end
 
 
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+def test_line_ends_in_cells_are_those_of_the_file(tmp_path, end):
+    """As Python's own reader has them: neither is turned into the other."""
+    rows = [
+        {"prompt": "a\r\nb", "response": "c\nd\r\n"},
+        {"prompt": "e\rf", "response": "g\r\n\r\nh\n\n"},
+    ]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(written(rows, lineterminator=end, quoting=csv.QUOTE_ALL))
+    found = [(pair.prompt, pair.response) for pair in read_rows(path).pairs]
+    with path.open(encoding="utf-8", newline="") as file:
+        assert found == [(row["prompt"], row["response"]) for row in csv.DictReader(file)]
+    assert found == [(row["prompt"], row["response"]) for row in rows]
+
+
 def test_conversations_stand_in_a_cell_as_json(tmp_path):
     """As exported by tools that flatten rows."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -105,6 +105,9 @@ class CrossEntropyConfig(ObjectiveConfig):
     )
 
 
+_WITHOUT_DFT = unless("objective.dft", True, why="which weighs the plain cross-entropy")
+
+
 @dataclass(kw_only=True, slots=True)
 class TokenObjective(CrossEntropyConfig):
     """Settings common to the objectives over single tokens; validation measures without them."""
@@ -116,12 +119,21 @@ class TokenObjective(CrossEntropyConfig):
         "weight 0 is left out. null weighs all alike.",
         example="weight",
     )
+    dft: bool = setting(
+        False,
+        "Dynamic fine-tuning: multiply the loss of each learned token by its probability, through "
+        "which no gradient flows (arXiv:2508.05629; TRL's loss_type=dft). train/loss has it, "
+        "val/loss never.",
+        aliases={"use_dft_loss": "LLaMA-Factory"},
+    )
     label_smoothing: float = setting(
         0.0,
         "Share of each target's probability that is spread evenly over the vocabulary "
         "(arXiv:1512.00567, 0.1 there; torch's cross_entropy). train/loss has it, val/loss never.",
         ge=0,
         lt=1,
+        only_if=_WITHOUT_DFT,
+        idle=0.0,
         aliases={"label_smoothing_factor": "Transformers and TRL"},
         example="0.1",
     )
@@ -131,6 +143,8 @@ class TokenObjective(CrossEntropyConfig):
         "its logits, which keeps logits small (arXiv:2204.02311, 1e-4 there). train/loss has it, "
         "val/loss never.",
         ge=0,
+        only_if=_WITHOUT_DFT,
+        idle=0.0,
         example="1e-4",
     )
 

@@ -233,13 +233,21 @@ def _metric(name: str, unit: str, direction: Direction, note: str) -> Metric:
     return Metric(name=name, unit=unit, direction=direction, reduction="last", note=note)
 
 
-_REWARD = "beta times its log-likelihood, less the base's where the objective compares with it"
+_REWARD = (
+    "beta times its log-likelihood, less the base's where the objective compares with it; without "
+    "a base, that of a mean token where the objective compares means"
+)
 PAIR_METRICS = (
     _metric("chosen_reward", "1", "none", f"mean reward of the chosen answers: {_REWARD}"),
     _metric("rejected_reward", "1", "none", f"mean reward of the rejected answers: {_REWARD}"),
     _metric("reward_margin", "1", "max", "mean of the chosen answer's reward less the rejected's"),
     _metric("reward_accuracy", "1", "max", "share of pairs whose chosen answer has more reward"),
-    _metric("chosen_nll", "nats/token", "min", "mean loss of a token of the chosen answers"),
+    _metric(
+        "chosen_nll",
+        "nats/token",
+        "min",
+        "mean over chosen answers of the mean loss of their tokens",
+    ),
 )
 
 

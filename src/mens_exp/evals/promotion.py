@@ -13,7 +13,7 @@ from mens_exp.config.promotion import (
     QloraPlateauPolicy,
 )
 from mens_exp.errors import MensError
-from mens_exp.evals.kpis import KPIS, Direction
+from mens_exp.evals.kpis import Direction
 from mens_exp.evals.promotion_rules import (
     burn_production,
     complete,
@@ -205,7 +205,9 @@ def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
     missing = "no difference to the reference is known"
     if kpi is not None and kpi["estimate"] is not None:
         missing = unpaired(one.comparison, kpi)
-    loss = None if kpi is None or missing else _loss(one.comparison.primary, kpi)
+    loss = None if kpi is None or missing else _loss(kpi)
+    if kpi is not None and not missing and loss is None:
+        missing = "neither direction of it is better"
     yield rule_of(
         "regression",
         one,
@@ -218,11 +220,10 @@ def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
     )
 
 
-def _loss(name: str, kpi: KpiRecord) -> float | None:
-    if kpi["estimate"] is None:
-        return None
-    is_lower_better = name in KPIS and KPIS[name].direction is Direction.MIN
-    return kpi["estimate"] if is_lower_better else -kpi["estimate"]
+def _loss(kpi: KpiRecord) -> float | None:
+    """Return by how much the arm is worse; None where neither direction of a KPI is better."""
+    worse = {Direction.MIN: 1, Direction.MAX: -1}.get(Direction(kpi["direction"]))
+    return None if kpi["estimate"] is None or worse is None else worse * kpi["estimate"]
 
 
 def _arms(record: Comparison, backend: str) -> Iterable[ArmRecord]:

@@ -135,15 +135,17 @@ def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
 class CrossEntropy(Objective):
     """Cross entropy of each supervised token under the head's logits, in f32.
 
-    With gradients, ``label_smoothing`` and ``z_loss`` change it as `summed_cross_entropy` says, and
-    documents with weights have their sum of weighted losses and the sum of the tokens' weights.
-    Without gradients they do not, so that validation losses of runs with other values compare.
+    With gradients, ``label_smoothing``, ``z_loss`` and ``dft`` change it as `summed_cross_entropy`
+    says, and documents with weights have their sum of weighted losses and the sum of the tokens'
+    weights. Without gradients they do not, so that validation losses of runs with other values
+    compare.
     """
 
     name: str
     chunk_tokens: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    dft: bool = False
 
     def loss(self, passed: Passed) -> LossSum:
         """Return the loss over all targets of a micro-batch, weighted if its documents are."""
@@ -179,6 +181,7 @@ class CrossEntropy(Objective):
                 targets_M[piece],
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
+                dft=self.dft,
                 weights_C=None if weights_M is None else weights_M[piece],
             )
             gradients.add(piece, hidden_CD, loss)
@@ -288,6 +291,7 @@ class _Summed(torch.autograd.Function):
         weights_C: torch.Tensor | None,
         label_smoothing: float,
         z_loss: float,
+        dft: bool,
     ) -> torch.Tensor:
         """Sum the losses in f32."""
         wanted = ctx.needs_input_grad[0]
@@ -302,6 +306,8 @@ class _Summed(torch.autograd.Function):
             if log_z is not None:
                 losses += z_loss * log_z.square()
             weights = None if weights_C is None else weights_C[piece, None]
+            if dft:
+                weights = picked.exp() if weights is None else picked.exp() * weights
             total += losses.sum() if weights is None else (losses * weights).sum()
             if gradient_CV is not None:
                 found = logs.exp_()
@@ -319,7 +325,7 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         """Scale the saved gradient."""
         (gradient_CV,) = ctx.saved_tensors
-        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), None, None, None, None
+        return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), *(None,) * 5
 
 
 def row_pieces(logits_CV: torch.Tensor, *, on_gpu: int | None = None) -> Iterator[slice]:
@@ -375,6 +381,7 @@ def summed_cross_entropy(
     weights_C: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dft: bool = False,
 ) -> torch.Tensor:
     """Return the sum of token losses in nats, computed in f32 whatever the dtype of the logits.
 
@@ -388,6 +395,8 @@ def summed_cross_entropy(
             a token is -(1 - ε) log p(target) - ε · mean over v of log p(v) (arXiv:1512.00567, §7).
         z_loss: weight of (log Z)² that is added for each token, Z the sum of the exponentials of
             its logits (arXiv:2204.02311, §5).
+        dft: whether each token's loss is multiplied by its probability, which has no gradient
+            (arXiv:2508.05629, eq. 9).
     """
-    settings = (weights_C, label_smoothing, z_loss)
+    settings = (weights_C, label_smoothing, z_loss, dft)
     return cast("torch.Tensor", _Summed.apply(logits_CV, targets_C, *settings))  # type: ignore[no-untyped-call]

@@ -160,14 +160,14 @@ def decoded_line(line: Line, where: str) -> Located:
 
 def _text(line: Line, where: str) -> str:
     """Decode one line of JSON; each kind of failure has a separate message."""
-    text = _utf8(line, where)
+    text = _utf8(line, where).removesuffix("\r")
     if not text.strip():
         raise DataError("the line is blank", where=where, expected="one JSON object a line")
     return text
 
 
 def _utf8(line: Line, where: str) -> str:
-    """Decode one line without its end."""
+    """Decode one line without its newline; a carriage return before that stays."""
     if line.size > MAX_LINE_BYTES:
         raise DataError(
             "the line is too long",
@@ -175,7 +175,7 @@ def _utf8(line: Line, where: str) -> str:
             found=f"{line.size:,} bytes",
             expected=f"at most {MAX_LINE_BYTES:,} bytes, one row a line",
         )
-    raw = line.raw.removesuffix(b"\r")
+    raw = line.raw
     if b"\0" in raw:
         raise DataError(
             "the line holds NUL bytes",
