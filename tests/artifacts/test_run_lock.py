@@ -50,6 +50,23 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path, content):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
+def test_lock_left_behind_is_that_of_a_killed_process_of_this_machine(tmp_path):
+    """Not that of a living one, and none whose process cannot be looked for."""
+    path = tmp_path / "run.lock"
+    assert not host.is_left_behind(path)
+    with run_lock(path):
+        living = path.read_text()
+        assert not host.is_left_behind(path)
+    dead = json.loads(living) | {"started": 1.0}
+    for record, is_left in (
+        (dead, True),
+        (dead | {"host": "another"}, False),
+        ({"pid": dead["pid"], "started": 1.0}, False),
+    ):
+        path.write_text(json.dumps(record))
+        assert host.is_left_behind(path) == is_left
+
+
 def test_lock_is_released_when_the_block_fails(tmp_path):
     """A failure inside the block leaves no lock."""
     path = tmp_path / "run.lock"

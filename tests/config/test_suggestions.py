@@ -38,7 +38,9 @@ MISTAKES = {
         "write python -m mens_exp task=doctor",
     ),
     "path=latest lora.r=8": ("path: has no effect with task=train", "mens_exp lora.r=8"),
-    "task=tran": ("task: unknown option found tran", "the nearest is train"),
+    "task=tran": ("task: unknown option found tran", "the nearest is train", "write task=train"),
+    "study=zz": ("study: unknown option", "or add your own as ./conf/study/<name>.yaml"),
+    "path=latest task=serve": ("path: there is no run yet", "train one first: python -m mens_exp"),
 }
 
 

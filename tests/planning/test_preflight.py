@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import BundledModel, RandomModel
 from mens_exp.planning.estimate import make_plan
-from mens_exp.planning.preflight import preflight, writable_cache
+from mens_exp.planning.preflight import preflight, untried_template, writable_cache
 
 
 @pytest.fixture
@@ -112,6 +112,38 @@ def test_template_that_drops_tools_is_told_before_the_run(
         "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert preflight(tiny_config(*given, f"tokenizer.chat_template={template}")) == []
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_rows_of_ours_without_what_the_objective_reads_are_refused(tiny_config, objective):
+    """Before a run is there: a source of ours has no preferences."""
+    problem = only(tiny_config("data=stdlib", f"objective={objective}"))
+    assert "the row has no" in problem.what
+    assert "or give rows of prompt" in str(problem)
+
+
+def test_rows_of_the_users_without_what_the_objective_reads_are_refused(tiny_config, rows):
+    """As those of ours, by file and line."""
+    problem = only(tiny_config("data=jsonl", f"data.path={rows}", "objective=dpo"))
+    assert problem.where.startswith("row ")
+    assert f"{rows}:" in problem.where
+    assert "the row has no rejected answer" in problem.what
+
+
+def test_a_template_that_is_still_to_be_unpacked_is_said_to_be_untried(
+    tiny_config, tool_rows, rows, tmp_path, monkeypatch
+):
+    """Of rows with tools; a template that is there has been tried."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    bundled = "model=smollm2_135m", "data=jsonl", f"data.path={tool_rows}"
+    (said,) = untried_template(tiny_config(*bundled))
+    assert said.startswith("the rows have tools, which the model's chat template may drop")
+    assert "tokenizer.chat_template=<file>" in said
+    template = tmp_path / "tools.jinja"
+    template.write_text("{{ tools }}{{ messages }}", "utf-8")
+    assert untried_template(tiny_config(*bundled, f"tokenizer.chat_template={template}")) == []
+    assert untried_template(tiny_config(*bundled[:2], f"data.path={rows}")) == []
+    assert untried_template(tiny_config("data=jsonl", f"data.path={tool_rows}")) == []  # random
 
 
 def test_rows_that_cannot_be_split_are_refused(tiny_config, rows):

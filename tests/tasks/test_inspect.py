@@ -12,7 +12,9 @@ import pytest
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.certificate import ArtifactKind
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.host import run_lock
+from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.run_dir import RunDir
 
 
 def test_a_run_is_told_layer_by_layer(finished, inspect):
@@ -312,3 +314,18 @@ def test_the_json_and_the_table_are_of_one_record(finished, inspect, tmp_path):
     text = json.loads((tmp_path / "here" / "inspection_0" / "inspection.json").read_text("utf-8"))
     assert (text["format"], text["version"]) == ("mens_exp_inspection", 2)
     assert list(text) == sorted(text)
+
+
+def test_a_run_whose_process_was_killed_is_interrupted(finished, typed, tmp_path):
+    """Its manifest says that it has started, as that of a run at work."""
+    run = RunDir(shutil.copytree(finished.path, tmp_path / "killed"))
+    manifest = Manifest.read(run.manifest)
+    manifest.status = Status.STARTED
+    manifest.write(run.manifest)
+    with run_lock(run.lock):
+        assert "a training run, started" in typed("task=inspect", f"path={run.path}")
+        taken = json.loads(run.lock.read_text("utf-8"))
+    run.lock.write_text(json.dumps(taken | {"started": 1.0}), "utf-8")
+    said = " ".join(typed("task=inspect", f"path={run.path}").split())
+    assert "a training run, interrupted: its process was killed" in said
+    assert "continue it with resume=" in said

@@ -9,7 +9,9 @@ import shutil
 
 import pytest
 
-from mens_exp.artifacts.sweep import SweepRecord
+from mens_exp.artifacts.host import run_lock
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.sweep import JobState, SweepRecord
 from mens_exp.errors import DataError
 from mens_exp.report import html, sweep_view
 from mens_exp.tasks.study_runs import read_sweep, write_sweep_page
@@ -49,6 +51,22 @@ def test_a_job_without_a_run_has_no_values_and_its_reason(sweep):
     cell = read_sweep(sweep).cells[-1]
     assert (cell.state, cell.values, cell.has_report) == ("failed", {}, False)
     assert cell.reason == "killed by <b>SIGKILL</b>"
+
+
+def test_a_job_whose_process_was_killed_is_interrupted(sweep):
+    """Its record says that it runs until somebody resumes it; a living process is at work."""
+    record = SweepRecord.read(sweep.record)
+    record.jobs[0]["state"] = JobState.RUNNING
+    record.write(sweep.record)
+    run = RunDir(sweep.path / record.jobs[0]["directory"])
+    with run_lock(run.lock):
+        assert read_sweep(sweep).cells[0].state == "running"
+        taken = json.loads(run.lock.read_text("utf-8"))
+    run.lock.write_text(json.dumps(taken | {"started": 1.0}), "utf-8")
+    review = read_sweep(sweep)
+    assert review.cells[0].state == "interrupted"
+    assert "sweep.resume" in review.cells[0].reason
+    assert "1 interrupted" in page(review)
 
 
 def test_arms_are_compared_as_task_compare_does(sweep):

@@ -221,11 +221,112 @@ def test_a_misspelled_metric_is_answered_with_the_near_name(lab, tmp_path, capsy
     assert Manifest.read(run.manifest).status == "failed"
 
 
+MONITORS = f"_target_: {LIGHTNING}{{}}\nmonitor: {{}}\n"
+
+
+def problems_of(folder, *callbacks):
+    """What is wrong with options of these texts, beside the default callbacks."""
+    for number, text in enumerate(callbacks):
+        (folder / f"watching_{number}.yaml").write_text(text, "utf-8")
+    names = [f"watching_{number}" for number in range(len(callbacks))]
+    (cell,) = check([f"callbacks=[default,{','.join(names)}]", "model=tiny_llama"]).cells
+    return list(classes.check(cell.config))
+
+
+@pytest.mark.parametrize("callback", ["EarlyStopping", "ModelCheckpoint"])
+@pytest.mark.parametrize(
+    ("monitor", "near"),
+    [
+        ("val_loss", "val/loss"),  # as Lightning's docs call theirs
+        ("val/los", "val/loss"),
+        ("eval_loss", "val/loss"),
+        ("train/loss", None),  # of a step; Lightning is shown validations
+        ("nothing", None),
+    ],
+)
+def test_a_metric_to_monitor_that_no_run_has_is_told_before_training(
+    own_conf, callback, monitor, near
+):
+    """Lightning would say so at the first validation."""
+    (problem,) = problems_of(own_conf, MONITORS.format(callback, monitor))
+    assert problem.where == "callbacks.watching_0.monitor"
+    assert "val/loss" in str(problem)
+    assert (f"the nearest is {near}" in str(problem)) == (near is not None)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        (MONITORS.format("EarlyStopping", "val/loss"),),
+        (MONITORS.format("EarlyStopping", "val/bits_per_byte"),),
+        (MONITORS.format("EarlyStopping", "val_loss") + "strict: false\n",),
+        (MONITORS.format("ModelCheckpoint", "null"),),
+        (MONITORS.format("ModelCheckpoint", "step"),),
+        (
+            MONITORS.format("ModelCheckpoint", "lr-AdamW"),
+            f"_target_: {LIGHTNING}LearningRateMonitor",
+        ),
+        # A callback of one's own may log anything that is none of ours, as Lightning's docs do.
+        (MONITORS.format("EarlyStopping", "val_loss"), "_target_: seen_{module}.Mine\n"),
+        (MONITORS.format("EarlyStopping", "recall"), "_target_: seen_{module}.Mine\n"),
+        (MONITORS.format("EarlyStopping", "probe/seen"), "_target_: seen_{module}.Mine\n"),
+    ],
+)
+def test_a_metric_that_may_be_logged_is_monitored(own_conf, texts):
+    """Only what is known to be absent is refused."""
+    module = own_conf.parents[1].name.replace("-", "_")
+    assert problems_of(own_conf, *(text.replace("{module}", module) for text in texts)) == []
+
+
+def test_beside_callbacks_of_ones_own_a_misspelling_is_still_told(own_conf):
+    """Of a metric of ours, and of one that a callback declares."""
+    module = own_conf.parents[1].name.replace("-", "_")
+    found = problems_of(
+        own_conf,
+        MONITORS.format("EarlyStopping", "val/los"),
+        MONITORS.format("ModelCheckpoint", "probe/sen"),
+        f"_target_: seen_{module}.Mine\n",
+    )
+    assert [
+        name in str(one) for one, name in zip(found, ("is val/loss", "is probe/seen"), strict=True)
+    ] == [
+        True,
+        True,
+    ]
+
+
+@pytest.fixture
+def own_conf(tmp_path, monkeypatch):
+    """The folder of callbacks in ./conf, beside a module with one that logs."""
+    module = f"seen_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(
+        "from lightning import Callback\n"
+        "from mens_exp.artifacts.metrics import declares\n\n"
+        "@declares('probe/seen')\nclass Mine(Callback):\n    pass\n",
+        "utf-8",
+    )
+    folder = tmp_path / "conf" / "callbacks"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    sys.modules.pop(module, None)
+
+
+def test_every_figure_of_a_validation_can_be_monitored(lab, tmp_path):
+    """The best point by bits per byte is that of telemetry."""
+    folder = tmp_path / "conf" / "callbacks"
+    text = MONITORS.format("ModelCheckpoint", "val/bits_per_byte") + "save_weights_only: true\n"
+    (folder / "model_checkpoint.yaml").write_text(text, "utf-8")
+    run = lab("callbacks=[default,model_checkpoint]", "trainer.val_check_interval=2")
+    assert len([*(run.path / "lightning").rglob("*.ckpt")]) == 1
+
+
 def test_lightning_s_refusal_is_no_bug_of_ours(lab, tmp_path, capsys):
-    """An early stopping on a metric that nobody logs, say."""
+    """An early stopping on a metric that a callback might have logged, say."""
     file = tmp_path / "conf" / "callbacks" / "early_stopping_theirs.yaml"
     file.write_text(f"_target_: {LIGHTNING}EarlyStopping\nmonitor: nothing\n", "utf-8")
-    lab("callbacks=[default,early_stopping_theirs]", code=2)
+    lab("callbacks=[default,logs,early_stopping_theirs]", code=2)
     told = " ".join(capsys.readouterr().err.split())
     assert "Lightning" in told
     assert "`nothing`" in told

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import re
+import socket
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -125,6 +126,18 @@ def lock_holder(path: Path) -> tuple[int, float] | None:
     return (pid, started) if is_alive(pid, started) else None
 
 
+def is_left_behind(path: Path) -> bool:
+    """Return whether the process that took a run lock on this machine was killed.
+
+    False for a lock of another machine, whose processes cannot be seen from here.
+    """
+    try:
+        host = json.loads(path.read_bytes())["host"]
+    except (OSError, ValueError, KeyError, TypeError):  # missing, torn, or of an earlier version
+        return False
+    return bool(host == socket.gethostname()) and lock_holder(path) is None
+
+
 def is_alive(pid: int, started: float) -> bool:
     """Return whether the process with this id is still the one that started at this time.
 
@@ -148,7 +161,8 @@ def _take(path: Path) -> None:
             remedy="wait for it, or end it first",
         )
     me = psutil.Process()
-    path.write_text(json.dumps({"pid": me.pid, "started": me.create_time()}), encoding="ascii")
+    record = {"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}
+    path.write_text(json.dumps(record), encoding="ascii")
 
 
 _SOURCE = Path(__file__).resolve().parents[2]

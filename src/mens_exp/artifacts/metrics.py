@@ -366,6 +366,26 @@ def step_metric(name: str) -> Metric:
     return own_metric(name)
 
 
+def mistaken(name: str, logged: Iterable[str]) -> str | None:
+    """Return a near name, if a metric that may be logged by any code of the user's is a mistake.
+
+    Args:
+        name: the metric that something waits for.
+        logged: the metrics of a run itself that it could wait for.
+
+    Returns:
+        The name that was probably meant, or the first of ``logged`` for a name that the user's code
+        may not log; None if it may.
+    """
+    names = [*logged, *_OWN]
+    if name in names:
+        return None
+    close = nearest(name, names, cutoff=_ALIKE)
+    if close is not None and _numbers(close) == _numbers(name):
+        return close
+    return names[0] if name in METRICS else None
+
+
 def _refuse_ours(name: str) -> None:
     if name in METRICS:
         raise RequestError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.host import is_left_behind
 from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.errors import DataError, RequestError, nearest
 
@@ -37,6 +38,11 @@ class RunDir:
     def lock(self) -> Path:
         """Lock held by the process that works on the run, as long as it lives."""
         return self.path / "run.lock"
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether its process was killed, so that the record was not closed."""
+        return is_left_behind(self.lock)
 
     @property
     def job(self) -> Path:
@@ -302,7 +308,7 @@ def _latest(outputs: Path, task: str | None) -> RunDir:
             where="path",
             found="latest",
             expected=f"a {task or ''}{' ' if task else ''}run under {outputs}",
-            remedy="train one first, or name a run directory",
+            remedy="train one first: python -m mens_exp; or name a run directory",
         )
     return max(dated, key=lambda entry: entry[:2])[2]
 

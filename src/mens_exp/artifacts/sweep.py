@@ -185,6 +185,10 @@ class JobState(StrEnum):
     PRUNED = "pruned"  # a search stopped it because others are better
 
 
+# Shown, never written: a job that is running by its record, and whose process was killed.
+INTERRUPTED = "interrupted"
+
+
 class _Queued(TypedDict, total=False):
     queue_id: str
     host: str

@@ -329,6 +329,7 @@ def _group_problems(override: Override) -> list[ConfigError]:
             where=group,
             found=shown(value),
             expected=_expected_option(shown(value), options),
+            remedy=_option_remedy(group, nearest(shown(value), options)),
         )
         for value in _options_given(override)
         if value not in options
@@ -343,6 +344,17 @@ def _options_given(override: Override) -> list[Any]:
         return [text.strip("'\"") for text in override.sweep_string_iterator()]
     value = override.value()
     return list(value) if isinstance(value, list) else [value]
+
+
+_CLOSED = {"task", "sandbox"}  # a class of the user's has no place in these
+
+
+def _option_remedy(group: str, close: str | None) -> str:
+    if close is not None:
+        return f"write {group}={close}"
+    if group in _CLOSED:
+        return f"write {group}=<one of them>"
+    return f"write {group}=<one of them>, or add your own as ./conf/{group}/<name>.yaml"
 
 
 def _expected_option(value: str, options: Sequence[str]) -> str:

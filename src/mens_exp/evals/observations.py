@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
+from mens_exp.artifacts.sweep import INTERRUPTED, JobState
 from mens_exp.errors import MensError
 from mens_exp.evals.kpis import (
     ITEM_VALUES,
@@ -356,6 +357,9 @@ class SweepReview:
         return sorted(names, key=lambda name: name == SEED)
 
 
+_KILLED = "its process was killed; sweep.resume continues it"
+
+
 def cells_of(directory: SweepDir, record: SweepRecord) -> list[Cell]:
     """Read the results of each job's run, and mark unreadable records."""
     return [_cell(directory, job) for job in record.jobs]
@@ -397,6 +401,7 @@ def _cell(directory: SweepDir, job: SweepJob) -> Cell:
     values: dict[str, float | None] = {}
     declared: dict[str, Kpi] = {}
     why: str | None = None
+    is_interrupted = job["state"] == JobState.RUNNING and run.is_interrupted
     try:
         if run.manifest.is_file():
             manifest = Manifest.read(run.manifest)
@@ -407,8 +412,8 @@ def _cell(directory: SweepDir, job: SweepJob) -> Cell:
         number=job["number"],
         directory=job["directory"],
         factors=_factors(job["differs"]),
-        state=str(job["state"]),
-        reason=job["reason"],
+        state=INTERRUPTED if is_interrupted else str(job["state"]),
+        reason=job["reason"] or (_KILLED if is_interrupted else None),
         has_report=run.report.is_file(),
         values=values,
         declared=declared,

@@ -49,6 +49,9 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
     if not isinstance(data, WrittenData):
         if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
             load_rows(data, cache_root())  # raises if no rows are left
+        # Rows of ours are read for a plan only where the objective needs what they may lack.
+        if labelling_of(config).rows.fields and not any(rule_problems(config)):
+            _refuse_unlearned(config, load_rows(data, cache_root()))
         return
     problems = {problem.where for problem in rule_problems(config)}
     if isinstance(data, OwnData) and any(classes.check_group(config, "data")):
@@ -57,12 +60,24 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
         rows = load_rows(data, cache_root())
         if given_in(data):
             refuse_unsteady(rows.sha256, load_rows(data, cache_root()).sha256)
+        _refuse_unlearned(config, rows)
         _refuse_unrendered(config, rows)
     elif (
         problems <= {"data.val_frac"} and isinstance(data, RowsData) and not data.streaming
     ):  # already reported; the rows can still be checked
         read_own(data)
     yield from ()
+
+
+def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
+    """Refuse rows that lack what the objective reads, or have what it would ignore.
+
+    Raises:
+        DataError: a row is of another kind than the objective; the first one is named.
+    """
+    documents = labelling_of(config).rows
+    for pair in islice(rows.train, _TRIED_ROWS):
+        documents.check(pair)
 
 
 _TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run renders them all
@@ -76,13 +91,7 @@ def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
     Raises:
         MensError: the tokenizer cannot be read, or the template alters rows.
     """
-    tried: Counter[tuple[object, ...]] = Counter()
-    chosen = []
-    for pair in chain(islice(rows.train, _TRIED_ROWS), islice(rows.val, _TRIED_ROWS)):
-        turns = _turns(pair)
-        tried[turns] += 1
-        if turns and tried[turns] <= MOST_BAD_ROWS:
-            chosen.append(pair)
+    chosen = _rendered_differently(rows)
     template = model.known_template(config) if chosen else None
     if template is not None:  # otherwise the base is yet to be downloaded or unpacked
         directory = ready_directory(config.model, cache_root())
@@ -92,6 +101,44 @@ def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
             else load_tokenizer(config.tokenizer, directory)
         )
         rendered_answers(chosen, tokenizer, labelling_of(config))
+
+
+def _rendered_differently(rows: Rows) -> list[TrainingPair]:
+    """Return some rows of each sequence of turns that a template may drop something of."""
+    tried: Counter[tuple[object, ...]] = Counter()
+    chosen = []
+    for pair in chain(islice(rows.train, _TRIED_ROWS), islice(rows.val, _TRIED_ROWS)):
+        turns = _turns(pair)
+        tried[turns] += 1
+        if turns and tried[turns] <= MOST_BAD_ROWS:
+            chosen.append(pair)
+    return chosen
+
+
+def untried_template(config: RunConfig) -> list[str]:
+    """Warn about rows of which a template that cannot be read yet may drop parts.
+
+    Returns:
+        One sentence if the rows have tools or system prompts, and the model is still to be
+        downloaded or unpacked; none if there is nothing to try or `check_data` has tried it.
+    """
+    data = config.data
+    if not isinstance(data, WrittenData) or model.known_template(config) is not None:
+        return []
+    chosen = _rendered_differently(load_rows(data, cache_root()))
+    held = [json.loads(pair.conversation) for pair in chosen if pair.conversation is not None]
+    parts = [
+        *(["tools"] if any("tools" in one for one in held) else []),
+        *(["system prompts"] if any(pair.system is not None for pair in chosen) else []),
+    ]
+    if not parts:
+        return []
+    said = (
+        f"the rows have {' and '.join(parts)}, which the model's chat template may drop; it is read"
+        " once the model is downloaded or unpacked, and rows that it drops parts of are refused "
+        "then; to know before, write tokenizer.chat_template=<file>"
+    )
+    return [said]
 
 
 def _turns(pair: TrainingPair) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from mens_exp.artifacts.sweep import JobState
+from mens_exp.artifacts.sweep import INTERRUPTED, JobState
 from mens_exp.report import comparison_view, html, wording
 from mens_exp.report.document import (
     Answer,
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 _MOST_TEXT = 2_000  # characters of a prompt or an answer
 _FIRST = 4  # KPIs and costs each that are shown at first sight
 _AXES = 3  # KPIs and costs each that get an axis
-_TONES = {
+_TONES: dict[str, Tone] = {
     JobState.SUCCEEDED: Tone.GOOD,
     JobState.FAILED: Tone.BAD,
     JobState.CANCELLED: Tone.WARN,
     JobState.PRUNED: Tone.QUIET,
+    INTERRUPTED: Tone.WARN,
 }
 _UNKNOWN = "–"
 _SLURM = "slurm"
@@ -104,7 +105,7 @@ def job_line(record: SweepRecord, job: SweepJob, what: str, why: str | None) -> 
 
 
 def _state(state: str) -> Cell:
-    return Cell(state, tone=_TONES.get(JobState(state), Tone.PLAIN))
+    return Cell(state, tone=_TONES.get(state, Tone.PLAIN))
 
 
 def _differs(texts: Sequence[str]) -> str:
@@ -252,7 +253,7 @@ def _cells(review: SweepReview) -> Table:
             *(cell.factors.get(name, "") for name in factors),
             Cell(
                 cell.state,
-                tone=_TONES.get(JobState(cell.state), Tone.PLAIN),
+                tone=_TONES.get(cell.state, Tone.PLAIN),
                 detail=cell.reason or cell.why_unknown or "",
             ),
             Cell("open", link=f"./{quote(cell.directory)}/report.html")

@@ -12,7 +12,7 @@ from mens_exp.artifacts.manifest import utc_now
 from mens_exp.errors import MensError
 from mens_exp.planning.contract import non_default_settings
 from mens_exp.planning.estimate import make_plan
-from mens_exp.planning.preflight import writable_cache
+from mens_exp.planning.preflight import untried_template, writable_cache
 from mens_exp.planning.throughput_model import Entry, append, ledger_path
 from mens_exp.report import plan_view, terminal, wording
 from mens_exp.report.document import Step
@@ -34,6 +34,7 @@ def plan(config: RunConfig, run: Run) -> None:
     """Write and show plan.json, and the first training rows if `data.show` is set."""
     cache = writable_cache()
     made = planned(config, run.manifest, cache)
+    made["warnings"] += untried_template(config)
     atomic.write_json(run.dir.plan, made)
     run.telemetry.emit("plan", made)
     note_plan(run.manifest, made)

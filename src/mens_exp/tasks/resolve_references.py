@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.certificate import ArtifactKind
 from mens_exp.artifacts.decision_ledger import is_ledger
-from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.data import HubData, MixData
 from mens_exp.config.mix import sources_of
@@ -408,7 +408,7 @@ def _run(run: RunDir) -> Inspected:
         path=run.path,
         run=run,
         adapter=_adapter(run.path),
-        what=f"a training run, {manifest.status.value}",
+        what=f"a training run, {_state(run, manifest)}",
     )
 
 
@@ -453,6 +453,12 @@ def _adapter(directory: Path) -> AdapterPlace | None:
 
 def _form(adapter: AdapterPlace) -> str:
     return "a PEFT directory" if adapter.form == "peft" else f"schema {adapter.form}"
+
+
+def _state(run: RunDir, manifest: Manifest) -> str:
+    if manifest.status is Status.STARTED and run.is_interrupted:
+        return f"interrupted: its process was killed; continue it with resume={run.path}"
+    return manifest.status.value
 
 
 def _name(run: RunDir) -> str:

@@ -454,8 +454,10 @@ class TrainingModule(LightningModule):
             loss = self.validation["val/loss"]
             per_byte = bits_per_byte(loss, int(found.supervised), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
-        # For callbacks that monitor it; equal on all processes. Loggers have it from telemetry.
-        self.log("val/loss", self.validation["val/loss"], sync_dist=True, logger=False)
+        # For callbacks that monitor one; equal on all processes. Loggers have them from telemetry.
+        counted = "val/supervised_tokens"
+        shown = {name: value for name, value in self.validation.items() if name != counted}
+        self.log_dict(shown, sync_dist=True, logger=False)
         if self.trainer.state.fn is TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
             self.selected_validated = self.validated

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.metrics import METRICS, mistaken
 from mens_exp.config.optim import OPTIMIZERS
 from mens_exp.config.plugins import target_at
 from mens_exp.config.trainer import Promise, Refusal
 from mens_exp.config.untrusted_config import our_targets
 from mens_exp.config.user_config import CLASS_GROUPS
 from mens_exp.corpus.given_rows import given_in
-from mens_exp.errors import ConfigError, MensError, nearest
+from mens_exp.errors import ConfigError, MensError, listed, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,15 @@ _KINDS = {
 }
 
 
+_LIGHTNING = "lightning.pytorch."
 _CALLBACKS = "lightning.pytorch.callbacks."
+# Callbacks that wait for a metric by name, and the beginning of LearningRateMonitor's names.
+_WATCHING = {
+    f"{_CALLBACKS}early_stopping.EarlyStopping",
+    f"{_CALLBACKS}model_checkpoint.ModelCheckpoint",
+}
+_RATES = "lr-"
+_COUNTED = ("epoch", "step")  # Lightning's own, which ModelCheckpoint can follow
 _PLUGINS = "lightning.pytorch.plugins."
 _AVERAGES = Refusal(
     Promise.ARTIFACT,
@@ -187,6 +196,45 @@ def check(config: RunConfig) -> Iterator[MensError]:
     for place, values in _trainer_nodes(config):
         if place != "trainer.strategy" or not config.trainer.is_single_device:  # has its own rule
             yield from _trainer_problems(place, values)
+    yield from _monitor_problems(config)
+
+
+def _monitor_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield metrics that a callback of Lightning waits for, and that nothing in this run logs.
+
+    Code of the user's may log any name, so only a misspelling is known to be one beside it.
+    """
+    known = ["val/loss", "val/bits_per_byte"]
+    known += [f"val/{metric.name}" for metric in config.objective.spec.metrics]
+    is_theirs = any(any(_own_nodes(config, group)) for group in ("module", "objective", "backend"))
+    watching, has_rates = [], False
+    for place, node in _own_nodes(config, "callbacks"):
+        try:
+            ancestors = _ancestors(target_at(place, node._target_))
+        except MensError:  # told by the check of its group
+            continue
+        is_theirs = is_theirs or not ancestors or not ancestors[0].startswith(_LIGHTNING)
+        has_rates = has_rates or f"{_CALLBACKS}lr_monitor.LearningRateMonitor" in ancestors
+        monitor = getattr(node, "monitor", None)
+        is_watched = not _WATCHING.isdisjoint(ancestors) and getattr(node, "strict", True)
+        if is_watched and isinstance(monitor, str) and monitor not in _COUNTED:
+            watching.append((place, monitor))
+    for place, monitor in watching:
+        if monitor in known or (has_rates and monitor.startswith(_RATES)):
+            continue
+        near = mistaken(monitor, known)
+        if is_theirs and near is None:
+            continue
+        near = near or nearest(monitor, known)
+        yield ConfigError(
+            "callbacks cannot monitor this metric: nothing logs it where they read it",
+            where=f"{place}.monitor",
+            found=monitor,
+            expected=listed(known)
+            if near is None or monitor in METRICS
+            else f"a known name; the nearest is {near}",
+            remedy=f"write {place}.monitor={near or known[0]}",
+        )
 
 
 def check_group(config: RunConfig, group: str) -> Iterator[MensError]:
