@@ -103,6 +103,41 @@ def test_with_all_rows_in_the_buffer_rows_are_those_that_are_read_at_once(
     assert (first.train, first.val, first.heldout) == (whole.train, whole.val, whole.heldout)
 
 
+@pytest.mark.parametrize("count", [2, 3, 6, 9])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_few_rows_are_split_as_those_that_are_read_at_once(tmp_path, count, taken):
+    """Hashing would leave a side empty; in every epoch, and after resuming in one."""
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(line(i) for i in range(count)), "utf-8")
+    whole = load_rows(JsonlData(path=str(path), val_frac=0.2, heldout_frac=0.1), Path("unused"))
+    config = config_of(str(path), shuffle_buffer=20)
+    first = load_rows(config, Path("unused"))
+    assert (first.train, first.val, first.heldout) == (whole.train, whole.val, whole.heldout)
+    assert bool(whole.heldout) == (count > 2)
+    stream = RowStream(config, None)
+    windows(stream, taken)
+    resumed = RowStream(config, None)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))  # our own
+    for window in windows(resumed, 3):
+        assert window.sides == {
+            Side.TRAIN: whole.train,
+            Side.VAL: whole.val,
+            Side.HELDOUT: whole.heldout,
+        }
+
+
+def test_few_rows_beside_others_to_validate_on_are_held_out_too(tmp_path):
+    """Rows that share a group with those are on no side, and the others are split."""
+    path, apart = tmp_path / "few.jsonl", tmp_path / "val.jsonl"
+    path.write_text("".join(line(i) for i in range(6)), "utf-8")
+    apart.write_text("".join(line(i) for i in range(40, 43)), "utf-8")
+    values = {"val_path": str(apart), "heldout_frac": 0.1}
+    whole = load_rows(JsonlData(path=str(path), **values), Path("unused"))
+    first = load_rows(config_of(str(path), shuffle_buffer=20, **values), Path("unused"))
+    assert (first.train, first.val, first.heldout) == (whole.train, whole.val, whole.heldout)
+    assert first.heldout
+
+
 def test_the_first_rows_are_all_that_is_read_at_first(files):
     """What stands behind them is not looked at yet, however wrong it is."""
     Path(files[1]).write_bytes(b"no gzip")

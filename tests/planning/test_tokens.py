@@ -61,6 +61,23 @@ def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, mon
     assert counted(path, *STREAMED)["train_rows"] > 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (["suite=heldout_syntax", "data.heldout_frac=0.00001"], True),
+        (["suite=heldout_syntax", "data.heldout_frac=0.2"], False),
+        (["suite=none", "data.heldout_frac=0.00001"], False),
+    ],
+)
+def test_first_rows_that_leave_the_suite_nothing_are_told(
+    tiny_config, path, tmp_path, overrides, is_told
+):
+    """In the plan, before the run that would end without a scorecard."""
+    given = ["data=jsonl", f"data.path={path}", "data.val_frac=0.2", *STREAMED, *overrides]
+    told = estimate.make_plan(tiny_config(*given), tmp_path)["warnings"]
+    assert any("no row is held out of the first 100" in one for one in told) == is_told
+
+
 def test_the_library_is_estimated_from_the_sizes_of_its_files(
     tiny_config, smollm2, cache, tmp_path
 ):

@@ -24,7 +24,7 @@ import numpy as np
 
 from mens_exp.config.data import HubData, JsonlData, MixStop, OnBadRow
 from mens_exp.corpus import hub_rows, row_files
-from mens_exp.corpus.split import Side, filtered, group_of, side_of
+from mens_exp.corpus.split import Side, filtered, group_of, side_of, split
 from mens_exp.errors import DataError, Problems
 from mens_exp.rows.decode import Located, decoded_rows
 from mens_exp.rows.files import resolve_files
@@ -313,7 +313,7 @@ class RowStream:
         window = Window(
             epoch=self._epoch,
             number=self._number,
-            sides=self._sides(kept),
+            sides=self._sides(kept, is_whole=self._is_whole(rows)),
             bad=bad,
             totals=dict(self._totals),
             rows_sha256=self._sha256,
@@ -389,16 +389,25 @@ class RowStream:
                 remedy="mend the rows, or raise data.max_bad_frac",
             )
 
-    def _sides(self, pairs: Sequence[TrainingPair]) -> dict[Side, list[TrainingPair]]:
+    def _is_whole(self, rows: Sequence[Located]) -> bool:
+        """Return whether a window has all rows of an epoch: the buffer has room for more."""
+        return self._number == 0 and len(rows) < self._config.shuffle_buffer
+
+    def _sides(
+        self, pairs: Sequence[TrainingPair], *, is_whole: bool
+    ) -> dict[Side, list[TrainingPair]]:
+        """Divide a window by the hash of each group; `split` does better where it sees them all."""
         config = self._config
         val_frac = config.val_frac if self._apart is None else 0
-        sides: dict[Side, list[TrainingPair]] = {side: [] for side in Side}
-        for pair in pairs:
-            group = group_of(pair)
-            if self._apart is not None and group in self._apart:
-                self._totals["validated_on"] += 1
-                continue
-            sides[side_of(group, val_frac, config.heldout_frac)].append(pair)
+        apart = self._apart or set()
+        left = [pair for pair in pairs if group_of(pair) not in apart]
+        self._totals["validated_on"] += len(pairs) - len(left)
+        if is_whole:
+            sides = split(left, val_frac, config.heldout_frac)
+        else:
+            sides = {side: [] for side in Side}
+            for pair in left:
+                sides[side_of(group_of(pair), val_frac, config.heldout_frac)].append(pair)
         self._totals["trained_on"] += len(sides[Side.TRAIN])
         self._totals["other_sides"] += len(sides[Side.VAL]) + len(sides[Side.HELDOUT])
         return sides

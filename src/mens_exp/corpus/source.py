@@ -114,6 +114,8 @@ def _first_rows(config: RowsData) -> Rows:
     if val is not None:
         sides[Side.VAL] = val
     for side in (Side.TRAIN, Side.VAL):
+        if not sides[side] and window.totals["rows"] < config.shuffle_buffer:
+            raise refuse_empty(side, window.totals["rows"])
         if not sides[side]:
             raise DataError(
                 f"no row is left for {side.value}",

@@ -44,7 +44,7 @@ from mens_exp.rows.cache import peek
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from mens_exp.config.model import ModelConfig
@@ -141,6 +141,7 @@ def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
         "source": rows.source,
         **about,
         "train_rows": round(len(rows.train) * scale),
+        "heldout_rows": len(rows.heldout),  # of the first rows alone, as those to validate on
         "train_tokens": round(round(sum(train)) * scale),
         "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len),
         **_lengths(train),
@@ -283,10 +284,23 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
             *(stack.warnings if stack else ()),
             *expert_warnings(config, shape),
             *rate_warnings(config, shape),
+            *_heldout_warnings(config, data),
             *warnings,
         ],
         "measured": None,
     }
+
+
+def _heldout_warnings(config: RunConfig, data: dict[str, Any]) -> Iterator[str]:
+    """Yield a warning if rows that are streamed leave the suite nothing to ask."""
+    if config.suite.spec.from_rows and data.get("heldout_rows") == 0:
+        streamed = data["streaming"]
+        yield (
+            f"no row is held out of the first {streamed['first_rows']['rows']}, so "
+            f"suite={config.suite.name} has nothing to ask, and the run gets no scorecard. "
+            f"Next: raise data.heldout_frac or data.shuffle_buffer "
+            f"({streamed['shuffle_buffer']}), or choose suite=none"
+        )
 
 
 def _reference(
