@@ -17,6 +17,11 @@ RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
     [
         "https://user:" + "pw@host/path",
         "postgresql://admin:" + "hunter2@db:5432/runs",
+        "https://user:" + "p@" + RANDOM + "@host/path",
+        "https://user:" + RANDOM + "/" + RANDOM + "@host/path",
+        "//user:" + RANDOM + "@host/path",
+        "machine host login user password " + RANDOM,
+        "https://host/file?X-Amz-Signature=" + hashlib.sha256(b"x").hexdigest(),
         "https://" + RANDOM + "@github.com/lab/code.git",
         "hf_" + RANDOM * 2,
         "AKIA" + "IOSFODNN7QQQQQQQ",
@@ -41,7 +46,7 @@ def test_a_credential_is_masked_wherever_it_stands(text):
     assert safe["n"] == 3
     assert safe["notes"][0].startswith("before ")
     assert safe["notes"][0].endswith(" after")
-    for secret in ("user:pw", "hunter2", RANDOM, "IOSFODNN7QQQQQQQ", "0f0f0f"):
+    for secret in ("user:pw", "hunter2", RANDOM, "IOSFODNN7QQQQQQQ", "0f0f0f", "2d711642b"):
         assert secret not in str(safe)
 
 
@@ -57,6 +62,8 @@ def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
     [
         "https://huggingface.co/lab/model",
         "ssh://git@github.com/lab/code.git",
+        "http://localhost:8000/models/a@main",
+        "https://host/lab/code@main:rows.jsonl",
         "/home/user/data/rows.jsonl",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "eos_token=<|im_end|>",

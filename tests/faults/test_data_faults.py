@@ -296,14 +296,24 @@ def flip_eight_signs(weights):
 
 
 def test_a_base_that_rotted_in_the_cache_is_never_trained_on(train_in, tmp_path, monkeypatch):
-    """It is made again, the record says so, and the adapter is the one of the good base."""
+    """It is made again, the record says so, and the adapter is the one of the good base.
+
+    Nor does the plan, which reads the tokenizer first, refuse one that is about to be made again.
+    """
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     good = train_in(tmp_path / "good")
     (weights,) = (tmp_path / "cache" / "models").glob("*/model.safetensors")
     flip_eight_signs(weights)
+    tokenizer = weights.with_name("tokenizer.json")
+    content = tokenizer.read_bytes()
+    tokenizer.write_bytes(content[:-1] + b"\0")  # its size is the same
     after = train_in(tmp_path / "after")
+    assert tokenizer.read_bytes() == content
     inputs = [Manifest.read(run.manifest).inputs for run in (good, after)]
-    assert [one.get("base_made_again") for one in inputs] == [None, ["model.safetensors"]]
+    assert [one.get("base_made_again") for one in inputs] == [
+        None,
+        ["model.safetensors", "tokenizer.json"],
+    ]
     assert inputs[0]["base_weights_sha256"] == inputs[1]["base_weights_sha256"]
     adapters = [(run.adapter / "adapter.safetensors").read_bytes() for run in (good, after)]
     assert adapters[0] == adapters[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -104,6 +105,59 @@ def test_mutations_are_those_of_their_seed():
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_large_inputs_are_not_cut_to_the_length_of_bred_ones():
+    """A training state is longer; cut, none would ever be read."""
+    seed = bytes(3 * fuzzing.LONGEST)
+    drawn = [len(fuzzing.mutated(random.Random(n), [seed], [b"x"])) for n in range(40)]
+    assert max(drawn) >= len(seed)
+
+
+@pytest.mark.parametrize(
+    ("seed", "read"),
+    [
+        (b'{"a": [1, {"b": "c"}], "d": null}', json.loads),
+        (b'{"a": 1}\n{"b": [2]}\n', lambda text: list(map(json.loads, text.splitlines()))),
+        (b"a:\n  b: [1, 2]\nc: d\n", bytes),
+        (b"\x00\xff no text", None),
+        (b"3", None),
+    ],
+)
+def test_a_format_with_values_gets_others_and_stays_that_format(seed, read):
+    """The seed itself is never changed: it is used for the next input."""
+    drawn = [fuzzing.restructured(random.Random(number), seed) for number in range(60)]
+    if read is None:
+        assert drawn == [None] * 60
+        return
+    values = [read(one) for one in drawn]
+    assert len({repr(one) for one in values}) > 10
+    assert read(seed) not in values or len(values) > values.count(read(seed))
+
+
+def test_results_over_the_same_code_add_up_and_draw_other_inputs(tmp_path):
+    """Of other code, a reader begins anew."""
+    place, seeds = tmp_path / "fuzzing.json", []
+
+    def run(code, inputs):
+        earlier = fuzzing._stored(place, "template", code)
+        seeds.append(earlier["inputs"])
+        fuzzing._add(place, "template", earlier, {"inputs": inputs, "accepted": 1, "faults": []})
+        return json.loads(place.read_text("utf-8"))["readers"]["template"]
+
+    run("a", 300)
+    assert (run("a", 50)["inputs"], run("a", 0)["accepted"]) == (350, 3)
+    assert run("b", 7)["inputs"] == 7
+    assert seeds == [0, 300, 350, 0]
+
+
+def test_a_reader_s_code_is_that_which_runs_when_it_reads(finished, tmp_path):
+    """The same each time, and another for another reader."""
+    found = [
+        fuzzing.code_of(name, finished.path, tmp_path / "seeds")
+        for name in ("ledger", "ledger", "humaneval")
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 def test_inputs_that_libfuzzer_ran_are_counted_from_its_log():

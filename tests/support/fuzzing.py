@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import hashlib
 import json
 import mmap
 import os
+import pickle
 import platform
 import random
 import re
@@ -31,6 +33,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,7 +60,7 @@ def mutated(draw: random.Random, seeds: list[bytes], words: list[bytes]) -> byte
     """Return a changed valid input; of two in JSON or YAML one stays JSON or YAML."""
     seed = draw.choice(seeds)
     whole = restructured(draw, seed) if draw.random() < 0.5 else None
-    return (whole or _damaged(draw, seed, seeds, words))[:LONGEST]
+    return (whole or _damaged(draw, seed, seeds, words))[: max(LONGEST, 2 * len(seed))]
 
 
 def _damaged(draw: random.Random, seed: bytes, seeds: list[bytes], words: list[bytes]) -> bytes:
@@ -89,28 +92,46 @@ def _damaged(draw: random.Random, seed: bytes, seeds: list[bytes], words: list[b
 
 def restructured(draw: random.Random, seed: bytes) -> bytes | None:
     """Return JSON, JSON Lines or YAML with one to three other values; None for other files."""
-    lines = seed.splitlines(keepends=True)
-    number = draw.randrange(len(lines)) if lines else 0
-    for begin, text, end, read, write in (
-        (b"", seed, b"", json.loads, json.dumps),
-        (b"".join(lines[:number]), lines[number] if lines else b"", b"\n", json.loads, json.dumps),
-        (b"", seed, b"", _yaml, yaml.safe_dump),
+    whole, lines = _read(seed)
+    if not lines:
+        return None
+    number = draw.randrange(len(lines))
+    value = pickle.loads(lines[number])
+    for _ in range(draw.randint(1, 3)):
+        _change(draw, value)
+    if whole == "YAML":
+        try:
+            return yaml.dump(value, Dumper=_DUMPER, allow_unicode=True).encode()
+        except UnicodeEncodeError:  # half a surrogate pair; JSON is YAML too
+            pass
+    text = json.dumps(value).encode("utf-8", "surrogatepass")
+    if whole == "JSON":
+        return text
+    written = seed.splitlines(keepends=True)
+    written[number] = text + b"\n"
+    return b"".join(written)
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+@functools.cache
+def _read(seed: bytes) -> tuple[str, list[bytes]]:
+    """Return the format of a valid input, and its values, pickled; none for other formats."""
+    for name, texts, read in (
+        ("JSON", [seed], json.loads),
+        ("JSON Lines", seed.splitlines(), json.loads),
+        ("YAML", [seed[:20_000]], lambda text: yaml.load(text, Loader=_LOADER)),
     ):
         try:
-            value = read(text)
+            values = [read(text) for text in texts]
         except (ValueError, yaml.YAMLError):
             continue
-        if not isinstance(value, dict | list):
-            return None
-        for _ in range(draw.randint(1, 3)):
-            _change(draw, value)
-        rest = b"".join(lines[number + 1 :]) if end else b""
-        return begin + write(value).encode("utf-8", "surrogatepass") + end + rest
-    return None
-
-
-def _yaml(data: bytes) -> object:
-    return yaml.load(data[:20_000], Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if not all(isinstance(value, dict | list) for value in values):
+            return name, []
+        return name, list(map(pickle.dumps, values))
+    return "other", []
 
 
 def _change(draw: random.Random, value: dict | list) -> None:
@@ -393,7 +414,9 @@ def finished_run(root: Path) -> Path:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="of each reader")
-    parser.add_argument("--inputs", type=int, default=10**9, help="of each reader, at most")
+    parser.add_argument(
+        "--inputs", type=int, default=10**9, help="of each reader, at most, with those in --results"
+    )
     parser.add_argument("--readers", default=",".join(READERS), help="names, commas between")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guided", action="store_true", help="let atheris breed the inputs")
@@ -411,10 +434,12 @@ def _asked() -> argparse.Namespace:
     return asked
 
 
-def _one(asked: argparse.Namespace, name: str, run: Path, place: Path) -> dict:
+def _one(asked: argparse.Namespace, name: str, run: Path, place: Path, earlier: dict) -> dict:
     seconds = 60 * asked.minutes
     if not asked.guided:
-        return fuzzed(name, run, seconds=seconds, inputs=asked.inputs, seed=asked.seed, root=place)
+        seed = asked.seed + earlier["inputs"]  # another run adds other inputs
+        left = asked.inputs - earlier["inputs"]
+        return fuzzed(name, run, seconds=seconds, inputs=left, seed=seed, root=place)
     found = guided(name, run, seconds=seconds, root=place)
     if asked.keep:
         kept_corpus(name, place)
@@ -434,24 +459,32 @@ def main() -> int:
         root = Path(folder)
         run = asked.run or finished_run(root)
         for name in asked.readers.split(","):
-            one = results[name] = _one(asked, name, run, root / name)
+            code = code_of(name, run, root / "seeds") if asked.results else ""
+            earlier = _stored(asked.results, name, code)
+            one = results[name] = _one(asked, name, run, root / name, earlier)
             if asked.faults and one["faults"]:
                 shutil.copytree(root / name / "faults", asked.faults / name, dirs_exist_ok=True)
             print(f"{name}: {one['inputs']:,} inputs, {len(one['faults'])} faults", flush=True)
             for fault in one["faults"]:
                 print(f"    {fault}", flush=True)
             if asked.results:
-                _add(asked.results, name, one)
+                _add(asked.results, name, earlier, one)
     return 1 if any(one["faults"] for one in results.values()) else 0
 
 
-def _add(path: Path, name: str, one: dict) -> None:
-    """Add a reader's results to those over the same sources; of others, begin anew."""
-    stored = json.loads(path.read_text("utf-8")) if path.exists() else {"readers": {}}
-    stored["machine"], code = _machine(), _sources()
+def _stored(path: Path | None, name: str, code: str) -> dict:
+    """Return a reader's results so far over the same code; over other code it begins anew."""
+    stored = json.loads(path.read_text("utf-8")) if path and path.exists() else {"readers": {}}
     earlier = stored["readers"].get(name, {})
-    if earlier.get("sources") != code:
-        earlier = {"inputs": 0, "guided": 0, "faults": [], "sources": code}
+    if earlier.get("code") != code:
+        earlier = {"inputs": 0, "guided": 0, "faults": [], "code": code}
+    return earlier
+
+
+def _add(path: Path, name: str, earlier: dict, one: dict) -> None:
+    """Add a reader's results to its earlier ones."""
+    stored = json.loads(path.read_text("utf-8")) if path.exists() else {"readers": {}}
+    stored["machine"] = _machine()
     earlier["guided" if one["accepted"] is None else "inputs"] += one["inputs"]
     earlier["faults"] = sorted({*earlier["faults"], *one["faults"]})
     if one["accepted"] is not None:
@@ -460,12 +493,45 @@ def _add(path: Path, name: str, one: dict) -> None:
     path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
-def _sources() -> str:
-    """Return the digest of all that is fuzzed."""
+def code_of(name: str, run: Path, directory: Path) -> str:
+    """Return the digest of our files whose functions run when a reader reads its valid inputs.
+
+    They are read twice, in a process of their own: what runs once, imports and what is cached, is
+    not seen.
+    """
+    theirs, ours = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(theirs)
+            os.write(ours, _files_run(name, run, directory).encode())
+        finally:
+            os._exit(0)
+    os.close(ours)
+    with os.fdopen(theirs) as found:
+        digest = found.read()
+    os.waitpid(pid, 0)
+    if not digest:
+        raise SystemExit(f"{name}: its valid inputs cannot be read")
+    return digest
+
+
+def _files_run(name: str, run: Path, directory: Path) -> str:
+    files = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "mens_exp" in frame.f_code.co_filename:
+            files.add(frame.f_code.co_filename)
+
+    for watch in (None, note):
+        for data in READERS[name].seeds(run):
+            laid_out(name, run, directory, data)
+            sys.setprofile(watch)
+            fault_in(name, directory)
+            sys.setprofile(None)
     state = hashlib.sha256()
-    root = Path(__file__).parents[2] / "src"
-    for file in sorted(root.rglob("*.py")):
-        state.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    for file in sorted(map(Path, files)):
+        state.update(file.name.encode() + b"\0" + file.read_bytes())
     return state.hexdigest()
 
 

@@ -91,7 +91,7 @@ def _readers(fuzzing):
     told = "no fault" if not faults else f"{faults} faults"
     where = f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}"
     lines = [
-        f"\n{whole:,} inputs, {told} ({where}; sources {fuzzing['sources'][:10]}).\n",
+        f"\n{whole:,} inputs, {told} ({where}).\n",
         "| Reader | Mutated | of which read | Bred | Faults |",
         "|---" * 5 + "|",
     ]

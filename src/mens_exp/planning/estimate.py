@@ -17,6 +17,7 @@ from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side, asked
+from mens_exp.errors import ModelFileError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of
@@ -154,7 +155,12 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
     directory = ready_directory(config.model, cache)
     if directory is None:
         return None
-    tokenizer = load_tokenizer(config.tokenizer, directory)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, directory)
+    except ModelFileError:
+        if isinstance(config.model, HfModel):
+            raise
+        return None  # the run makes damaged files of the cache again
     key, val_key = (cache_key(config, rows, side, tokenizer) for side in (Side.TRAIN, Side.VAL))
     train, val = peek(cache, key), peek(cache, val_key)
     if train is None or val is None:
