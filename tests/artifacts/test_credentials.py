@@ -17,11 +17,15 @@ RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
     [
         "https://user:" + "pw@host/path",
         "postgresql://admin:" + "hunter2@db:5432/runs",
-        "https://user:" + "p@" + RANDOM + "@host/path",
+        "https://user:" + "p@" + RANDOM + "@host/path",  # not escaped, as people paste them
         "https://user:" + RANDOM + "/" + RANDOM + "@host/path",
         "//user:" + RANDOM + "@host/path",
         "machine host login user password " + RANDOM,
-        "https://host/file?X-Amz-Signature=" + hashlib.sha256(b"x").hexdigest(),
+        "train --hub-token " + RANDOM,
+        "X-Api-Key: " + RANDOM,
+        '{"SecretAccessKey": "' + RANDOM + '"}',
+        '{"accessToken": "' + RANDOM + '"}',
+        "https://bucket/file?X-Amz-Signature=" + hashlib.sha256(b"x").hexdigest(),
         "https://" + RANDOM + "@github.com/lab/code.git",
         "hf_" + RANDOM * 2,
         "AKIA" + "IOSFODNN7QQQQQQQ",
@@ -50,7 +54,7 @@ def test_a_credential_is_masked_wherever_it_stands(text):
         assert secret not in str(safe)
 
 
-@pytest.mark.parametrize("name", ["token", "wandb_api_key", "client.secret", "PASSWORD"])
+@pytest.mark.parametrize("name", ["token", "api-key", "accessToken", "client.secret", "PASSWORD"])
 def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
     """The name is enough; under another it is an identifier."""
     assert RANDOM not in str(screened({name: RANDOM}))
@@ -64,6 +68,8 @@ def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
         "ssh://git@github.com/lab/code.git",
         "http://localhost:8000/models/a@main",
         "https://host/lab/code@main:rows.jsonl",
+        "file:///runs/a:b/c@main",
+        "a keyboard, a broken design=" + "tokenizer/version2/config",
         "/home/user/data/rows.jsonl",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "eos_token=<|im_end|>",

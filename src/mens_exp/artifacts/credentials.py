@@ -82,19 +82,22 @@ _KEY_BLOCK: Final = re.compile(
     r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*KEY[A-Z ]*-----|\Z)",
     re.DOTALL,
 )
-# A password may contain @, and / if nobody escaped it; digits before a / are a port.
+# A password may hold @, and / where nobody escaped it; digits before a / are a port.
 _IN_URL: Final = re.compile(
-    r"//(?:(?P<secret>[^\s/\"']+)|(?P<rest>[^\s/@:\"']{1,99}:(?!\d+/)[^\s@\"']{1,256}))@"
+    r"(?<!/)//(?P<secret>[^\s/\"']+|[^\s/@:\"']{1,99}:(?!\d+/)[^\s@\"']{1,256})@"
 )
 _SURE: Final = (  # names of nothing else: there even a value like a content hash is masked
-    r"(?:api|access|account|private|signing)_?key|secret(?:_?key)?|pass(?:word|wd|phrase)?|pwd"
-    r"|(?:amz|goog)-signature"
+    r"(?:api|access|account|private|signing)[_-]?key|secret(?:[_-]?(?:access[_-]?)?key)?"
+    r"|pass(?:word|wd|phrase)?|pwd|(?:amz|goog)-signature"
 )
-_NAME: Final = rf"(?P<sure>{_SURE})|token|credentials?|sig(?:nature)?"
+_CAMEL: Final = r"(?:access|auth|client|refresh|session)?"  # before a name: accessToken
+_NAME: Final = rf"{_CAMEL}(?:(?P<sure>{_SURE})|token|credentials?|sig(?:nature)?)"
 _VALUE: Final = r"(?P<secret>[A-Za-z0-9+/_.~-]{16,}=*)"
 _NAMED: Final = re.compile(rf"(?i)(?:\b|_)(?:{_NAME})[\"']?\s*[:=]\s*[\"']?{_VALUE}")
-# In HTTP's Authorization, and in netrc
-_SCHEME: Final = re.compile(rf"(?i)\b(?:bearer|basic|password)\s+{_VALUE}")
+# In HTTP's Authorization, in netrc, and behind an option: --hub-token
+_SCHEME: Final = re.compile(
+    rf"(?i)(?:\b(?:bearer|basic|password)|--(?:[a-z]+[_-]){{0,3}}(?:{_NAME}))\s+[\"']?{_VALUE}"
+)
 _KEY: Final = re.compile(rf"(?i)(?:^|[_.-])(?:{_NAME})$")
 _LEAST_LENGTH: Final = 16
 _LEAST_BITS: Final = 3.2  # per character; words of sixteen letters have 3, a random token 3.7
@@ -166,9 +169,8 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         yield from (match.span() for match in _KEY_BLOCK.finditer(text))
     if "//" in text:
         for match in _IN_URL.finditer(text):
-            part = "secret" if match["secret"] else "rest"
-            if ":" in match[part] or _is_random(match[part]):
-                yield match.span(part)
+            if ":" in match["secret"] or _is_random(match["secret"]):
+                yield match.span("secret")
     for match in (*_NAMED.finditer(text), *_SCHEME.finditer(text)):
         if _is_random(match["secret"], may_be_hash=match.groupdict().get("sure") is None):
             yield match.span("secret")
