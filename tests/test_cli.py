@@ -195,7 +195,7 @@ def test_version_is_ours(capsys):
     [
         (["--frobnicate"], "there is no such flag found --frobnicate"),
         (["--config-name", "mine"], "--config-name: there is no such primary config found mine"),
-        (["--config-dir", "mine"], "--config-dir: is no directory of options found file://mine"),
+        (["--config-dir", "mine"], "--config-dir: is no directory of options found mine"),
         (["--config-path", "mine"], "--config-path: would take our own groups away"),
         (["--experimental-rerun", "x"], "--experimental-rerun: is not offered: it loads a pickle"),
         (["--resolve", "model=tiny_llama"], "the flags do not go together"),

@@ -145,6 +145,11 @@ class Run:
         return self.manifest.status
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether its process was killed, so that its status stays ``started``."""
+        return self.status is Status.STARTED and RunDir(self.path).is_interrupted
+
+    @property
     def config(self) -> RunConfig:
         """The typed configuration of the run.
 
@@ -234,7 +239,8 @@ class Run:
         from mens_exp.report import html, run_page, summary
         from mens_exp.report.document import Note, Tone
 
-        where = Note(f"{self.manifest.task}, {self.status}: {self.path}", Tone.QUIET)
+        state = "interrupted" if self.is_interrupted else self.status
+        where = Note(f"{self.manifest.task}, {state}: {self.path}", Tone.QUIET)
         if not (self.scorecard or self.results):
             return html.fragment(where)
         return html.fragment(run_page.results(summary.load(RunDir(self.path))), where)

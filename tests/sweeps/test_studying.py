@@ -298,6 +298,8 @@ def test_what_is_no_study_is_told(here, rows_file, refused, arguments, said):
         ({"grid": {"lora.r": [2]}}, "compares at least two arms"),
         ({"seeds": [1]}, "study.seeds: a study has several seeds"),
         ({"seeds": [1, 1]}, "study.seeds: a study has several seeds"),
+        ({"primary": "val_los"}, "study.primary: no such KPI found val_los expected a known name"),
+        ({"primary": "task_success"}, "study.primary: is measured by a suite, and there is none"),
         ({"shared": ["seed=3"]}, "study.shared: is decided by the study itself"),
         ({"shared": ["train"]}, "study.shared: not an override found train"),
         ({"grid": {"seed": [1, 2]}}, "study.grid: is decided by the study itself"),

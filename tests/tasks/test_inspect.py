@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
+from mens_exp import load_run
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.certificate import ArtifactKind
 from mens_exp.artifacts.digest import sha256_file
@@ -324,8 +325,11 @@ def test_a_run_whose_process_was_killed_is_interrupted(finished, typed, tmp_path
     manifest.write(run.manifest)
     with run_lock(run.lock):
         assert "a training run, started" in typed("task=inspect", f"path={run.path}")
+        assert not load_run(run.path).is_interrupted
         taken = json.loads(run.lock.read_text("utf-8"))
     run.lock.write_text(json.dumps(taken | {"started": 1.0}), "utf-8")
     said = " ".join(typed("task=inspect", f"path={run.path}").split())
     assert "a training run, interrupted: its process was killed" in said
     assert "continue it with resume=" in said
+    assert load_run(run.path).is_interrupted
+    assert "interrupted" in load_run(run.path)._repr_html_()

@@ -341,7 +341,9 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
     paths = []
     for name, seeds in (("one", [1, 2, 3, 4]), ("two", [5, 6, 7, 8])):
         frozen = f"promote.seeds={seeds}".replace(" ", "")
-        said = typed("task=promote", f"promote.open_cycle={name}", ledger, *told, frozen)
+        opening = ["task=promote", f"promote.open_cycle={name}", ledger, *told, frozen]
+        assert "the nearest is val_loss" in typed(*opening, "promote.kpi=val_los", code=2)
+        said = typed(*opening)
         assert f"Cycle {name} is open" in said
         paths.append(str(lab.cycle(name, seeds)))
     both = f"path=[{','.join(paths)}]"

@@ -2,10 +2,17 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
+import os
+import subprocess
 import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, to_yaml, typed
 from mens_exp.config.overrides import check
@@ -149,6 +156,47 @@ def test_mlflow_on_a_local_store_has_every_step_beside_csv(lab, tmp_path):
     assert found.info.status == "FINISHED"
     rows = rows_of(run.csv / "attempt_1" / "metrics.csv")
     assert {int(r["step"]): float(r["train/loss"]) for r in rows if r["train/loss"]} == told
+
+
+COMET = "_target_: lightning.pytorch.loggers.CometLogger\nproject: ranks\n"
+
+
+@pytest.mark.soak
+def test_an_offline_archive_of_comet_has_every_step(tmp_path, tiny_run):
+    """Its package is installed beside ours, since it is 65 MB; the archive is read without it."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "comet")]
+    constraints = Path(__file__).parents[2] / "constraints.txt"
+    subprocess.run([*pip, "--constraint", str(constraints), "comet-ml"], check=True)
+    (tmp_path / "conf" / "logger").mkdir(parents=True)
+    (tmp_path / "conf" / "logger" / "comet.yaml").write_text(COMET, "utf-8")
+    run = RunDir(tmp_path / "run")
+    told = [*tiny_run, "logger=comet", f"hydra.run.dir={run.path}"]
+    surroundings = {"PYTHONPATH": str(tmp_path / "comet"), "COMET_START_ONLINE": "false"}
+    subprocess.run(
+        [sys.executable, "-m", "mens_exp", *told],
+        cwd=tmp_path,
+        env={**os.environ, **surroundings, "COMET_OFFLINE_DIRECTORY": str(tmp_path / "archives")},
+        check=True,
+        timeout=300,
+    )
+    (archive,) = (tmp_path / "archives").glob("*.zip")
+    with zipfile.ZipFile(archive) as opened:
+        messages = [json.loads(line) for line in opened.read("messages.json").splitlines()]
+    found = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    losses = {m["step"]: m["metricValue"] for m in found if m["metricName"] == "train/loss"}
+    assert losses == {payload["step"]: payload["train/loss"] for payload in steps_of(run)}
+
+
+def test_comet_that_lightning_would_switch_off_is_refused(tiny_config, monkeypatch):
+    """Silence would lose every figure of the run."""
+    monkeypatch.setattr(machine, "find_spec", lambda _name: object())
+    config = tiny_config("logger=csv")
+    comet = "lightning.pytorch.loggers.CometLogger"
+    node = config.logger = SimpleNamespace(sink="comet", _target_=comet, online=False)
+    (problem,) = machine.check_logger(config)
+    assert "COMET_START_ONLINE=false" in str(problem)
+    node.online = None
+    assert not [*machine.check_logger(config)]
 
 
 def test_a_logger_that_fails_later_is_left_alone_and_recorded(lab):

@@ -193,8 +193,9 @@ def _source(where: str, text: str, problems: list[ConfigError]) -> Path | None:
         ConfigError(
             "is no directory of options",
             where=where,
-            found=text,
+            found=text.removeprefix("file://"),
             expected="file://<directory>, or pkg://<importable package>",
+            remedy="name one that is there; it holds a directory for each group, as ./conf does",
         )
     )
     return None

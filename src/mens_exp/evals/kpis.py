@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+from mens_exp.errors import nearest
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
@@ -176,6 +178,7 @@ _TABLE = (
 )
 
 KPIS: dict[str, Kpi] = {kpi.name: kpi for kpi in _TABLE}
+_SLIP = 0.9  # least likeness (difflib) to be a typing slip: one letter in ten
 # Counted or timed while answers were made, which no answer tells afterwards.
 _MEASURED = frozenset({"tokens_in", "tokens_out", "latency_ms", "time_to_first_valid_ms"})
 _BY_FIELD = {kpi.field: kpi for kpi in _TABLE if kpi.field is not None}
@@ -193,6 +196,14 @@ def as_recorded(names: Collection[str]) -> list[str]:
         if name in names and (kpi.field is None or name in _MEASURED)
     ]
     return [f"unverifiable: {', '.join(found)} are taken as recorded"] if found else []
+
+
+def misspelt(name: str) -> str | None:
+    """Return the KPI that an unknown name probably means; None for a metric of one's own.
+
+    A suite and a run may have metrics that are not in the table, so only a close likeness counts.
+    """
+    return None if name in KPIS else nearest(name, KPIS, cutoff=_SLIP)
 
 
 def kpi_of_field(field: str) -> Kpi | None:

@@ -148,6 +148,7 @@ def open_file(path: Path, field: str) -> BinaryIO:
             where=field,
             found=str(path),
             expected=f"an existing file of rows{nearest_file(path.parent, path.name, ROWS)}",
+            remedy=f"write {field}=<file>, of JSON Lines, JSON, CSV, Parquet or Arrow",
         ) from error
     except OSError as error:
         raise _unreadable(path, field, error) from error

@@ -33,7 +33,7 @@ from mens_exp.errors import (
     RequestError,
     expected_name,
 )
-from mens_exp.evals.kpis import KPIS, Direction
+from mens_exp.evals.kpis import KPIS, Direction, misspelt
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.plan import (
     PlannedJob,
@@ -354,7 +354,7 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
 
 
 def objective_problems(
-    where: str, names: Sequence[str], cells: Sequence[Cell]
+    where: str, names: Sequence[str], cells: Sequence[Cell], *, may_be_own: bool = False
 ) -> Iterator[ConfigError]:
     """Yield objectives that runs do not measure.
 
@@ -362,6 +362,7 @@ def objective_problems(
         where: the setting that names them.
         names: KPIs.
         cells: the runs.
+        may_be_own: accept metrics that only a suite or the runs know, if they resemble no KPI.
     """
     if not names:
         yield ConfigError("there is none", where=where, expected="a KPI, such as [val_loss]")
@@ -369,9 +370,10 @@ def objective_problems(
         yield ConfigError("names one twice", where=where, found=", ".join(names))
     for name in names:
         if name not in KPIS:
-            yield ConfigError(
-                "no such KPI", where=where, found=name, expected=expected_name(name, KPIS)
-            )
+            if not may_be_own or misspelt(name):
+                yield ConfigError(
+                    "no such KPI", where=where, found=name, expected=expected_name(name, KPIS)
+                )
         elif _is_of_items(name) and not any(cell.config.suite.spec.scores for cell in cells):
             yield ConfigError(
                 "is measured by a suite, and there is none",

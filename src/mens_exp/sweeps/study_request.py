@@ -24,6 +24,7 @@ from mens_exp.planning.contract import contract_of
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.sweeps.multirun import PLACE
 from mens_exp.sweeps.plan import plan_cells
+from mens_exp.sweeps.search_request import objective_problems
 from mens_exp.tasks.study_runs import leaves_of
 
 if TYPE_CHECKING:
@@ -163,6 +164,9 @@ def planned_runs(request: Request, *, is_new: bool = True) -> tuple[PlannedSweep
     unique = tuple({str(one): one for one in problems}.values())
     Problems.raise_if(unique)
     cells = tuple(cell for each in checks for cell in each.cells)
+    if is_new:
+        primary = objective_problems("study.primary", [study.primary], cells, may_be_own=True)
+        Problems.raise_if([*primary])
     planned = plan_cells(Checked(cells=cells, problems=(), general=()), is_new=is_new)
     if planned.left_out:
         one = planned.left_out[0]

@@ -22,6 +22,7 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.loader import SCHEMAS
 from mens_exp.config.promotion import BurnProductionPolicy
 from mens_exp.errors import GateError, RequestError
+from mens_exp.evals.kpis import misspelt
 from mens_exp.evals.promotion import decide
 from mens_exp.evals.promotion_rules import thresholds
 from mens_exp.report import terminal, wording
@@ -65,6 +66,15 @@ def promote(config: RunConfig, run: Run) -> None:
 def _open(config: RunConfig, ledger: Path, run: Run) -> None:
     """Register a cycle (suite, seeds, arms, hypothesis and rules) before any of its runs."""
     told, policy = config.promote, config.policy or BurnProductionPolicy()
+    meant = misspelt(told.kpi)
+    if meant is not None:
+        raise RequestError(
+            "no such KPI",
+            where="promote.kpi",
+            found=told.kpi,
+            expected=f"a known name; the nearest is {meant}",
+            remedy=f"write promote.kpi={meant}",
+        )
     assert isinstance(policy, BurnProductionPolicy), "validation refuses others"
     cycle: CycleEntry = {
         "cycle": str(told.open_cycle),

@@ -65,7 +65,8 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             f"suite={config.suite.name} evaluates nothing",
             where="suite",
             found=config.suite.name,
-            expected="a suite, such as suite=heldout_syntax",
+            expected="a suite that scores answers",
+            remedy="write suite=heldout_syntax, or another suite",
         )
     if name == "push" and not _REPO.fullmatch(config.repo or ""):
         yield ConfigError(

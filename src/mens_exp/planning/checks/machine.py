@@ -323,11 +323,20 @@ _OF_LOGGERS = {
 
 
 def check_logger(config: RunConfig) -> Iterator[MensError]:
-    """Yield an error for each package that a logger needs and that is not installed."""
+    """Yield an error for each package that a logger lacks, and for a Comet that is switched off."""
     for sink, node in config.loggers.items():
         target = str(getattr(node, "_target_", ""))
         kind = "TensorBoardLogger" if isinstance(node, TensorboardLogger) else target
         module, package = _OF_LOGGERS.get(kind.rpartition(".")[2], (None, ""))
+        if module == "comet_ml" and getattr(node, "online", None) is False:
+            yield ConfigError(
+                "Lightning's CometLogger disables an experiment that is not online, and would "
+                "write nothing",
+                where="logger.online" if len(config.loggers) == 1 else f"logger.{sink}.online",
+                found=False,
+                expected="null",
+                remedy="leave it out, and set COMET_START_ONLINE=false in the environment",
+            )
         if module is not None and find_spec(module) is None:
             yield MissingExtra(
                 f"{module} is not installed",
