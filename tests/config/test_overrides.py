@@ -39,7 +39,11 @@ REFUSED = [
         ["found 8", "a mapping of names to whole numbers"],
     ),
     ("lora.rank_pattern={mlp:x}", "lora.rank_pattern", ["wrong type", "whole numbers"]),
-    ("lora.variant=drora", "lora.variant", ["lora, rslora, dora, ia3, loha, vera; the nearest is"]),
+    (
+        "lora.variant=drora",
+        "lora.variant",
+        ["no such value", "loha, vera", "write lora.variant=dora"],
+    ),
     ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
     (
         "callbacks.progres.plain_every_n_steps=1",
@@ -64,7 +68,11 @@ REFUSED = [
         "trainer.fast_dev_run",
         ["the promise “Nothing is lost”", "checkpoints", "trainer.max_steps=1"],
     ),
-    ("quant.compute_dtype=bf17", "quant.compute_dtype", ["bf16, f32; the nearest is bf16"]),
+    (
+        "quant.compute_dtype=bf17",
+        "quant.compute_dtype",
+        ["one of bf16, f32", "write quant.compute_dtype=bf16"],
+    ),
     ("optim.betas=[0.9,x]", "optim.betas", ["found [0.9, 'x']", "a list of numbers"]),
     ("logger.tags=one", "logger.tags", ["found one", "a list of texts"]),
     ("logger.project=[a]", "logger.project", ["found ['a']", "text"]),

@@ -15,10 +15,12 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
 from mens_exp.export import serving
+from mens_exp.model.quiet import quiet as quiet_transformers
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
@@ -116,6 +118,111 @@ def good(**fields):
     return {"model": "tiny", "max_tokens": 2, "temperature": 0, **fields}
 
 
+def first_tokens(server, count, **fields):
+    """Ask for one token with each of some seeds."""
+    usual = {"model": "tiny", "max_tokens": 1, "prompt": "Hello"}
+    bodies = [{**usual, **fields, "seed": seed} for seed in range(count)]
+    return [asked(server, TEXT, body)[1]["choices"][0]["text"] for body in bodies]
+
+
+def test_tokens_are_drawn_from_the_whole_vocabulary(server, directory):
+    """As often as the model's own distribution says; transformers serve would take the likeliest.
+
+    The random model's distribution is nearly flat, so the default ``top_k`` of 50 would show.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers(), torch.inference_mode():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        logits = model(tokenizer("Hello", return_tensors="pt").input_ids).logits[0, -1].double()
+    texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(len(logits))]
+    likeliest = {texts[token] for token in logits.topk(50).indices}
+    rare = torch.tensor([text not in likeliest for text in texts])
+    expected = torch.softmax(logits, 0)[rare].sum().item()
+    drawn = first_tokens(server, 100, temperature=1)
+    beyond = sum(text not in likeliest for text in drawn) / len(drawn)
+    assert expected > 0.3
+    assert beyond == pytest.approx(expected, abs=4 * (0.25 / len(drawn)) ** 0.5)
+    assert first_tokens(server, 20, temperature=1) == drawn[:20]  # by their seeds
+    assert set(first_tokens(server, 3, temperature=0)) == {texts[int(logits.argmax())]}
+    assert len(set(first_tokens(server, 30, top_p=0.99))) > 10
+
+
+@pytest.mark.parametrize("penalties", [{"frequency_penalty": 0.1}, {"presence_penalty": 1.5}])
+def test_penalties_are_those_of_openai(server, directory, penalties):
+    """Against transformers' own forward, with the subtraction of OpenAI's documentation."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    frequency = penalties.get("frequency_penalty", 0)
+    presence = penalties.get("presence_penalty", 0)
+    with quiet_transformers(), torch.inference_mode():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        ids = tokenizer("Hello", return_tensors="pt").input_ids[0].tolist()
+        said, alone = [], []
+        for _ in range(12):
+            logits = model(torch.tensor([ids + said])).logits[0, -1]
+            for token in set(said):
+                logits[token] -= frequency * said.count(token) + presence
+            said.append(int(logits.argmax()))
+            alone.append(int(model(torch.tensor([ids + alone])).logits[0, -1].argmax()))
+    assert said != alone
+    body = {"prompt": "Hello", "max_tokens": 12, "temperature": 0, **penalties}
+    answered = asked(server, TEXT, body)[1]["choices"][0]["text"]
+    assert answered == tokenizer.decode(said, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server, stream):
+    """As in OpenAI's interface."""
+    drawing = {"prompt": "Hello", "max_tokens": 30, "temperature": 1.5, "seed": 3}
+    whole = asked(server, TEXT, drawing)[1]["choices"][0]["text"]
+    stop = next(two for two in map("".join, pairwise(whole[9:])) if two.isascii())
+    body = {**drawing, "stop": [stop], "stream": stream}
+    if not stream:
+        (choice,) = asked(server, TEXT, body)[1]["choices"]
+        text = choice["text"]
+    else:
+        with connected(server) as one:
+            one.sendall(posted(TEXT, body))
+            events = answer(one)[2].decode().split("\n\n")
+        found = [json.loads(e[len("data: ") :]) for e in events if e and "[DONE]" not in e]
+        text = "".join(one["choices"][0].get("text") or "" for one in found)
+        choice = next(o["choices"][0] for o in found if o["choices"][0].get("finish_reason"))
+    assert text == whole.partition(stop)[0]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_stop_text_is_found_wherever_pieces_meet():
+    """All ways to cut a text into three pieces; nothing is lost, and nothing comes too late."""
+    from mens_exp.export import serving_app
+
+    async def joined(pieces, stops):
+        queue = asyncio.Queue()
+        for piece in [*pieces, None]:
+            queue.put_nowait(piece)
+        reading = serving_app._Pieces(queue, serving_app._Generation(stops=stops))
+        return "".join([piece async for piece in until_none(reading)])
+
+    async def until_none(reading):
+        while (piece := await reading.get()) is not None:
+            yield piece
+
+    for text, stops, expected in [
+        ("abcabd", ("abd",), "abc"),
+        ("aaab", ("aab", "zz"), "a"),
+        ("abcabc", ("abd",), "abcabc"),
+        ("xyabz", ("ab", "y"), "x"),
+    ]:
+        for first in range(len(text) + 1):
+            for second in range(first, len(text) + 1):
+                pieces = [text[:first], text[first:second], text[second:]]
+                assert asyncio.run(joined(pieces, stops)) == expected
+
+
 def error_of(body):
     """Return the message of an error in OpenAI's form."""
     assert set(body) == {"error"}
@@ -182,10 +289,11 @@ WRONG = {
     "stop": [1, [1], [""], "", {}, ["x"] * 1000, [["x"]]],
     "stream": ["yes", 1, [], {}],
     "stream_options": [True, [], {"include_usage": 1}, {"include": True}, {"include_usage": True}],
-    "frequency_penalty": [-1, 3, "x", -2, []],
+    "frequency_penalty": [-3, 3, "x", []],
+    "suffix": ["x", 1],
     "n": [0, 2, "1", -1],
     "logprobs": [True, 5],
-    "presence_penalty": [1],
+    "presence_penalty": [-3, 3, "x", []],
     "generation_config": ['{"max_new_tokens": 1000000000}', "{", {}, '{"num_beams": 9999}'],
     "model": [1, [], {}, True],
     "no_such_field": [1, None],
@@ -249,7 +357,7 @@ RIGHT = {
     TEXT: [
         {"prompt": "Hello"},
         {"prompt": "Hello", "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["x", "y"]},
-        {"prompt": "Hello", "temperature": 2, "frequency_penalty": 0.5, "suffix": "!"},
+        {"prompt": "Hello", "temperature": 2, "frequency_penalty": 0.5, "presence_penalty": -1},
         {"prompt": "déjà 🦀", "stop": "\n", "echo": False, "best_of": 1},
     ],
 }

@@ -86,7 +86,7 @@ class DecontaminateConfig:
         le=1,
     )
     synthetic_items: int = setting(
-        400, "Tasks of the benchmark synthetic, by its seed 0 (unverified guess).", ge=1
+        400, "Tasks of the benchmark synthetic, by its seed 0 (a rough choice).", ge=1
     )
 
 
@@ -229,7 +229,7 @@ class GenerateConfig:
 
     rows: int = setting(1000, "Rows to add, no two alike (about a thousand a second).", ge=1)
     repair_frac: float = setting(
-        0.25, "Share of rows that ask to repair a broken program (unverified guess).", ge=0, le=1
+        0.25, "Share of rows that ask to repair a broken program (a rough choice).", ge=0, le=1
     )
     seed: int = setting(0, "Seed of the rows.", ge=0)
 

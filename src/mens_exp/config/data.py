@@ -30,7 +30,7 @@ class ContractConfig:
 
     min_supervised_frac: float = setting(
         0.01,
-        "Share of the training tokens that are learned, at least (unverified guess; measured: 0.51 "
+        "Share of the training tokens that are learned, at least (a rough choice; measured: 0.51 "
         "for the stdlib rows; mens gates at 0.1).",
         ge=0,
         lt=1,
@@ -38,14 +38,14 @@ class ContractConfig:
     )
     max_truncation_loss_frac: float = setting(
         0.99,
-        "Share of the learned tokens that seq_len cuts off, at most (unverified guess; measured: "
+        "Share of the learned tokens that seq_len cuts off, at most (a rough choice; measured: "
         "0.94 for the stdlib rows under experiment=smoke, 0.14 by default).",
         ge=0,
         le=1,
     )
     max_nothing_frac: float = setting(
         0.95,
-        "Share of the documents that keep nothing to learn, at most (unverified guess; measured: "
+        "Share of the documents that keep nothing to learn, at most (a rough choice; measured: "
         "0.47 for the stdlib rows under experiment=smoke, 0.01 by default).",
         ge=0,
         le=1,
@@ -58,14 +58,14 @@ class ContractConfig:
     max_overlap_frac: float = setting(
         0.05,
         "Share of the benchmark's items of which one training row has half the 13-grams of words "
-        "or more, at most (unverified guess; measured: 0 for the stdlib and synthetic rows).",
+        "or more, at most (a rough choice; measured: 0 for the stdlib and synthetic rows).",
         ge=0,
         le=1,
     )
     max_repeated_answer_frac: float = setting(
         0.5,
         "Share of the conversations in which an answer is given again word for word, at most "
-        "(unverified guess).",
+        "(a rough choice).",
         ge=0,
         le=1,
     )
@@ -266,7 +266,7 @@ class SyntheticData(DataConfig):
     )
     repair_frac: float = setting(
         0.25,
-        "Share of rows that ask to repair a broken program (unverified guess).",
+        "Share of rows that ask to repair a broken program (a rough choice).",
         ge=0,
         le=1,
     )
@@ -359,7 +359,7 @@ class WrittenData(DataConfig):
     )
     max_bad_frac: float = setting(
         0.01,
-        "Share of bad rows over which quarantine is an error too (unverified guess).",
+        "Share of bad rows over which quarantine is an error too (a rough choice).",
         gt=0,
         lt=1,
         changes=Effect.NOTHING,

@@ -127,7 +127,7 @@ class EvalConfig:
     )
     keep_per_prompt: int = setting(
         4,
-        "Answers kept of one prompt at most, no two alike (unverified guess).",
+        "Answers kept of one prompt at most, no two alike (a rough choice).",
         ge=1,
         only_if=unless("eval.keep_passing", None, needs="eval.keep_passing=<file>"),
     )

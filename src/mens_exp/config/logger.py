@@ -93,7 +93,7 @@ class WandbLogger(LoggerConfig):
     console: bool = setting(False, "Let W&B keep what the command prints.")
     wait_s: float = setting(
         60.0,
-        "Seconds to wait for the upload once the run's record is closed (unverified guess); what "
+        "Seconds to wait for the upload once the run's record is closed (a rough choice); what "
         "is not sent by then goes on in the background, or later by task=sync.",
         ge=0,
     )

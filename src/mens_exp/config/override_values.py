@@ -39,7 +39,7 @@ from mens_exp.config.sweep import (
 )
 from mens_exp.config.trainer import BY_CLASS
 from mens_exp.config.user_config import group_options, hydra_options
-from mens_exp.errors import ConfigError, MensError, NoEffectError, nearest
+from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
@@ -213,8 +213,14 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
             remedy=f"write {key}={{{next(iter(node.keys()))}:…}}; entries are merged, not replaced",
         )
     elif not _fits(key, value, node, reference):
+        is_choice = isinstance(node, EnumNode)
+        near = nearest(shown(value), node.enum_type.__members__) if is_choice else None
         yield ConfigError(
-            "wrong type", where=key, found=shown(value), expected=_accepted(node, value)
+            "no such value" if is_choice else "wrong type",
+            where=key,
+            found=shown(value),
+            expected=_accepted(node),
+            remedy=f"write {key}={near}" if near else None,
         )
 
 
@@ -243,12 +249,10 @@ def _node_at(config: DictConfig, key: str) -> Any:
     return node
 
 
-def _accepted(node: Any, value: Any) -> str:
+def _accepted(node: Any) -> str:
     """Describe in words the values that a configuration node accepts."""
     if isinstance(node, EnumNode):
-        names = list(node.enum_type.__members__)
-        close = nearest(shown(value), names)
-        return f"one of {', '.join(names)}{f'; the nearest is {close}' if close else ''}"
+        return listed([*node.enum_type.__members__])
     if is_open(node):
         element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
         usual = "lists" if get_origin(element) is list else "values"

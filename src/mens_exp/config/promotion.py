@@ -131,11 +131,11 @@ class BurnProductionPolicy(PolicyConfig):
     incumbent: str = setting("qlora", "Backend whose place it would take.", example="qlora")
     min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=2)
     share_margin: float = setting(
-        0.02, "How much worse a KPI that is a share may be at most (unverified guess).", ge=0
+        0.02, "How much worse a KPI that is a share may be at most (a rough choice).", ge=0
     )
     relative_margin: float = setting(
         0.1,
-        "The same for any other KPI, as a share of the incumbent's mean (unverified guess).",
+        "The same for any other KPI, as a share of the incumbent's mean (a rough choice).",
         ge=0,
     )
     floors: dict[str, float] = setting(

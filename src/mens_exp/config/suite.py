@@ -85,7 +85,7 @@ class HeldoutSyntaxSuite(SuiteConfig):
 class AnsweredSuite(SuiteConfig):
     """A suite that asks all its items, whatever their length."""
 
-    max_new_tokens: int = setting(256, "Longest completion, in tokens (unverified guess).", ge=1)
+    max_new_tokens: int = setting(256, "Longest completion, in tokens (a rough choice).", ge=1)
     batch_size: int = setting(
         8,  # measured with batches that waited for their longest answer: as fast as 16
         "Answers under way at a time.",

@@ -50,7 +50,7 @@ class TaskConfig:
 class ChatConfig:
     """Settings of task=chat."""
 
-    max_new_tokens: int = setting(256, "Longest answer, in tokens (unverified guess).", ge=1)
+    max_new_tokens: int = setting(256, "Longest answer, in tokens (a rough choice).", ge=1)
     temperature: float = setting(
         0.0, "0 takes the likeliest token; above, tokens are drawn under `seed`.", ge=0
     )
@@ -82,7 +82,7 @@ class SyncConfig:
     )
     timeout_s: float = setting(
         600.0,
-        "Seconds after which a run counts as not sent, and sync ends (unverified guess).",
+        "Seconds after which a run counts as not sent, and sync ends (a rough choice).",
         gt=0,
     )
 
@@ -99,19 +99,19 @@ class AttributeConfig:
     position_bounds: list[int] = setting(
         [0, 16, 64, 256],
         "Lowest position of each bucket in the comparison by position, ascending from 0 "
-        "(unverified guess).",
+        "(a rough choice).",
         example="[0,32,128]",
     )
     extra_bits: float = setting(
         0.25,
         "Bits per parameter of the quantized modules that the suggested quant.skip may add "
-        "(unverified guess).",
+        "(a rough choice).",
         ge=0,
         le=28,
     )
     targets_frac: float = setting(
         0.8,
-        "Share of the modules' summed KL that the suggested lora.targets cover (unverified guess).",
+        "Share of the modules' summed KL that the suggested lora.targets cover (a rough choice).",
         gt=0,
         le=1,
     )
@@ -243,7 +243,7 @@ class InspectConfig:
     )
     replay_steps: int = setting(
         3,
-        "Optimizer steps that inspect.replay takes again, from the first (unverified guess).",
+        "Optimizer steps that inspect.replay takes again, from the first (a rough choice).",
         ge=1,
         only_if=when(
             "inspect.replay",

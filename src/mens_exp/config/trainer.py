@@ -503,7 +503,7 @@ class ScorecardConfig(CallbackConfig):
     )
     items: int = setting(
         8,
-        "Items of each, the suite's first (unverified guess: a minute on two cores, and a share "
+        "Items of each, the suite's first (a rough choice: a minute on two cores, and a share "
         "in steps of an eighth).",
         ge=1,
         only_if=unless(

@@ -445,7 +445,8 @@ _FIELDS: Final[dict[str, _Field]] = {
     "stop": (f"a text or a list of at most {_MOST_STOPS} texts, none empty", _are_stops),
     "stream": ("true or false", lambda value: isinstance(value, bool)),
     "stream_options": ("an object with include_usage, true or false", _are_stream_options),
-    "frequency_penalty": ("a number above -1, at most 2", _is_number(-1, 2, above=True)),
+    "frequency_penalty": ("a number from -2 to 2", _is_number(-2, 2)),
+    "presence_penalty": ("a number from -2 to 2", _is_number(-2, 2)),
 }
 _OF_CHAT: Final[dict[str, _Field]] = {
     "messages": (
@@ -462,16 +463,15 @@ _OF_CHAT: Final[dict[str, _Field]] = {
 }
 _OF_TEXT: Final[dict[str, _Field]] = {
     "prompt": ("one text that is not empty", _is_text),
-    "suffix": ("a text", lambda value: isinstance(value, str)),
 }
 # Not done here: these values ask for nothing.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "suffix": ("",),
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 import torch
 import uvicorn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from tokenizers.decoders import DecodeStream
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -76,49 +82,194 @@ _LIMITS: Final = Limits.from_environment()
 
 @dataclass(kw_only=True, slots=True)
 class _Generation:
-    """The generation of one request, which stops early once ``ended`` is set."""
+    """The generation of one request, which stops early once ``ended`` is set.
+
+    Attributes:
+        ended: stops it.
+        frequency_penalty: subtracted from a token's logit for each time that it was generated.
+        presence_penalty: subtracted once it was.
+        stops: texts that end the answer, and are no part of it.
+    """
 
     ended: threading.Event = field(default_factory=threading.Event)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stops: tuple[str, ...] = ()
+
+    def before_stop(self, text: str) -> tuple[str, bool]:
+        """Return what stands before the first stop, and whether there is one."""
+        at = min((where for stop in self.stops if (where := text.find(stop)) >= 0), default=None)
+        return (text, False) if at is None else (text[:at], True)
 
 
 _CURRENT: Final[contextvars.ContextVar[_Generation]] = contextvars.ContextVar("generation")
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
-    def __init__(self, generation: _Generation) -> None:
+    """Whether a generation was ended, or has written one of its stops.
+
+    The text is decoded as it comes: transformers' ``stop_strings`` misses those of control bytes.
+    """
+
+    def __init__(self, generation: _Generation, tokenizer: Any) -> None:
         self.generation = generation
+        self.tokenizer = tokenizer
+        self.decoding = DecodeStream([], skip_special_tokens=True)
+        self.longest = max(map(len, generation.stops), default=0)
+        self.tail = ""
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         done = self.generation.ended.is_set()
+        if self.longest:
+            new = self.decoding.step(self.tokenizer, int(input_ids[0, -1])) or ""
+            done = done or self.generation.before_stop(self.tail + new)[1]
+            self.tail = (self.tail + new)[-self.longest :]
         return torch.full((input_ids.shape[0],), done, device=input_ids.device)
+
+
+class _Penalties(LogitsProcessor):  # type: ignore[misc]  # as above
+    """OpenAI's penalties of repeated tokens, of which transformers serve makes a factor."""
+
+    def __init__(self, generation: _Generation) -> None:
+        self.generation = generation
+        self.start: int | None = None  # of the answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.start is None:
+            self.start = input_ids.shape[1]
+        said_BL = input_ids[:, self.start :]
+        counts_BV = torch.zeros_like(scores)
+        counts_BV.scatter_add_(1, said_BL, torch.ones_like(said_BL, dtype=scores.dtype))
+        return (
+            scores
+            - self.generation.frequency_penalty * counts_BV
+            - self.generation.presence_penalty * (counts_BV > 0)
+        )
 
 
 class _Manager(GenerateManager):  # type: ignore[misc]  # as above
     """Generation that stops when its client disconnects, streamed or not, queued or running."""
 
-    def generate_streaming(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        return super().generate_streaming(_Model(model, _CURRENT.get()), *arguments, **named)
+    def generate_streaming(self, model: Any, processor: Any, *rest: Any, **named: Any) -> Any:
+        generation = _CURRENT.get()
+        ending = _Model(model, generation, processor)
+        queue, streamer = super().generate_streaming(ending, processor, *rest, **named)
+        return (_Pieces(queue, generation) if generation.stops else queue), streamer
 
-    async def generate_non_streaming(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        ending = _Model(model, _CURRENT.get())
-        return await super().generate_non_streaming(ending, *arguments, **named)
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, *rest: Any, **named: Any
+    ) -> Any:
+        generation = _CURRENT.get()
+        ending = _Model(model, generation, processor)
+        text, *others = await super().generate_non_streaming(ending, processor, *rest, **named)
+        return (generation.before_stop(text)[0], *others)
+
+
+class _Pieces:
+    """The pieces of a streamed answer up to its first stop, whose beginning may be in any piece."""
+
+    def __init__(self, queue: asyncio.Queue[Any], generation: _Generation) -> None:
+        self.queue = queue
+        self.generation = generation
+        self.ready: list[Any] = []
+        self.held = ""
+        self.has_stopped = False
+
+    async def get(self) -> Any:
+        """Return the next piece; None ends the answer."""
+        while not self.ready:
+            self._take(await self.queue.get())
+        return self.ready.pop(0)
+
+    def get_nowait(self) -> Any:
+        """Return the next piece if it is there.
+
+        Raises:
+            asyncio.QueueEmpty: it is not.
+        """
+        while not self.ready:
+            self._take(self.queue.get_nowait())
+        return self.ready.pop(0)
+
+    def _take(self, piece: Any) -> None:
+        if type(piece) is not str:  # the end, an error, a thought or a call of a tool
+            self.ready += [self.held] * bool(self.held)
+            self.ready.append(piece)
+            self.held = ""
+            return
+        if self.has_stopped:
+            return
+        text, self.has_stopped = self.generation.before_stop(self.held + piece)
+        kept = 0 if self.has_stopped else self._beginning(text)
+        self.held = text[len(text) - kept :]
+        self.ready += [text[: len(text) - kept]] * (len(text) > kept)
+
+    def _beginning(self, text: str) -> int:
+        """Return the length of the longest end of a text that begins a stop."""
+        return max(
+            (
+                length
+                for stop in self.generation.stops
+                for length in range(1, len(stop))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )
 
 
 class _Model:
     """A model whose `generate` ends with a generation."""
 
-    def __init__(self, model: Any, generation: _Generation) -> None:
+    def __init__(self, model: Any, generation: _Generation, processor: Any) -> None:
         self._model = model
         self._generation = generation
+        self._tokenizer = getattr(processor, "tokenizer", processor)._tokenizer  # noqa: SLF001
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def generate(self, **named: Any) -> Any:
-        criteria = StoppingCriteriaList([_Ended(self._generation)])
+        criteria = StoppingCriteriaList([_Ended(self._generation, self._tokenizer)])
+        penalties = LogitsProcessorList([_Penalties(self._generation)])
         if self._generation.ended.is_set():  # while it waited
             named["generation_config"].max_new_tokens = 1
-        return self._model.generate(**named, stopping_criteria=criteria)
+        return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)
+
+
+class _Handler:
+    """What a handler of transformers does differently for one model of a local directory."""
+
+    def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
+        """Name the model in answers as requests do, without the revision of a hub."""
+        name, model, processor = super()._resolve_model(body)  # type: ignore[misc]  # of the other base
+        return name.removesuffix("@main"), model, processor
+
+    def _build_generation_config(self, body: Any, *arguments: Any, **named: Any) -> Any:
+        """Draw tokens where a request asks for it, and from all, as OpenAI's interface does.
+
+        transformers' handlers leave ``do_sample`` as the model has it, which is usually unset, and
+        its default ``top_k`` is 50.
+        """
+        config = super()._build_generation_config(body, *arguments, **named)  # type: ignore[misc]
+        temperature, top_p = body.get("temperature"), body.get("top_p")
+        if temperature is not None or top_p is not None:
+            config.do_sample = temperature != 0
+        if not config.do_sample:
+            config.temperature = config.top_p = None  # of which transformers would warn
+        elif config.top_k is None:
+            config.top_k = 0
+        return config
+
+
+class _Chat(_Handler, ChatCompletionHandler):  # type: ignore[misc]  # untyped
+    def _build_completion(self, request_id: str, content: Any, *rest: Any, **named: Any) -> Any:
+        """Cut at the first stop what a template has parsed out of the whole answer."""
+        cut = content if content is None else _CURRENT.get().before_stop(content)[0]
+        return super()._build_completion(request_id, cut, *rest, **named)
+
+
+class _Text(_Handler, CompletionHandler):  # type: ignore[misc]  # untyped
+    pass
 
 
 class _State(GenerationState):  # type: ignore[misc]  # as above
@@ -158,9 +309,9 @@ class App:
         # The first call may change how a tokenizer cuts and pads, which several threads must not.
         getattr(self.processor, "tokenizer", self.processor)("first")
         state = _State()
-        self.handlers = {
-            _CHAT: ChatCompletionHandler(models, state),
-            _TEXT: CompletionHandler(models, state),
+        self.handlers: dict[str, Any] = {
+            _CHAT: _Chat(models, state),
+            _TEXT: _Text(models, state),
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -229,6 +380,7 @@ class App:
     async def _complete(self, path: str, body: Any, receive: Any, reply: _Reply) -> None:
         is_chat = path == _CHAT
         wanted = checked(body, is_chat=is_chat, model=self.name, vocabulary=self.vocabulary)
+        wanted.pop("stream_options", None)  # the reply's
         if self.admitted >= _LIMITS.requests:
             raise HttpError(
                 status=503,
@@ -237,7 +389,12 @@ class App:
                 headers=((b"retry-after", b"1"),),
             )
         self.admitted += 1
-        generation = _Generation()
+        stop = wanted.pop("stop", ())
+        generation = _Generation(
+            frequency_penalty=wanted.pop("frequency_penalty", 0.0),
+            presence_penalty=wanted.pop("presence_penalty", 0.0),
+            stops=tuple([stop] if isinstance(stop, str) else stop),
+        )
         _CURRENT.set(generation)
         try:
             tokens = await asyncio.to_thread(self._tokens_of, wanted, is_chat=is_chat)

@@ -234,6 +234,9 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
+_OTHERS = " The row marked ← is the written model; the others show other ways to merge it."
+
+
 def certificate_document(certificate: Certificate) -> Document:
     """Return all comparisons of a certificate side by side, with the deciding one marked."""
     said = verdict(certificate)
@@ -243,6 +246,8 @@ def certificate_document(certificate: Certificate) -> Document:
             Note(
                 f"Compared on {certificate.probe['tokens']} tokens "
                 f"({certificate.probe['source']}) with {certificate.reference}; KL and NLL in nats."
+                + _OTHERS
+                * (len(certificate.comparisons) > 1)
             )
         )
     elif certificate.comparisons:

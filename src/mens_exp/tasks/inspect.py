@@ -156,7 +156,7 @@ def _anatomy(config: RunConfig, record: Inspection, found: Inspected) -> None:
         tell_magnitudes(anatomy, found.adapter, config)
     else:
         unfinished = "the run has no adapter: it has not ended, or it trained every weight"
-        merged = "what was merged is no adapter any more"
+        merged = "they were merged into the weights, so none are left to list"
         why = {
             ArtifactKind.RUN: unfinished,
             ArtifactKind.MODEL: merged,
