@@ -13,6 +13,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.overrides import check
 from mens_exp.planning.checks import classes
+from mens_exp.report import summary
 
 LIGHTNING = "lightning.pytorch.callbacks."
 # Names of options, and what Lightning's own docstrings construct.
@@ -131,6 +132,9 @@ def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mir
     for name in ("lr-AdamW", stats, "my_metric", "acc", "val_acc", "key", "probe/recall"):
         assert f"<code>{name}</code>" in page
     assert "samples (Image), texts (Table)" in page
+    pairs = {pair.label: pair for pair in summary.pairs(summary.load(run))}
+    assert (pairs["probe/recall"].tuned.text, pairs["probe/recall"].unit) == ("1", "share")
+    assert "my_metric" not in pairs  # nobody says which way is better
 
     rows = mirrored(run)
     history = [row["history"]["item"] for row in rows if row["type"] == "history"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.metrics import OF_OBJECTIVES
 from mens_exp.artifacts.telemetry import own_series
 from mens_exp.report import summary, wording
 from mens_exp.report.document import Cell, Code, Facts, Note, Part, Section, Table, Tone, bullets
@@ -45,9 +44,7 @@ def own_metrics(records: Records) -> list[Table]:
 
     Each has the run's value and how it is made of the series, and its unit.
     """
-    spec = wording.objective_of(records.manifest)
-    names = [] if spec is None else [one.name for one in spec.metrics]
-    ours = {f"{area}/{name}" for area in OF_OBJECTIVES for name in names}
+    ours = summary.names_of_objective(records.manifest)
     of_objective: list[tuple[Cell, str, str, str]] = []
     others: list[tuple[Cell, str, str, str]] = []
     for name, one in sorted(own_series(records.events).items()):

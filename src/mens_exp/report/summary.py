@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mens_exp.artifacts.attribution import Attribution
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.metrics import OF_OBJECTIVES
 from mens_exp.artifacts.record import parse_json
 from mens_exp.artifacts.scorecard import ItemEvent, Samples, Scorecard, read_item_events
 from mens_exp.artifacts.telemetry import Event, read_events
@@ -199,11 +200,38 @@ def pairs(records: Records) -> list[Pair]:
     found = [loss] if trains or loss.base.text or loss.tuned.text else []
     if records.manifest.results.get("val_text_bytes") is not None:
         found.append(_bits_per_byte(records))
+    own = _of_the_user(records)
     if card is None and not expects_answers(records):
-        return found
+        return [*found, *own]
     if card is not None and any(one.get("task_success") is not None for one in _scores(card)):
         found.append(_shares(f"Tasks of {card.suite} done", records, "task_success"))
-    return [*found, parse_rate(records)]
+    return [*found, parse_rate(records), *own]
+
+
+_BETTER = {"min": "lower is better", "max": "higher is better"}
+
+
+def _of_the_user(records: Records) -> list[Pair]:
+    """Return the metrics that callbacks and modules declare with a direction."""
+    values = records.manifest.results.get("metrics") or {}
+    built_in = names_of_objective(records.manifest)
+    found = []
+    for name, about in (records.manifest.facts.get("metrics") or {}).items():
+        note = _BETTER.get(about["direction"])
+        if note is not None and name not in built_in:
+            value = values.get(name)
+            tuned = Cell("not finite" if value is None else f"{value:.6g}", label="tuned")
+            base = Cell(label="base", absent="measured during training only")
+            unit = "" if about["unit"] == "1" else str(about["unit"])
+            found.append(Pair(name, base, tuned, "", Tone.QUIET, note, unit))
+    return found
+
+
+def names_of_objective(manifest: Manifest) -> set[str]:
+    """Return the full names of the metrics that a run's objective has, such as ``val/kl``."""
+    spec = wording.objective_of(manifest)
+    names = [] if spec is None else [one.name for one in spec.metrics]
+    return {f"{area}/{name}" for area in OF_OBJECTIVES for name in names}
 
 
 def expects_answers(records: Records) -> bool:
