@@ -29,6 +29,7 @@ from mens_exp.config.compose import begin_command, config_digest, run_composed, 
 from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check, parsed_override, sources_in
 from mens_exp.config.user_config import reading
+from mens_exp.corpus.source import rows_read_once
 from mens_exp.errors import ConfigError, Problems, RequestError, TrainingError
 from mens_exp.planning.machine import of_torchrun
 
@@ -509,7 +510,7 @@ def _conducted(task_name: str, overrides: Sequence[Given]) -> RunDir:
     begin_command()
     chosen = [] if task_name == "train" else [f"task={task_name}"]
     texts = [*chosen, *_texts(overrides)]
-    with reading(sources_in(texts)):
+    with reading(sources_in(texts)), rows_read_once():
         return _composed(task_name, texts)
 
 

@@ -294,6 +294,7 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
 def _started(arguments: list[str], parsed: Any) -> int:
     """Start what a command asks for, or continue it."""
     from mens_exp.api import checked_cells
+    from mens_exp.corpus.source import rows_read_once
 
     overrides, multirun = parsed.overrides, parsed.multirun
     if _given(overrides, "study"):
@@ -303,8 +304,11 @@ def _started(arguments: list[str], parsed: Any) -> int:
     in_hydra = parsed.run or parsed.resolve or _in_process(overrides)
     if _given(overrides, "sweep.resume") or (multirun and not in_hydra):
         return _sweep(overrides)
-    cells = checked_cells(overrides, multirun=multirun)
-    return _hydra(arguments, cells) if multirun or parsed.resolve else _run(cells[0])
+    with rows_read_once():
+        cells = checked_cells(overrides, multirun=multirun)
+        if not (multirun or parsed.resolve):
+            return _run(cells[0])
+    return _hydra(arguments, cells)
 
 
 def _run(cell: Cell) -> int:

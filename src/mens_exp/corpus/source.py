@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from mens_exp.config.data import (
     MixData,
     OnBadRow,
     RowsData,
+    StdlibData,
     SyntheticData,
     WrittenData,
 )
@@ -38,10 +41,11 @@ from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.rows import readers
 from mens_exp.rows.cache import CacheKey
 from mens_exp.rows.documents import Labelling
+from mens_exp.rows.files import resolve_files
 from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from mens_exp.config.data import FilterConfig
@@ -51,8 +55,29 @@ if TYPE_CHECKING:
     from mens_exp.tokenizer.load import Tokenizer
 
 
+_Kept = dict[tuple[Any, ...], Rows]
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def rows_read_once() -> Iterator[None]:
+    """Read the same rows once inside the block, whose last ones are kept in memory until its end.
+
+    So checks, plan and training speak of the same rows, and a sweep's cells are checked without
+    reading their rows each. A file that has changed meanwhile is read again.
+    """
+    if _KEPT.get() is not None:
+        yield
+        return
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 def load_rows(config: DataConfig, cache: Path) -> Rows:
-    """Read or extract the configured rows, and split them.
+    """Read or extract the configured rows, and split them; see `rows_read_once`.
 
     Synthetic rows are generated per side. If `data.val_path` or `data.val_split` names validation
     rows, no other row is used for validation; `heldout_frac` holds out other rows in either case.
@@ -69,6 +94,39 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
         Problems: several of them.
         MensError: a dataset of the hub cannot be had.
     """
+    kept = _KEPT.get()
+    files = None if kept is None else _files_of(config)
+    if kept is None or files is None:
+        return _loaded(config, cache)
+    key = (repr(config), cache, *files)
+    if key not in kept:
+        kept.clear()
+        kept[key] = _loaded(config, cache)
+    return kept[key]
+
+
+def _files_of(config: DataConfig) -> list[tuple[Any, ...]] | None:
+    """Identify the files that rows come from; None if that does not settle what is read."""
+    if isinstance(config, RowsData) and config.streaming:
+        return None
+    found: list[tuple[Any, ...]] = []
+    try:
+        if isinstance(config, MixData):
+            parts = [_files_of(source.data) for source in sources_of(config)]
+            known = [one for one in parts if one is not None]
+            return [one for part in known for one in part] if len(known) == len(parts) else None
+        if not isinstance(config, JsonlData):
+            return [] if isinstance(config, StdlibData) else None
+        for setting, names in (("data.path", config.path), ("data.val_path", config.val_path)):
+            for path in resolve_files(names or [], setting):
+                seen = path.stat()
+                found.append((path.resolve(), seen.st_size, seen.st_mtime_ns, seen.st_ino))
+    except (MensError, OSError):  # told when they are read
+        return None
+    return found
+
+
+def _loaded(config: DataConfig, cache: Path) -> Rows:
     if isinstance(config, RowsData) and config.streaming:
         return _first_rows(config)
     if isinstance(config, JsonlData) and is_large(config):

@@ -22,6 +22,7 @@ from mens_exp.config.sweep import (
     SlurmLauncher,
     launcher_settings,
 )
+from mens_exp.corpus.source import rows_read_once
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.planning import machine
 from mens_exp.planning.contract import contract_of, recorded_settings
@@ -93,6 +94,7 @@ def plan_sweep(overrides: Sequence[str]) -> PlannedSweep:
     return plan_cells(check(overrides, multirun=True))
 
 
+@rows_read_once()
 def plan_cells(
     checked: Checked, *, is_new: bool = True, example: Cell | None = None
 ) -> PlannedSweep:

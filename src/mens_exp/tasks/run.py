@@ -28,6 +28,7 @@ from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import Telemetry, read_events, rewind
 from mens_exp.config.compose import config_digest, to_yaml
+from mens_exp.corpus.source import rows_read_once
 from mens_exp.errors import MensError, RequestError
 from mens_exp.planning.checks import classes
 from mens_exp.planning.contract import contract_of
@@ -414,7 +415,7 @@ def perform(directory: Path, cell: Cell, *, prints: bool = True) -> None:
     Raises:
         MensError: the task failed; its record is closed.
     """
-    with open_run(directory, cell) as run:
+    with rows_read_once(), open_run(directory, cell) as run:
         run.prints = prints
         _task(cell)(cell.config, run)
 
