@@ -237,7 +237,7 @@ class _Model:
 
 
 class _Handler:
-    """What a handler of transformers does differently for one model of a local directory."""
+    """Changes to the handlers of transformers, for one model of a local directory."""
 
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         """Name the model in answers as requests do, without the revision of a hub."""
