@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from mens_exp.config.data import DataConfig, JsonlData, StdlibData
+from mens_exp.config.data import DataConfig, JsonlData, MixData, StdlibData
 from mens_exp.corpus import stdlib
-from mens_exp.corpus.source import cache_key, load_rows
+from mens_exp.corpus.source import cache_key, load_rows, rows_read_once
 from mens_exp.corpus.split import Side
-from mens_exp.errors import DataError, Problems
+from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.model import sources
 from mens_exp.rows.readers import rows_digest
 from mens_exp.tokenizer.implementations import HfTokenizer
@@ -146,3 +146,39 @@ def test_every_source_has_its_own_fields():
     """Only rows from a file have a path."""
     assert isinstance(JsonlData(path="x"), DataConfig)
     assert not hasattr(StdlibData(), "path")
+
+
+def written_rows(path, answer):
+    rows = [{"prompt": f"{number}?", "response": f"{answer} {number}"} for number in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return JsonlData(path=str(path), val_frac=0.2, heldout_frac=0.1)
+
+
+def test_rows_are_read_once_inside_the_block_unless_a_file_changes(tmp_path):
+    """The same object; another one for changed rows, for other settings, and outside."""
+    file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    config = written_rows(file, "first")
+    with rows_read_once():
+        first = load_rows(config, cache)
+        with rows_read_once():
+            assert load_rows(config, cache) is first
+        written_rows(file, "another and longer one")
+        second = load_rows(config, cache)
+        assert second.sha256 != first.sha256
+        other = JsonlData(path=str(file), val_frac=0.3, heldout_frac=0.1)
+        assert len(load_rows(other, cache).val) > len(second.val)
+    assert load_rows(config, cache) is not load_rows(config, cache)
+
+
+def test_a_mix_of_files_is_read_once_and_one_of_a_missing_file_is_refused(tmp_path):
+    """Its sources are identified by their files."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file in files:
+        written_rows(file, file.name)
+    sources = [{"path": str(file), "weight": 1} for file in files]
+    mixed = MixData(sources=sources, val_frac=0.2, heldout_frac=0.1)
+    with rows_read_once():
+        assert load_rows(mixed, tmp_path) is load_rows(mixed, tmp_path)
+        files[1].unlink()
+        with pytest.raises(MensError, match="no such file"):
+            load_rows(mixed, tmp_path)
