@@ -148,37 +148,37 @@ def test_every_source_has_its_own_fields():
     assert not hasattr(StdlibData(), "path")
 
 
-def written_rows(path, answer):
-    rows = [{"prompt": f"{number}?", "response": f"{answer} {number}"} for number in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return JsonlData(path=str(path), val_frac=0.2, heldout_frac=0.1)
-
-
-def test_rows_are_read_once_inside_the_block_unless_a_file_changes(tmp_path):
-    """The same object; another one for changed rows, for other settings, and outside."""
-    file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
-    config = written_rows(file, "first")
+def test_kept_rows_are_read_once_and_taken_by_a_reader_that_keeps_none(jsonl, tmp_path):
+    """Changed rows and other settings are read again; outside of the block, nothing is kept."""
+    config = jsonl()
     with rows_read_once():
-        first = load_rows(config, cache)
+        first = load_rows(config, tmp_path, keep=True)
         with rows_read_once():
-            assert load_rows(config, cache) is first
-        written_rows(file, "another and longer one")
-        second = load_rows(config, cache)
-        assert second.sha256 != first.sha256
-        other = JsonlData(path=str(file), val_frac=0.3, heldout_frac=0.1)
-        assert len(load_rows(other, cache).val) > len(second.val)
-    assert load_rows(config, cache) is not load_rows(config, cache)
+            assert load_rows(config, tmp_path, keep=True) is first
+        assert load_rows(config, tmp_path) is first
+        assert load_rows(config, tmp_path) is not first
+        first = load_rows(config, tmp_path, keep=True)
+        second = load_rows(jsonl(groups=20), tmp_path, keep=True)
+        assert len(second.train) > len(first.train)
+        third = load_rows(jsonl(groups=20, val_frac=0.4), tmp_path, keep=True)
+        assert len(third.val) > len(second.val)
+    assert load_rows(config, tmp_path, keep=True) is not load_rows(config, tmp_path, keep=True)
 
 
 def test_a_mix_of_files_is_read_once_and_one_of_a_missing_file_is_refused(tmp_path):
     """Its sources are identified by their files."""
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for file in files:
-        written_rows(file, file.name)
-    sources = [{"path": str(file), "weight": 1} for file in files]
-    mixed = MixData(sources=sources, val_frac=0.2, heldout_frac=0.1)
+        rows = [{"prompt": f"{file.name} {n}", "response": "r"} for n in range(20)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    mixed = MixData(
+        sources=[{"path": str(file), "weight": 1} for file in files],
+        val_frac=0.2,
+        heldout_frac=0.1,
+    )
     with rows_read_once():
-        assert load_rows(mixed, tmp_path) is load_rows(mixed, tmp_path)
+        first = load_rows(mixed, tmp_path, keep=True)
+        assert load_rows(mixed, tmp_path, keep=True) is first
         files[1].unlink()
         with pytest.raises(MensError, match="no such file"):
             load_rows(mixed, tmp_path)

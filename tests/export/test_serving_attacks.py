@@ -196,6 +196,20 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server, stream):
     assert choice["finish_reason"] == "stop"
 
 
+def test_a_special_token_that_is_a_stop_ends_the_answer():
+    """Clients name the markers of a chat template, which are no part of the decoded text."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    from mens_exp.export import serving_app
+
+    tokenizer = Tokenizer(WordLevel({"one": 0, "two": 1}, unk_token="one"))
+    tokenizer.add_special_tokens(["<turn>"])
+    ended = serving_app._Ended(serving_app._Generation(stops=("<turn>",)), tokenizer)
+    assert [bool(ended(torch.tensor([[token]]))[0]) for token in (0, 1, 2)] == [False, False, True]
+
+
 def test_a_stop_text_is_found_wherever_pieces_meet():
     """All ways to cut a text into three pieces; nothing is lost, and nothing comes too late."""
     from mens_exp.export import serving_app

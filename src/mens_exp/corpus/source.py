@@ -61,10 +61,10 @@ _KEPT: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def rows_read_once() -> Iterator[None]:
-    """Read the same rows once inside the block, whose last ones are kept in memory until its end.
+    """Let readers inside the block share rows; see ``keep`` of `load_rows`.
 
-    So checks, plan and training speak of the same rows, and a sweep's cells are checked without
-    reading their rows each. A file that has changed meanwhile is read again.
+    Checks, plan and training then speak of the same rows, and the cells of a sweep are checked
+    without reading them for each. A file that has changed meanwhile is read again.
     """
     if _KEPT.get() is not None:
         yield
@@ -76,8 +76,8 @@ def rows_read_once() -> Iterator[None]:
         _KEPT.reset(token)
 
 
-def load_rows(config: DataConfig, cache: Path) -> Rows:
-    """Read or extract the configured rows, and split them; see `rows_read_once`.
+def load_rows(config: DataConfig, cache: Path, *, keep: bool = False) -> Rows:
+    """Read or extract the configured rows, and split them.
 
     Synthetic rows are generated per side. If `data.val_path` or `data.val_split` names validation
     rows, no other row is used for validation; `heldout_frac` holds out other rows in either case.
@@ -86,6 +86,8 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
     Args:
         config: the `data` group.
         cache: folder where an extraction is kept.
+        keep: leave them in memory for the next reader inside `rows_read_once`. Checks and plans
+            do; a task takes them, so that they are in memory no longer than it needs them.
 
     Raises:
         DataError: a file or a row in it is wrong, too many rows are bad, no row passes the
@@ -99,10 +101,11 @@ def load_rows(config: DataConfig, cache: Path) -> Rows:
     if kept is None or files is None:
         return _loaded(config, cache)
     key = (repr(config), cache, *files)
-    if key not in kept:
-        kept.clear()
-        kept[key] = _loaded(config, cache)
-    return kept[key]
+    rows = kept.get(key) or _loaded(config, cache)
+    kept.clear()
+    if keep:
+        kept[key] = rows
+    return rows
 
 
 def _files_of(config: DataConfig) -> list[tuple[Any, ...]] | None:

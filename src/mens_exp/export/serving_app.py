@@ -108,22 +108,22 @@ _CURRENT: Final[contextvars.ContextVar[_Generation]] = contextvars.ContextVar("g
 class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
     """Whether a generation was ended, or has written one of its stops.
 
-    The text is decoded as it comes: transformers' ``stop_strings`` misses those of control bytes.
+    The text is decoded as it comes, since transformers' ``stop_strings`` misses those of control
+    bytes: once as the client sees it, and once with special tokens, which may be stops too.
     """
 
     def __init__(self, generation: _Generation, tokenizer: Any) -> None:
         self.generation = generation
         self.tokenizer = tokenizer
-        self.decoding = DecodeStream([], skip_special_tokens=True)
         self.longest = max(map(len, generation.stops), default=0)
-        self.tail = ""
+        self.tails = {DecodeStream([], skip_special_tokens=skips): "" for skips in (True, False)}
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         done = self.generation.ended.is_set()
-        if self.longest:
-            new = self.decoding.step(self.tokenizer, int(input_ids[0, -1])) or ""
-            done = done or self.generation.before_stop(self.tail + new)[1]
-            self.tail = (self.tail + new)[-self.longest :]
+        for decoding, tail in self.tails.items() if self.longest else ():
+            text = tail + (decoding.step(self.tokenizer, int(input_ids[0, -1])) or "")
+            done = done or self.generation.before_stop(text)[1]
+            self.tails[decoding] = text[-self.longest :]
         return torch.full((input_ids.shape[0],), done, device=input_ids.device)
 
 
@@ -193,8 +193,7 @@ class _Pieces:
 
     def _take(self, piece: Any) -> None:
         if type(piece) is not str:  # the end, an error, a thought or a call of a tool
-            self.ready += [self.held] * bool(self.held)
-            self.ready.append(piece)
+            self.ready += [self.held, piece] if self.held else [piece]
             self.held = ""
             return
         if self.has_stopped:
@@ -202,7 +201,8 @@ class _Pieces:
         text, self.has_stopped = self.generation.before_stop(self.held + piece)
         kept = 0 if self.has_stopped else self._beginning(text)
         self.held = text[len(text) - kept :]
-        self.ready += [text[: len(text) - kept]] * (len(text) > kept)
+        if len(text) > kept:
+            self.ready.append(text[: len(text) - kept])
 
     def _beginning(self, text: str) -> int:
         """Return the length of the longest end of a text that begins a stop."""
@@ -230,7 +230,8 @@ class _Model:
 
     def generate(self, **named: Any) -> Any:
         criteria = StoppingCriteriaList([_Ended(self._generation, self._tokenizer)])
-        penalties = LogitsProcessorList([_Penalties(self._generation)])
+        asks = self._generation.frequency_penalty or self._generation.presence_penalty
+        penalties = LogitsProcessorList([_Penalties(self._generation)] if asks else [])
         if self._generation.ended.is_set():  # while it waited
             named["generation_config"].max_new_tokens = 1
         return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)

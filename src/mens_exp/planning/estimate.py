@@ -76,7 +76,7 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         return _of_library(data)
     if is_whole and isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
         return _of_generator(data)
-    rows = load_rows(config.data, cache)
+    rows = load_rows(config.data, cache, keep=True)
     if rows.streamed:
         return _of_stream(rows, data.seq_len)
     about = rows.record()

@@ -48,18 +48,18 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
     data = config.data
     if not isinstance(data, WrittenData):
         if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
-            load_rows(data, cache_root())  # raises if no rows are left
+            load_rows(data, cache_root(), keep=True)  # raises if no rows are left
         # Rows of ours are read for a plan only where the objective needs what they may lack.
         if labelling_of(config).rows.fields and not any(rule_problems(config)):
-            _refuse_unlearned(config, load_rows(data, cache_root()))
+            _refuse_unlearned(config, load_rows(data, cache_root(), keep=True))
         return
     problems = {problem.where for problem in rule_problems(config)}
     if isinstance(data, OwnData) and any(classes.check_group(config, "data")):
         return  # reported by the check of classes
     if not any(range_problems(data)) and not problems:
-        rows = load_rows(data, cache_root())
+        rows = load_rows(data, cache_root(), keep=True)
         if given_in(data):
-            refuse_unsteady(rows.sha256, load_rows(data, cache_root()).sha256)
+            refuse_unsteady(rows.sha256, load_rows(data, cache_root(), keep=True).sha256)
         _refuse_unlearned(config, rows)
         _refuse_unrendered(config, rows)
     elif (
@@ -125,7 +125,7 @@ def untried_template(config: RunConfig) -> list[str]:
     data = config.data
     if not isinstance(data, WrittenData) or model.known_template(config) is not None:
         return []
-    chosen = _rendered_differently(load_rows(data, cache_root()))
+    chosen = _rendered_differently(load_rows(data, cache_root(), keep=True))
     held = [json.loads(pair.conversation) for pair in chosen if pair.conversation is not None]
     parts = [
         *(["tools"] if any("tools" in one for one in held) else []),

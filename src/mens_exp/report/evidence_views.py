@@ -246,8 +246,7 @@ def certificate_document(certificate: Certificate) -> Document:
             Note(
                 f"Compared on {certificate.probe['tokens']} tokens "
                 f"({certificate.probe['source']}) with {certificate.reference}; KL and NLL in nats."
-                + _OTHERS
-                * (len(certificate.comparisons) > 1)
+                + (_OTHERS if len(certificate.comparisons) > 1 else "")
             )
         )
     elif certificate.comparisons:

@@ -205,7 +205,7 @@ def _time(values: Mapping[str, Any]) -> Iterator[str]:
         once = wording.duration(values["reference"])
         yield f"and {once} for the base's log-likelihoods, if they are not in the cache"
     if values.get("estimate") is not None:
-        yield "to train and validate, without loading and a suite"
+        yield "not counted: loading, and the answers of a suite"
 
 
 def _disk(values: Mapping[str, Any]) -> Iterator[str]:

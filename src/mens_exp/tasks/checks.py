@@ -277,7 +277,9 @@ def _missing_files(config: RunConfig) -> str | None:
     except MensError as error:
         return str(error)
     absent = [str(file) for file in files if not file.is_file()]
-    return f"{', '.join(absent)}: no such file; bundles leave rows out" if absent else None
+    if not absent:
+        return None
+    return f"{', '.join(absent)}: no such file; to check the rows, put it there (bundles have none)"
 
 
 def _start(start: dict[str, Any], run: RunDir) -> Check:
