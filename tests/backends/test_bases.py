@@ -8,8 +8,9 @@ from nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.checkpoint_files import read_directory
+from mens_exp.layout.targets import linear_modules
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.quant.bnb import binding_that_holds, dequantized, quantized_linears, values_of
 
 F32 = "quant.compute_dtype=f32"
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
@@ -107,3 +108,54 @@ def test_modules_left_out_keep_their_weights(tiny_backend):
         layer.weight, weights.read("model.layers.1.self_attn.q_proj", layer.weight.device)
     )
     assert read_directory(backend.base.directory).tensors
+
+
+@pytest.mark.parametrize(
+    ("usual", "others", "expected"),
+    [
+        ("nf4", "{mlp:nf2,down_proj:fp4}", {"q": "nf4", "up": "nf2", "down": "fp4"}),
+        ("int4", "{attention:nf4,*.0.mlp.*:nf8}", {"q": "nf4", "l0.up": "nf8", "l1.up": "int4"}),
+    ],
+)
+def test_modules_are_stored_by_the_quantizers_of_their_patterns(
+    tiny_backend, usual, others, expected
+):
+    """4-bit values are bitsandbytes' own of the published weights; the rest names its quantizer."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    backend = tiny_backend(f"quant={usual}", f"quant.type_pattern={others}")
+    layers = quantized_linears(backend.causal_lm)
+    for one in linear_modules(backend.shape)[:-1]:
+        name = expected.get(one.logical, expected.get(one.kind))
+        if name is None:
+            continue
+        layer = layers.get(one.path) or layers[f"{one.path}.base_layer"]
+        found = binding_that_holds(layer).facts(layer)
+        assert found["quant"] == name, one.path
+        if name in {"nf4", "fp4"}:
+            published = weights_of(backend).read(one.path, torch.device("cpu")).to(torch.bfloat16)
+            nested = usual == "nf4"
+            codes, state = quantize_4bit(
+                published, blocksize=64, compress_statistics=nested, quant_type=name
+            )
+            assert found["double_quant"] is nested
+            assert torch.equal(values_of(layer), dequantize_4bit(codes, state).float())
+    many = backend.facts()["quantized_as"]
+    assert (sum(many.values()), set(many)) == (14, {usual, *expected.values()})
+
+
+def test_a_layer_given_to_another_quantizer_learns_as_transformers_does(tiny_backend, batch):
+    """Logits equal those of a dense model of transformers with the dequantized weights, f32."""
+    from transformers import AutoModelForCausalLM
+
+    backend = tiny_backend("quant.type_pattern={mlp:nf2,down_proj:nf8}", F32)
+    model = AutoModelForCausalLM.from_pretrained(backend.base.directory, dtype=torch.float32)
+    for path, layer in quantized_linears(backend.causal_lm).items():
+        model.get_submodule(path.removesuffix(".base_layer")).weight.data = values_of(layer)
+    assert batch.documents is not None
+    parts = []
+    with torch.no_grad():
+        for start, end in batch.documents:
+            logits = model(input_ids=batch.input_ids_BT[:, start:end]).logits[0]
+            parts.append(logits[[int(i) - start for i in batch.predict_M if start <= i < end]])
+    torch.testing.assert_close(logits_of(backend, batch), torch.cat(parts), atol=1e-4, rtol=1e-4)

@@ -67,6 +67,29 @@ def test_an_adapter_records_what_was_left_out(train_in, tmp_path):
     assert skipped == [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
 
 
+def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
+    train_in, tiny_base, tmp_path, capsys
+):
+    """Weights without an adapter are what bitsandbytes dequantizes of the published ones."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    mixed = "quant.type_pattern={mlp:nf2,*.1.self_attn.v_proj:fp4}"
+    run = train_in(tmp_path / "run", mixed, "trainer.max_steps=2", "lora.targets=[o_proj]")
+    assert cli.main(["task=merge", f"path={run.path}", f"out={tmp_path / 'm'}", "logger=none"]) == 0
+    assert "nf2 in 6 modules, fp4 in 1 modules" in " ".join(capsys.readouterr().out.split())
+    certificate = json.loads((tmp_path / "m" / "parity.json").read_text("utf-8"))
+    judged = certificate["comparisons"][certificate["judged"]]
+    assert certificate["passed"]
+    assert judged["mean_kl"] < 1e-4
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    published = load_file(tiny_base.directory / "model.safetensors")
+    for name, kind in (("1.self_attn.v_proj", "fp4"), ("0.self_attn.v_proj", "nf4")):
+        key = f"model.layers.{name}.weight"
+        rounded = published[key].to(torch.bfloat16)
+        stored = quantize_4bit(rounded, blocksize=64, compress_statistics=True, quant_type=kind)
+        torch.testing.assert_close(merged[key].float(), dequantize_4bit(*stored).float())
+
+
 def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base, tmp_path):
     """MXFP4's 32: an adapter that was told its base's format merges as its run does."""
     run = train_in(tmp_path / "run", "quant=mxfp4", "trainer.max_steps=2")

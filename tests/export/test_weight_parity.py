@@ -104,9 +104,9 @@ def test_rounding_to_the_format_that_is_written_is_no_error(tmp_path, dtype):
 
 def test_the_base_is_the_one_that_the_adapter_met(tmp_path):
     """Where 4-bit values were met, a merge into the published weights is off by their error."""
-    found = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantized": True})
+    found = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantizer": QUANTIZER})
     assert found["relative"] > 0.05
-    left_alone = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantized": False})
+    left_alone = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER)
     assert left_alone["relative"] < 1e-6
 
 

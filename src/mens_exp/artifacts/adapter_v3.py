@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, cast, get_type_hints
 
 import numpy as np
 
@@ -48,7 +48,20 @@ _KNOWN = {
 }
 
 
-class Quantizer(TypedDict):
+class ModuleQuantizer(TypedDict):
+    """The quantizer of one module's weight; attributes as in :class:`Quantizer`."""
+
+    quant_type: str
+    block_size: int
+    double_quant: bool
+    library: str
+
+
+class _OfModules(TypedDict, total=False):
+    modules: dict[str, ModuleQuantizer]
+
+
+class Quantizer(_OfModules):
     """The quantizer that produced the values of a base's weights.
 
     Attributes:
@@ -59,6 +72,7 @@ class Quantizer(TypedDict):
         rounded_to: ``bf16`` or ``f32``: the dtype of the weights when they were quantized.
         skip: paths of the decoder-layer projections that were left unquantized.
         library: name and version of the library.
+        modules: the quantizers of modules that have another one, by path.
     """
 
     quant_type: str
@@ -68,6 +82,12 @@ class Quantizer(TypedDict):
     rounded_to: str
     skip: list[str]
     library: str
+
+
+def quantizer_of(quantizer: Quantizer, path: str) -> Quantizer:
+    """Return the quantizer of one module's weight."""
+    own = quantizer.get("modules", {}).get(path)
+    return quantizer if own is None else cast("Quantizer", quantizer | own)
 
 
 PROJECTION_SEED = 0  # PEFT's default, `projection_prng_key`
@@ -113,10 +133,15 @@ def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> l
     if isinstance(name, str) and name != header:
         place, expected = f"{where}.quant_type", f"{header}, as quant.base_quant says"
         found.append(DataError("wrong value", where=place, found=name, expected=expected))
-    block = stored.get("block_size")
-    if type(block) is int and block < 1:
-        place = f"{where}.block_size"
-        found.append(DataError("wrong value", where=place, found=block, expected="1 or more"))
+    modules = stored.get("modules")
+    records = {where: stored}
+    if isinstance(modules, dict):
+        records |= {f"{where}.modules.{path}": one for path, one in modules.items()}
+    for place, one in records.items():
+        block = one.get("block_size") if isinstance(one, dict) else None
+        if type(block) is int and block < 1:
+            key, expected = f"{place}.block_size", "1 or more"
+            found.append(DataError("wrong value", where=key, found=block, expected=expected))
     return found
 
 

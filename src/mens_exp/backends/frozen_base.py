@@ -22,7 +22,7 @@ from mens_exp.config.model import teacher_of
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.layout.targets import quantized_modules, skipped
 from mens_exp.model import attention
 from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
 from mens_exp.model.quiet import quiet
@@ -37,9 +37,10 @@ from mens_exp.quant.bnb import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
+    from mens_exp.config.quant import QuantConfig, QuantType
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.sources import BaseModel
@@ -272,8 +273,10 @@ def load_base(
     """
     from transformers import AutoModelForCausalLM
 
-    left_out, shape = config.quant.skip, shape_of(config.model)
-    skip = [one.path for one in skipped(left_out, shape)] if left_out else []
+    quant, shape = config.quant, shape_of(config.model)
+    skip = [one.path for one in skipped(quant.skip, shape)] if quant.skip else []
+    stored = quantized_modules(quant, shape) if quant.is_quantized else {}
+    others = [path for path, one in stored.items() if one.quant_type is not quant.quant_type]
     with quiet():
         model_config = _config_without_dropout(base)
         attends = _attention_implementation(model_config, packing=config.data.packing)
@@ -281,8 +284,8 @@ def load_base(
             model, loading = AutoModelForCausalLM.from_pretrained(
                 base.directory,
                 config=model_config,
-                dtype=dtype or compute_dtype(config.quant),
-                quantization_config=quantization_config(config.quant, skip),
+                dtype=dtype or compute_dtype(quant),
+                quantization_config=quantization_config(quant, [*skip, *others]),
                 attn_implementation=attends,
                 device_map={"": device},  # by default, bitsandbytes takes any GPU
                 use_safetensors=True,
@@ -290,8 +293,8 @@ def load_base(
                 output_loading_info=True,
             )
     _refuse_random(loading["missing_keys"], base)
-    if config.quant.is_quantized:
-        _check_and_finish(model, config, base, skip)
+    if quant.is_quantized:
+        _check_and_finish(model, config, base, stored)
     if base.source == "hub":
         model.name_or_path = base.name  # PEFT records it as the base; others can load it
     for module in model.modules():
@@ -420,17 +423,24 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
 
 
 def _check_and_finish(
-    model: Any, config: RunConfig, base: BaseModel, skip: Collection[str]
+    model: Any, config: RunConfig, base: BaseModel, stored: Mapping[str, QuantConfig]
 ) -> None:
     """Prepare quantized layers for training, and apply what the loader has no setting for.
+
+    Args:
+        model: as it was loaded.
+        config: the whole configuration.
+        base: the model on disk.
+        stored: the settings that each module is quantized with, by path.
 
     Raises:
         SetupError: nothing was quantized.
     """
-    inside = (one for one in linear_modules(shape_of(config.model)) if one.layer is not None)
-    paths = [one.path for one in inside if one.stack is None and one.path not in skip]
-    binding = binding_of(config.quant.spec)
-    binding.quantize(model, paths, config.quant)
+    by_type: dict[QuantType, dict[str, QuantConfig]] = {}
+    for path, one in stored.items():
+        by_type.setdefault(one.quant_type, {})[path] = one
+    for quant_type, paths in by_type.items():
+        binding_of(quant_type.spec).quantize(model, paths, config.quant.of(quant_type))
     layers = quantized_linears(model)
     if not layers:
         raise SetupError(
@@ -449,7 +459,10 @@ def _check_and_finish(
     def read(path: str, device: torch.device) -> torch.Tensor:
         return weights().read(path, device)
 
-    binding.finish(layers, config.quant, read)
+    for quant_type, paths in by_type.items():
+        # A family that the layout does not know has layers that no path names.
+        own = layers if len(by_type) == 1 else {path: layers[path] for path in paths}
+        binding_of(quant_type.spec).finish(own, config.quant.of(quant_type), read)
 
 
 class FrozenWeights:

@@ -306,4 +306,8 @@ def shown(value: object) -> str:
     """Format a value as YAML, for a message."""
     if value is None:
         return "null"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {shown(one)}' for key, one in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value) or "''"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from enum import EnumMeta
 from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -213,15 +214,31 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
             remedy=f"write {key}={{{next(iter(node.keys()))}:…}}; entries are merged, not replaced",
         )
     elif not _fits(key, value, node, reference):
-        is_choice = isinstance(node, EnumNode)
-        near = nearest(shown(value), node.enum_type.__members__) if is_choice else None
-        yield ConfigError(
-            "no such value" if is_choice else "wrong type",
-            where=key,
-            found=shown(value),
-            expected=_accepted(node),
-            remedy=f"write {key}={near}" if near else None,
-        )
+        yield from _misfits(key, value, node)
+
+
+def _misfits(key: str, value: Any, node: Any) -> Iterator[ConfigError]:
+    """Yield the problems of a value that its setting does not accept."""
+    element = node._metadata.element_type if is_open(node) else None  # noqa: SLF001  # of the schema
+    if isinstance(node, EnumNode):
+        yield _no_such_value(key, value, node.enum_type.__members__)
+    elif isinstance(value, dict) and isinstance(element, EnumMeta):
+        for name, entry in value.items():
+            if str(entry) not in list(element.__members__):
+                yield _no_such_value(f"{key}.{name}", entry, element.__members__)
+    else:
+        yield ConfigError("wrong type", where=key, found=shown(value), expected=_accepted(node))
+
+
+def _no_such_value(key: str, value: Any, choices: Mapping[str, Any]) -> ConfigError:
+    near = nearest(shown(value), choices)
+    return ConfigError(
+        "no such value",
+        where=key,
+        found=shown(value),
+        expected=listed([*choices]),
+        remedy=f"write {key}={near}" if near else None,
+    )
 
 
 def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
@@ -251,8 +268,6 @@ def _node_at(config: DictConfig, key: str) -> Any:
 
 def _accepted(node: Any) -> str:
     """Describe in words the values that a configuration node accepts."""
-    if isinstance(node, EnumNode):
-        return listed([*node.enum_type.__members__])
     if is_open(node):
         element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
         usual = "lists" if get_origin(element) is list else "values"

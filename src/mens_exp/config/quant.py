@@ -103,7 +103,9 @@ class _FourBit(QuantizerSpec):
     is_made_again: bool = True
     starts_adapters: bool = True
     stays_whole: str | None = None
-    settings: frozenset[str] = frozenset({"double_quant", "block_size", "storage_dtype", "skip"})
+    settings: frozenset[str] = frozenset(
+        {"double_quant", "block_size", "storage_dtype", "skip", "type_pattern"}
+    )
     backends: tuple[str, ...] = ("qlora", "proxy")
     # measured: bitsandbytes 0.50, NF4 with double quantization, on one EPYC core
     weights_per_core_s: float | None = 6e6
@@ -161,7 +163,7 @@ class _Codebook(QuantizerSpec):
 
     in_blocks: bool = True
     is_made_again: bool = True
-    settings: frozenset[str] = frozenset({"block_size", "skip"})
+    settings: frozenset[str] = frozenset({"block_size", "skip", "type_pattern"})
     weights_per_core_s: float | None = 1.8e7  # measured: NVFP4, the slowest, on one EPYC core
 
     def bits_per_weight(
@@ -178,7 +180,7 @@ def _codebook(name: str, stored_bits: int, **more: Any) -> _Codebook:
     return _Codebook(name=name, binding=binding, code_bits=stored_bits, **more)
 
 
-_OF_FORMAT = frozenset({"skip"})  # the format has its own block
+_OF_FORMAT = frozenset({"skip", "type_pattern"})  # the format has its own block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +208,7 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _EightBit(name="int8"),
         _codebook("nf2", 2),
         _codebook("nf3", 4),
+        _codebook("nf8", 8),
         _codebook("int2", 2),
         _codebook("int3", 4),
         _codebook("int4", 4),
@@ -244,6 +247,7 @@ class QuantType(Enum):
     int8 = "int8"
     nf2 = "nf2"
     nf3 = "nf3"
+    nf8 = "nf8"
     int2 = "int2"
     int3 = "int3"
     int4 = "int4"
@@ -293,6 +297,7 @@ _DOUBLE = _where_read("double_quant", when(_KEY, *names_that_read("double_quant"
 _BLOCK = _where_read("block_size", when(_KEY, *names_that_read("block_size")))
 _STORAGE = _where_read("storage_dtype", when(_KEY, *names_that_read("storage_dtype")))
 _SKIP = _where_read("skip", unless(_KEY, "none"))
+_PATTERN = _where_read("type_pattern", when(_KEY, *names_that_read("type_pattern")))
 _READ = frozenset({"attribute"})
 
 
@@ -303,7 +308,7 @@ class QuantConfig:
     quant_type: QuantType = setting(
         UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
-        "nf3, int2, int3, int4, mxfp4 (OCP) or nvfp4 (NVIDIA), references in plain torch for "
+        "nf3, nf8, int2, int3, int4, mxfp4 (OCP) or nvfp4 (NVIDIA), references in plain torch for "
         "comparisons; none leaves the weights in the compute format.",
         contract=("quant.base",),
         read_by=_READ,
@@ -357,10 +362,31 @@ class QuantConfig:
         example="[lm_head,down_proj]",
     )
 
+    type_pattern: dict[str, QuantType] = setting(
+        {},
+        "Quantizers of single modules, by target as in quant.skip: {mlp: nf2, down_proj: nf8}. The "
+        "last one that matches counts. Each has the block size and the double quantization of "
+        "this group where it reads them.",
+        only_if=_PATTERN,
+        idle={},
+        example="{down_proj:nf8}",
+    )
+
     @property
     def spec(self) -> QuantizerSpec:
-        """The quantizer."""
+        """The quantizer of the modules that no pattern matches."""
         return self.quant_type.spec
+
+    def of(self, quant_type: QuantType) -> QuantConfig:
+        """Return the settings of the modules that a pattern gives to a quantizer."""
+        reads = quant_type.spec.settings
+        return dataclasses.replace(
+            self,
+            quant_type=quant_type,
+            double_quant=self.double_quant and "double_quant" in reads,
+            block_size=self.block_size if "block_size" in reads else None,
+            type_pattern={},
+        )
 
     @property
     def is_quantized(self) -> bool:

@@ -244,12 +244,16 @@ def config_of_adapter(
         theirs.quant = unquantized(ComputeDtype.f32)
         theirs.backend = LoraGraphConfig(_target_="mens_exp.backends.lora.LoraBackend")
         return theirs
+    spec = QuantType(quantizer["quant_type"]).spec
     theirs.quant = QuantConfig(
         quant_type=QuantType(quantizer["quant_type"]),
         double_quant=quantizer["double_quant"],
         compute_dtype=ComputeDtype(quantizer["compute_dtype"]),
-        block_size=quantizer["block_size"],
+        block_size=quantizer["block_size"] if "block_size" in spec.settings else None,
         skip=list(quantizer["skip"]),
+        type_pattern={
+            path: QuantType(one["quant_type"]) for path, one in quantizer.get("modules", {}).items()
+        },
     )
     theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")
     return theirs

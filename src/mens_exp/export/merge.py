@@ -142,7 +142,7 @@ def _merged(place: Place, published: Rows, merge: Merge) -> Rows:
 
 def _as_trained(place: Place, published: Rows, delta: Change | None, quantizer: Quantizer) -> Rows:
     """Return what gives rows of a weight as the adapter met it."""
-    if not place.quantized:
+    if place.quantizer is None:
         return lambda first, last: (
             published(first, last).to(DTYPES[quantizer["compute_dtype"]]).float()
         )
@@ -153,7 +153,7 @@ def _as_trained(place: Place, published: Rows, delta: Change | None, quantizer: 
 
     rows, columns = place.info.shape
     shape = (columns, rows) if place.transposed else (rows, columns)
-    return quantized_rows(left, shape, quantizer, where=place.key)
+    return quantized_rows(left, shape, place.quantizer, where=place.key)
 
 
 def _pieces_of(place: Place, merge: Merge, rows: int, inner: int) -> Iterator[tuple[int, int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts.adapter_v3 import Quantizer, quantizer_of
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
 from mens_exp.config.task import MergeBase, MergeMode
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.config.lora import AdapterSpec
     from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.task import MergeConfig
@@ -112,21 +114,25 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     tied = _tied_head(layers, inputs)
     Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
     spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
-    if spec is None and asked.base is not MergeBase.original:
-        raise _unknown_quantizer(inputs)
+    recorded = inputs.manifest.quantizer
+    others = [] if recorded is None else recorded.get("modules", {}).values()
+    names = [inputs.manifest.quant["base_quant"], *(one["quant_type"] for one in others)]
+    unknown = [name for name in names if QUANTIZERS.known(name) is None]
+    if unknown and asked.base is not MergeBase.original:
+        raise _unknown_quantizer(unknown[0])
     if spec is not None and spec.is_kept:
         quantizer, why = _of_kept_values(spec, asked)
     else:
         quantizer, why = _base(inputs, asked)
-    quantized = set() if quantizer is None else _quantized(inputs, layers, quantizer, proxy=proxy)
-    if not asked.untie and HEAD in quantized:
+    made = {} if quantizer is None else _quantizers(inputs, layers, quantizer, proxy=proxy)
+    if not asked.untie and HEAD in made:
         raise _embedding_of_four_bits()
     planned = places(
         layers,
         inputs.shards,
         only_merged=only_merged,
         unties=asked.untie,
-        quantized=quantized,
+        quantizers=made,
     )
     every = [one for listed in planned.values() for one in listed]
     dtype = dtype_of(one.info for one in every) if asked.dtype is None else asked.dtype.value
@@ -311,7 +317,7 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
         differs = f"; it was trained on {header} values of them" if header != "none" else ""
         return None, f"the published weights, as asked{differs}"
     if recorded is not None:
-        says = f"{header} values in blocks of {recorded['block_size']}"
+        says = f"{header} values in blocks of {recorded['block_size']}{_others(recorded)}"
         return recorded, f"{says}, which the adapter was trained against, as it records"
     assumed = _assumed(inputs)
     block = assumed["block_size"]
@@ -341,12 +347,18 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     )
 
 
-def _unknown_quantizer(inputs: MergeInputs) -> RequestError:
+def _others(quantizer: Quantizer) -> str:
+    """Name the quantizers of single modules, and of how many."""
+    many = Counter(one["quant_type"] for one in quantizer.get("modules", {}).values())
+    return "".join(f", {name} in {count} modules" for name, count in many.items())
+
+
+def _unknown_quantizer(name: str) -> RequestError:
     return RequestError(
         "no quantizer of this name is known here, so the values that the adapter was trained on "
         "cannot be made again",
         where="merge.base",
-        found=inputs.manifest.quant["base_quant"],
+        found=name,
         expected="original, whose distance from the trained model is unknown",
         remedy="install the package that provides the quantizer, or add merge.base=original",
     )
@@ -397,18 +409,18 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
     }
 
 
-def _quantized(
+def _quantizers(
     inputs: MergeInputs,
     layers: Sequence[AdaptedLayer],
     quantizer: Quantizer,
     *,
     proxy: bool,
-) -> set[str]:
-    """Return the keys of the base that were quantized to 4 bits during training."""
+) -> dict[str, Quantizer]:
+    """Return what made the values of the base during training, by its keys."""
     if inputs.model is not None and inputs.shape is not None and not proxy:
         keys, family = inputs.model.tensors, inputs.shape.family
         return {
-            base_key(one.path, family, keys)
+            base_key(one.path, family, keys): quantizer_of(quantizer, one.path)
             for one in linear_modules(inputs.shape)
             if one.layer is not None and one.stack is None and one.path not in quantizer["skip"]
         }
@@ -417,7 +429,8 @@ def _quantized(
     here = {stored_key(one.key, found) for one in layers if one.logical != HEAD} - skip
     heads = [one for one in layers if one.logical == HEAD and proxy]
     here |= {HEAD if untied(one) else stored_key(one.key, found) for one in heads}
-    return {key for key in here if key is not None}
+    own = {stored_key(f"{path}.weight", found): path for path in quantizer.get("modules", {})}
+    return {key: quantizer_of(quantizer, own.get(key, "")) for key in here if key is not None}
 
 
 def _keys(shard: Path) -> set[str]:

@@ -418,12 +418,12 @@ def _base(
     """Return the base weight seen by the adapter, f64; without a quantizer, as published."""
     if quantizer is None:
         return stored_OI.double()
-    if not place.quantized:
+    if place.quantizer is None:
         return stored_OI.to(DTYPES[quantizer["compute_dtype"]]).double()
-    return _four_bit(stored_OI, delta, quantizer)
+    return _made_again(stored_OI, delta, place.quantizer)
 
 
-def _four_bit(stored_OI: torch.Tensor, change: Change, quantizer: Quantizer) -> torch.Tensor:
+def _made_again(stored_OI: torch.Tensor, change: Change, quantizer: Quantizer) -> torch.Tensor:
     values_OI = change.quantized(stored_OI.double())
     quant = QuantConfig(
         quant_type=QuantType(quantizer["quant_type"]),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
     from mens_exp.config.model import ModelConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import TensorInfo
@@ -198,7 +198,7 @@ class Place:
         info: header entry in the base.
         logical: layer of the adapter that is merged into it, if any.
         transposed: whether it is stored as ``[in, out]``.
-        quantized: whether the adapter was trained on its 4-bit values.
+        quantizer: what made the values of it that the adapter was trained on, if anything.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Place:
     info: TensorInfo
     logical: str | None = None
     transposed: bool = False
-    quantized: bool = False
+    quantizer: Quantizer | None = None
 
 
 def stored_key(key: str, keys: Collection[str]) -> str | None:
@@ -368,7 +368,7 @@ def places(
     *,
     only_merged: bool,
     unties: bool = True,
-    quantized: Collection[str] = (),
+    quantizers: Mapping[str, Quantizer] | None = None,
 ) -> dict[Path, list[Place]]:
     """Return the source of every output tensor, by file of the base, in the base's order.
 
@@ -378,9 +378,10 @@ def places(
         only_merged: omit tensors that nothing is merged into.
         unties: give a head that is tied to the embedding table a separate tensor, in the last
             file; otherwise its delta is merged into the table.
-        quantized: keys of the base whose 4-bit values the adapter was trained on; ``lm_head``
-            represents a tied head.
+        quantizers: what made the values of the base that the adapter was trained on, by key;
+            ``lm_head`` represents a tied head.
     """
+    quantizers = quantizers or {}
     headers = {shard: read_header(shard) for shard in shards}
     keys = {key: shard for shard, header in headers.items() for key in header}
     layers = list(layers)
@@ -398,7 +399,7 @@ def places(
                     info=info,
                     logical=None if layer is None else layer.logical,
                     transposed=is_transposed(key),
-                    quantized=key in quantized,
+                    quantizer=quantizers.get(key),
                 )
                 out[shard].append(place)
     for head in apart:
@@ -410,7 +411,7 @@ def places(
             shard=keys[table],
             info=headers[keys[table]][table],
             logical=HEAD,
-            quantized=HEAD in quantized,
+            quantizer=quantizers.get(HEAD),
         )
         out[max(out)].append(made)
     return out

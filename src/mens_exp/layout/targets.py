@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_tensors import AdapterForm
     from mens_exp.config.lora import LoraConfig
+    from mens_exp.config.quant import QuantConfig
     from mens_exp.layout.families import Family, Projection, Slot
     from mens_exp.layout.shape import Shape
 
@@ -154,6 +155,28 @@ def skipped(patterns: Sequence[str], shape: Shape) -> tuple[LinearModule, ...]:
     )
     paths = {one.path for p in patterns for one in _matching(p, modules, shape.family)}
     return tuple(one for one in modules if one.path in paths)
+
+
+def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig]:
+    """Return the settings that each quantized module of the decoder layers is stored with, by path.
+
+    Experts that a model keeps in one tensor are not among them.
+
+    Raises:
+        ConfigError: a pattern of `quant.skip` or `quant.type_pattern` matches nothing.
+        Problems: several do.
+    """
+    left = {one.path for one in skipped(quant.skip, shape)}
+    inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
+    found = {one.path: quant.of(quant.quant_type) for one in inside}
+    problems = []
+    for pattern, quant_type in quant.type_pattern.items():
+        matched = _matching(pattern, inside, shape.family)
+        if not matched:
+            problems.append(_no_match(pattern, inside, shape.family, where="quant.type_pattern"))
+        found |= dict.fromkeys((one.path for one in matched), quant.of(quant_type))
+    Problems.raise_if(problems)
+    return {path: one for path, one in found.items() if path not in left}
 
 
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:

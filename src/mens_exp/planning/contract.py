@@ -418,6 +418,7 @@ _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 _LATER: dict[str, Any] = {
     "module._target_": TUNING,
     "optim.loraplus_lr_ratio": None,
+    "quant.type_pattern": {},
     "objective.dft": False,
     "objective.label_smoothing": 0.0,
     "objective.neftune_alpha": 0.0,

@@ -333,15 +333,18 @@ def _reference(
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
     """Describe the meaning of the command: the groups' choices, and the planner's answer."""
     made = execution_plan(contract_of(config), environment_of(config)).record()
+    quant = config.quant
+    others = ", ".join(f"{one.value} in {name}" for name, one in quant.type_pattern.items())
     return {
         "model": _name(config.model),
         "download_bytes": _download(config.model),
         "backend": config.backend.name,
-        "quant": f"{config.quant.quant_type.value}"
-        f"{', double quantization' if config.quant.double_quant else ''}"
-        f"{f', blocks of {config.quant.block}' if config.quant.block_size else ''}"
-        f"{f', without {chr(44).join(config.quant.skip)}' if config.quant.skip else ''}"
-        f", {config.quant.compute_dtype.value} compute",
+        "quant": f"{quant.quant_type.value}"
+        f"{', double quantization' if quant.double_quant else ''}"
+        f"{f', blocks of {quant.block}' if quant.block_size else ''}"
+        f"{f', {others}' if others else ''}"
+        f"{f', without {chr(44).join(quant.skip)}' if quant.skip else ''}"
+        f", {quant.compute_dtype.value} compute",
         "lora": _lora(config),
         "lora_modules": described_modules(config, shape),
         "objective": config.objective.name,

@@ -22,7 +22,7 @@ from mens_exp.planning import machine, throughput_model
 from mens_exp.planning.activations import Documents
 from mens_exp.planning.memory import (
     Memory,
-    bits_per_weight,
+    base_bits,
     frozen_linears,
     memory,
     optimizer_bytes,
@@ -225,7 +225,7 @@ def attribution_memory(config: RunConfig, shape: Shape) -> Memory:
     kept = config.attribute.tokens * shape.num_hidden_layers * shape.hidden_size
     components = {
         "base in f32": _F32_BYTES * weights,
-        "base in 4 bits": round(shape.linear_parameters * bits_per_weight(config.quant) / 8)
+        "base in 4 bits": round(shape.linear_parameters * base_bits(config.quant, shape) / 8)
         + compute * shape.embedding_parameters,
         "layer outputs": _F32_BYTES * kept,
         "framework": _FRAMEWORK,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.backend import trains_base
 from mens_exp.config.model import checkpointing_wanted, teacher_of
 from mens_exp.config.objective_spec import LOGIT_BYTES
-from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.quant import ComputeDtype, unquantized
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import (
@@ -24,6 +24,7 @@ from mens_exp.layout.targets import (
     chosen,
     described,
     linear_modules,
+    quantized_modules,
 )
 from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
 
@@ -121,6 +122,23 @@ def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
     )
 
 
+def base_bits(quant: QuantConfig, shape: Shape) -> float:
+    """Return the mean bits of a weight of the decoder's linear layers, as they are stored.
+
+    Args:
+        quant: the `quant` group; its patterns match modules of the model.
+        shape: dimensions of the model.
+    """
+    inside = [one for one in linear_modules(shape) if one.layer is not None and one.slot is None]
+    stored = quantized_modules(quant, shape) if quant.is_quantized else {}
+    plain = unquantized(quant.compute_dtype)
+    bits = sum(
+        one.out * one.width * bits_per_weight(stored.get(one.path, plain), 1 / one.width)
+        for one in inside
+    )
+    return bits / sum(one.out * one.width for one in inside)
+
+
 def dense_experts(config: RunConfig, shape: Shape) -> int:
     """Count the expert weights that stay in the compute format although the base is quantized.
 
@@ -189,8 +207,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     factor = dict(_CPU_KEPT if on_cpu else _CUDA_KEPT)
     if on_cpu and again:
         factor["activations"] = _CPU_KEPT_RECOMPUTED
-    sizes = [shape.size_of(one) for one in shape.family.projections if one.slot is None]
-    bits = bits_per_weight(config.quant, sum(o for o, _ in sizes) / sum(o * i for o, i in sizes))
+    bits = base_bits(config.quant, shape)
     dense = dense_experts(config, shape)
     # If every weight is trained, the base is counted among the trained parameters.
     frozen = 0 if config.backend.name == "full" else 1

@@ -72,8 +72,8 @@ class Binding:
 
         Args:
             model: transformers' model, its weights in the compute format.
-            paths: of the linear modules of decoder layers that no setting leaves out.
-            quant: the `quant` group.
+            paths: of the linear modules of decoder layers that this quantizer stores.
+            quant: the settings of these modules.
         """
 
     def holds(self, module: torch.nn.Module) -> bool:
@@ -158,6 +158,17 @@ class Binding:
         """Inside the block, quantize on a device what is kept where it is loaded to."""
         del device
         return nullcontext()
+
+
+def as_linear(layer: Any) -> torch.nn.Linear:
+    """Return transformers' `Conv1D`, whose weight is ``[I, O]``, as a linear layer."""
+    if isinstance(layer, torch.nn.Linear):
+        return layer
+    inputs, outputs = layer.weight.shape
+    made = torch.nn.Linear(inputs, outputs, device="meta")
+    made.weight = torch.nn.Parameter(layer.weight.data.T.contiguous(), requires_grad=False)
+    made.bias = layer.bias
+    return made
 
 
 UNQUANTIZED = Binding()

@@ -8,6 +8,7 @@ Shapes of the self-test: B rows, I inputs, O outputs.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.artifacts.adapter_v3 import Quantizer
+from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer
 from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
-from mens_exp.layout.targets import linear_modules
+from mens_exp.layout.targets import linear_modules, quantized_modules
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import (
     Binding,
     RoundTrip,
+    as_linear,
     binding_of,
     compute_dtype,
     loaded_bindings,
@@ -82,6 +84,35 @@ class _FourBit(_OfBitsandbytes):
             bnb_4bit_quant_storage=_STORAGE[quant.storage_dtype],
             llm_int8_skip_modules=_left_out(skip),
         )
+
+    def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
+        """Quantize the layers that transformers' loader was told to leave to another quantizer."""
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        for path in paths:
+            layer: Any = model.get_submodule(path)
+            if self.holds(layer):
+                continue
+            layer = as_linear(layer)
+            made = Linear4bit(
+                layer.in_features,
+                layer.out_features,
+                bias=False,
+                compute_dtype=compute_dtype(quant),
+                device="meta",
+            )
+            values_OI = layer.weight.data
+            made.weight = Params4bit(
+                values_OI,
+                requires_grad=False,
+                blocksize=quant.block,
+                compress_statistics=quant.double_quant,
+                quant_type=quant.quant_type.value,
+                quant_storage=_STORAGE[quant.storage_dtype],
+                module=made,
+            ).to(values_OI.device)
+            made.bias = layer.bias
+            model.set_submodule(path, made)
 
     def holds(self, module: torch.nn.Module) -> bool:
         """Tell whether a module is a 4-bit layer."""
@@ -310,10 +341,19 @@ def _by_binding(model: torch.nn.Module) -> dict[Binding, list[Any]]:
 
 
 def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
-    """Read back how a model's linear layers are stored."""
-    for binding, layers in _by_binding(model).items():
-        return {"quantized_linears": len(layers), **binding.facts(layers[0])}
-    return {"quantized_linears": 0, "quant": "none"}
+    """Read back how a model's linear layers are stored: the first, and how many of each quantizer.
+
+    The numbers are left out where there is one quantizer.
+    """
+    found = [b.facts(layer) for b, layers in _by_binding(model).items() for layer in layers]
+    if not found:
+        return {"quantized_linears": 0, "quant": "none"}
+    many = dict(Counter(one["quant"] for one in found))
+    return {
+        "quantized_linears": len(found),
+        **found[0],
+        **({"quantized_as": many} if len(many) > 1 else {}),
+    }
 
 
 def parameter_count(model: torch.nn.Module) -> int:
@@ -354,6 +394,20 @@ def quantizer_named(
     )
 
 
+def _others(quant: QuantConfig, shape: Shape) -> dict[str, ModuleQuantizer]:
+    """Describe the quantizers of the modules that a pattern gives to another, by path."""
+    return {
+        path: ModuleQuantizer(
+            quant_type=one.quant_type.value,
+            block_size=one.block,
+            double_quant=one.double_quant,
+            library=binding_of(one.spec).library,
+        )
+        for path, one in quantized_modules(quant, shape).items()
+        if one.quant_type is not quant.quant_type
+    }
+
+
 def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Quantizer | None:
     """Describe the quantizer of a causal model; unquantized layers are read from the graph.
 
@@ -369,11 +423,14 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
         return None
     there = {path.removesuffix(".base_layer") for path in quantized_linears(model)}
     inside = [one.path for one in linear_modules(shape) if one.layer is not None]
-    return quantizer_named(
+    found = quantizer_named(
         config,
         rounded_to=config.compute_dtype,  # the loader's own cast
         skip=[path for path in inside if path not in there],
     )
+    if config.type_pattern:
+        found["modules"] = _others(config, shape)
+    return found
 
 
 def keep_trainable(model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mens_exp.quant.binding import DTYPES, Binding, RoundTrip
+from mens_exp.quant.binding import DTYPES, Binding, RoundTrip, as_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -268,15 +268,6 @@ class CodebookLinear(torch.nn.Linear):
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
 
-def _as_linear(layer: Any) -> torch.nn.Linear:
-    """Return transformers' `Conv1D`, whose weight is ``[I, O]``, as a linear layer."""
-    inputs, outputs = layer.weight.shape
-    made = torch.nn.Linear(inputs, outputs, device="meta")
-    made.weight = torch.nn.Parameter(layer.weight.data.T.contiguous(), requires_grad=False)
-    made.bias = layer.bias
-    return made
-
-
 class _Codes(Binding):
     """Layers of one codebook."""
 
@@ -292,10 +283,8 @@ class _Codes(Binding):
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
         """Replace the weights of layers by codes."""
         for path in paths:
-            layer: Any = model.get_submodule(path)
-            if not isinstance(layer, torch.nn.Linear):
-                layer = _as_linear(layer)
-                model.set_submodule(path, layer)
+            layer: Any = as_linear(model.get_submodule(path))
+            model.set_submodule(path, layer)
             layer.__class__ = CodebookLinear
             layer.quantize(self.name, self.book, layer.weight.data, quant.block)
 
@@ -357,6 +346,7 @@ class _Codes(Binding):
 
 NF2 = _Codes("nf2", Codebook(levels=normal_float(2), to_even=False))
 NF3 = _Codes("nf3", Codebook(levels=normal_float(3), to_even=False))
+NF8 = _Codes("nf8", Codebook(levels=normal_float(8), to_even=False))
 INT2 = _Codes("int2", Codebook(levels=integers(2)))
 INT3 = _Codes("int3", Codebook(levels=integers(3)))
 INT4 = _Codes("int4", Codebook(levels=integers(4)))

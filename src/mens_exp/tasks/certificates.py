@@ -293,7 +293,8 @@ def _stored(config: RunConfig) -> str:
     if not quant.is_quantized:
         return quant.compute_dtype.value
     double = " with double quantization" if quant.double_quant else ""
-    return f"{quant.quant_type.value}{double}, {quant.compute_dtype.value} products"
+    names = dict.fromkeys(one.value for one in (quant.quant_type, *quant.type_pattern.values()))
+    return f"{' and '.join(names)}{double}, {quant.compute_dtype.value} products"
 
 
 def certify_merge(

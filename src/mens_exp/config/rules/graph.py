@@ -8,7 +8,7 @@ from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
-from mens_exp.config.quant import ComputeDtype, names_for
+from mens_exp.config.quant import ComputeDtype, names_for, names_made_again
 from mens_exp.errors import ConfigError, expected_name
 
 if TYPE_CHECKING:
@@ -208,8 +208,24 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=", ".join(quant.skip),
             expected="each module once",
         )
+    yield from _type_pattern(quant)
     if quant.is_quantized and name == "proxy":
         yield from _unused_by_the_proxy(quant)
+
+
+def _type_pattern(quant: QuantConfig) -> Iterator[ConfigError]:
+    """Yield the quantizers of single modules that cannot be mixed."""
+    for name, one in quant.type_pattern.items():
+        if not one.spec.is_made_again:
+            yield ConfigError(
+                "cannot be mixed with another quantizer",
+                where=f"quant.type_pattern.{name}",
+                found=one.value,
+                expected=f"one of {', '.join(names_made_again())}",
+                remedy="write quant.skip=[…] for modules that stay in the compute format"
+                if not one.spec.is_quantized
+                else None,
+            )
 
 
 def _bases(backend: str) -> str:
@@ -227,13 +243,14 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
             expected=_bases("proxy"),
             remedy="choose quant=nf4, or backend=qlora",
         )
-    if quant.skip:
-        yield ConfigError(
-            "the proxy stack quantizes all of its projections",
-            where="quant.skip",
-            found=", ".join(quant.skip),
-            expected="nothing",
-        )
+    for setting in ("skip", "type_pattern"):
+        if patterns := getattr(quant, setting):
+            yield ConfigError(
+                "the proxy stack quantizes all of its projections alike",
+                where=f"quant.{setting}",
+                found=", ".join(patterns),
+                expected="nothing",
+            )
 
 
 def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -242,14 +259,15 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     yield from _target_problems(lora.targets)
     yield from _pattern_problems(lora)
     yield from _method_problems(config)
-    quantized_all = config.quant.spec.starts_adapters and not config.quant.skip
+    quant = config.quant
+    quantized_all = quant.spec.starts_adapters and not (quant.skip or quant.type_pattern)
     if lora.init.spec.from_weights and not quantized_all:
         yield ConfigError(
             "starts from what bitsandbytes' four bits lose of a weight, and some weights are "
             "stored otherwise",
             where="lora.init",
             found=lora.init.value,
-            expected="lora.init=default, or quant=nf4 with an empty quant.skip",
+            expected="lora.init=default, or quant=nf4 with an empty quant.skip and type_pattern",
         )
     if lora.init_from is not None and lora.init.spec.from_weights:
         yield ConfigError(

@@ -293,6 +293,14 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
             expected="nf4, fp4, or none with backend=lora",
             remedy="choose quant=nf4, or trainer=ddp",
         )
+    if quant.type_pattern:
+        yield ConfigError(
+            "processes hold parts of weights that one quantizer stores",
+            where="quant.type_pattern",
+            found=", ".join(quant.type_pattern),
+            expected="nothing",
+            remedy="choose trainer=ddp",
+        )
     if lora.spec.not_sharded is not None:
         yield ConfigError(
             lora.spec.not_sharded,

@@ -24,7 +24,7 @@ from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupErr
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import locate_bundled, ready_directory
 from mens_exp.layout.shape import Shape, check_weights, shape_of
-from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.layout.targets import linear_modules, quantized_modules
 from mens_exp.planning import messages
 from mens_exp.planning.activations import modules_of, proxy_stack
 from mens_exp.planning.machine import space
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import ModelDirectory
+    from mens_exp.layout.targets import LinearModule
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 
@@ -141,16 +142,19 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
 
 def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
     """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
-    if not quant.spec.in_blocks or quant.block_size is not None:
+    if quant.block_size is not None:
         return
-    left = {one.path for one in skipped(quant.skip, shape)}
-    layers = (one for one in linear_modules(shape) if one.layer is not None)
-    quantized = {one.kind for one in layers if one.path not in left}
-    for one in shape.family.projections:
-        _, width = shape.size_of(one)
-        if width % quant.block and one.logical in quantized and one.slot is None:
-            where, expected = f"{directory}: {one.path}", f"a multiple of {quant.block}"
-            yield messages.blocks_straddle(where, f"width {width}", expected)
+    stored = quantized_modules(quant, shape) if quant.is_quantized else {}
+    kinds = set()
+    for one in linear_modules(shape):
+        if one.path in stored and one.kind not in kinds and _straddles(one, stored[one.path]):
+            kinds.add(one.kind)
+            where, expected = f"{directory}: {one.path}", f"a multiple of {stored[one.path].block}"
+            yield messages.blocks_straddle(where, f"width {one.width}", expected)
+
+
+def _straddles(one: LinearModule, stored: QuantConfig) -> bool:
+    return stored.spec.in_blocks and one.width % stored.block != 0
 
 
 def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
@@ -250,12 +254,11 @@ def weight_problems(directory: ModelDirectory, shape: Shape) -> Iterator[MensErr
 def check_quantization(config: RunConfig) -> Iterator[MensError]:
     """Yield layers not divisible into blocks; quantizing them silently gives wrong sums."""
     quant = config.quant
-    if not quant.spec.in_blocks or any(range_problems(config.model)):
+    if not quant.is_quantized or any(range_problems(config.model)):
         return  # no blocks, or told already
     shape = shape_of(config.model)
-    left = {one.path for one in skipped(quant.skip, shape)}
-    inside = [one for one in linear_modules(shape) if one.layer is not None]
-    if config.task.name == "attribute" and len(left) == len(inside):
+    stored = quantized_modules(quant, shape)
+    if config.task.name == "attribute" and not stored:
         yield ConfigError(
             "leaves nothing quantized, and so nothing to attribute",
             where="quant.skip",
@@ -266,8 +269,8 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
         return  # 64 is checked with the model
     wide = {
         one.kind: one.width
-        for one in inside
-        if one.path not in left and one.stack is None and one.width % quant.block
+        for one in linear_modules(shape)
+        if one.path in stored and _straddles(one, stored[one.path])
     }
     if wide:
         listed = ", ".join(f"{kind} ({width})" for kind, width in wide.items())
