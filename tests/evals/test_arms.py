@@ -4,9 +4,11 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.evals.arms import Arm, Trial, unlike_losses
 
 
-def arm_of(tokenizer, **objective):
-    manifest = Manifest.__new__(Manifest)  # nothing of it is asked
+def arm_of(tokenizer, *, val=None, text_bytes=None, metrics=(), **objective):
+    manifest = Manifest.__new__(Manifest)  # nothing else of it is asked
+    manifest.results = {"val_text_bytes": text_bytes, "metrics": dict.fromkeys(metrics, 1.0)}
     hashes = {} if tokenizer is None else {"tokenizer_sha256": tokenizer}
+    hashes |= {} if val is None else {"data.val_sha256": val}
     settings = {f"objective.{name}": value for name, value in objective.items()}
     trial = Trial(manifest=manifest, settings=settings, hashes=hashes)
     return Arm(name="arm", values={}, trials=[trial])
@@ -49,3 +51,45 @@ def test_losses_compare_arms_that_learn_the_same_tokens():
             "val_loss",
             "val_bits_per_byte",
         ]
+
+
+def test_losses_compare_arms_that_validate_on_the_same_documents():
+    """Other rows, or rows that data.seq_len cuts, are other text, whichever factor moves them."""
+    of_pairs = ("val/reward_accuracy", "train/reward_accuracy")
+    usual = arm_of("a", val="1", text_bytes=1000, metrics=of_pairs)
+    assert unlike_losses(usual, arm_of("a", val="1", text_bytes=1000)) == {}
+    found = unlike_losses(usual, arm_of("a", val="2", text_bytes=1000))
+    assert list(found) == ["val_loss", "val_bits_per_byte", "val/reward_accuracy"]
+    assert "data.val_path" in found["val_loss"]
+
+
+def test_bits_per_byte_compare_two_tokenizers_on_the_same_text():
+    """A sample of some tokens holds more text of longer tokens; a prepended space is no text."""
+    usual = arm_of("a", val="1", text_bytes=1000)
+    assert list(unlike_losses(usual, arm_of("b", val="2", text_bytes=1009))) == ["val_loss"]
+    found = unlike_losses(usual, arm_of("b", val="2", text_bytes=2940))
+    assert list(found) == ["val_loss", "val_bits_per_byte"]
+    assert "1,000 and 2,940 bytes" in found["val_bits_per_byte"]
+
+
+def test_divergences_compare_arms_of_one_teacher_and_one_divergence():
+    """A reverse KL is another figure than a forward KL; the cross entropy is no part of either."""
+    told = {"name": "distillation", "labels": "assistant", "metrics": ["val/divergence"]}
+    usual = arm_of("a", beta=0.0, temperature=1.0, **told)
+    assert unlike_losses(usual, arm_of("a", beta=0.0, temperature=1.0, ce_weight=0.5, **told)) == {}
+    for other in ({"beta": 1.0}, {"temperature": 2.0}, {"teacher": "./model"}):
+        settings = {"beta": 0.0, "temperature": 1.0, **told, **other}
+        assert "val/divergence" in unlike_losses(usual, arm_of("a", **settings))
+
+
+def test_margins_of_rewards_compare_arms_of_one_beta():
+    """Rewards are beta times a difference of likelihoods; which answer has more is not."""
+    told = {
+        "name": "dpo",
+        "labels": "dpo",
+        "loss": "sigmoid",
+        "metrics": [f"val/reward_{name}" for name in ("margin", "accuracy")],
+    }
+    found = unlike_losses(arm_of("a", beta=0.1, **told), arm_of("a", beta=0.5, **told))
+    assert "val/reward_margin" in found
+    assert "val/reward_accuracy" not in found

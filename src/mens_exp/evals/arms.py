@@ -30,6 +30,17 @@ _BATCHING = 1  # before scorecards recorded how prompts share batches
 _SAYS_FORMAT = frozenset({"hf", "vllm"})  # engines that compute in quant.compute_dtype
 _LOSS_TOKENS = "data.val_max_tokens"
 _LOSS_LIMIT = "trainer.limit_val_batches"
+_ENCODINGS = ("tokenizer_sha256", "chat_template_sha256")
+_VALIDATED = ("data.val_sha256",)
+# A tokenizer's normalizer and the space that it prepends change the size of the same text. They
+# count one byte a turn; the answers of most rows have hundreds. Unverified guess.
+_SAME_TEXT = 0.01
+_LOSSES = ("val_loss", "val_bits_per_byte")
+# Metrics of objectives with a direction, and the settings that they depend on besides the model.
+_DEFINED_BY = {
+    "divergence": ("teacher", "teacher_revision", "beta", "temperature"),
+    "reward_margin": ("name", "loss", "beta", "length_normalised"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +66,11 @@ class Trial:
         """The record of what the run means."""
         assert self.manifest.contract is not None, "runs that train nothing are left out"
         return self.manifest.contract
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of its metrics that are not in the table of KPIs."""
+        return [*(self.manifest.results.get("metrics") or ())]
 
     @property
     def answers_in_f32(self) -> bool:
@@ -224,24 +240,72 @@ def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
 
 
 def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
-    """Return the losses that are not comparable between two arms, with reasons.
+    """Return the losses, and metrics of them, that are not comparable between two arms, and why.
 
     A loss in nats a token compares arms of one tokenizer that learn the same tokens of a text; one
-    in bits a byte, arms that learn the same tokens. A loss that is no likelihood compares arms of
-    the same objective with the same settings.
+    in bits a byte, arms that learn the same tokens. Both need validation on the same text. A loss
+    that is no likelihood compares arms of the same objective with the same settings.
     """
     sides = (arm.trials, reference.trials)
     tokenizers, learned = (
         [{str(of(trial)) for trial in side} for side in sides]
         for of in (lambda one: one.hashes.get("tokenizer_sha256"), _learned)
     )
-    found = {}
+    found = _otherwise_defined(*sides)
     if tokenizers[0] != tokenizers[1]:
         found["val_loss"] = "the arms have different tokens; val_bits_per_byte compares them"
     if learned[0] != learned[1]:
         why = "the arms' losses are over different tokens of a text, or different losses"
-        found |= dict.fromkeys(("val_loss", "val_bits_per_byte"), why)
+        found |= dict.fromkeys(_LOSSES, why)
+    if (other := _other_text(*sides)) is not None:
+        every = [name for side in sides for trial in side for name in trial.metrics]
+        of_validation = [name for name in every if name.startswith("val/")]
+        found |= dict.fromkeys([*_LOSSES, *of_validation], other)
     return found
+
+
+def _otherwise_defined(ours: Sequence[Trial], theirs: Sequence[Trial]) -> dict[str, str]:
+    """Return the metrics of an objective that its settings define differently for two arms."""
+    measured = {name for trial in (*ours, *theirs) for name in trial.metrics}
+    found: dict[str, str] = {}
+    for metric, names in _DEFINED_BY.items():
+        values = [
+            {str([trial.settings.get(f"objective.{name}") for name in names]) for trial in side}
+            for side in (ours, theirs)
+        ]
+        if values[0] != values[1]:
+            why = f"it depends on objective.{', '.join(names)}, which the arms do not share"
+            found |= dict.fromkeys(measured & {f"train/{metric}", f"val/{metric}"}, why)
+    return found
+
+
+def _other_text(ours: Sequence[Trial], theirs: Sequence[Trial]) -> str | None:
+    """Say that two arms validated on different text; None if they did not.
+
+    The encoded documents tell, or the size of their text if the arms encode the same text
+    differently.
+    """
+    encodings, documents = (
+        [
+            {tuple(trial.hashes.get(name) for name in names) for trial in side}
+            for side in (ours, theirs)
+        ]
+        for names in (_ENCODINGS, _VALIDATED)
+    )
+    if encodings[0] == encodings[1]:
+        if documents[0] == documents[1]:
+            return None
+        found = "other documents (data.val_sha256 differs)"
+    else:
+        sizes = [trial.manifest.results.get("val_text_bytes") for trial in (*ours, *theirs)]
+        known = [int(size) for size in sizes if size is not None]
+        if not known or max(known) <= (1 + _SAME_TEXT) * min(known):
+            return None
+        found = f"{min(known):,} and {max(known):,} bytes of text"
+    return (
+        f"the arms validated on {found}; give all arms the same rows in data.val_path, and a "
+        "data.seq_len and a data.val_max_tokens that leave none of them out"
+    )
 
 
 def loss_unit(arm: Arm) -> str | None:
