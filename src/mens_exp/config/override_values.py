@@ -43,6 +43,12 @@ from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, neare
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
+# Values that Lightning's Trainer takes in further forms.
+_ONE_FORM = {
+    "trainer.devices": "write the number of processes; CUDA_VISIBLE_DEVICES chooses the GPUs",
+    "trainer.max_time": "write trainer.max_time=DD:HH:MM:SS",
+    "trainer.val_check_interval": "write the number of micro-batches between two validations",
+}
 _NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
 _WORDS = {
     IntegerNode: "a whole number",
@@ -220,7 +226,7 @@ def _assignment_problems(key: str, value: Any, reference: DictConfig) -> Iterato
             where=key,
             found=shown(value),
             expected=_accepted(node),
-            remedy=f"write {key}={near}" if near else None,
+            remedy=f"write {key}={near}" if near else _ONE_FORM.get(key),
         )
 
 
