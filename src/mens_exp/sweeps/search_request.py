@@ -280,6 +280,8 @@ def read_request(overrides: Sequence[str]) -> Request:
         MensError: the command is invalid, or no point of its space can run.
         Problems: several of these.
     """
+    mapping = "hydra.sweeper.params={"  # its keys are new ones to Hydra, which asks for a +
+    overrides = [f"+{text}" if text.startswith(mapping) else text for text in overrides]
     overrides = [*swept_by_config(overrides, OPTUNA), *overrides]
     space = read_space(overrides)
     Problems.raise_if(list(space.problems))
