@@ -49,12 +49,20 @@ def test_no_name_of_theirs_is_one_of_ours():
         ("load_in_4bit=true", ["the group backend", "write backend=qlora"]),
         ("load_in_8bit=true", ["the group quant", "write quant=int8"]),
         ("optim.learning_rate=1", ["optim.learning_rate", "write optim.lr=1"]),
-        ("neftune_noise_alpha=5", ["not offered here"]),
+        ("neftune_noise_alpha=5", ["TRL", "write objective.neftune_alpha=5"]),
+        ("use_liger_kernel=true", ["not offered here"]),
     ],
 )
 def test_a_peers_name_is_told_with_ours(override, parts):
     """Whoever comes from there reads what to write."""
     assert all(part in said(override) for part in parts)
+
+
+@pytest.mark.parametrize("key", ["data.config", "data.name"])
+def test_the_configuration_of_a_dataset_is_a_subset_here(key):
+    """`load_dataset(path, name)` calls it a name, and a dataset's card config_name."""
+    (problem,) = check(["data=hub", "data.id=a/b", f"{key}=en"]).problems
+    assert "Next: write data.subset=en" in str(problem)
 
 
 def test_a_name_of_nobody_is_a_typing_slip():

@@ -116,6 +116,18 @@ def test_a_sweep_may_stand_in_an_experiment(grid):
     assert swept("experiment=grid", "lora=qv,mlp", "seed=9") == [(9, "qv"), (9, "mlp")]
 
 
+def test_an_unknown_key_of_a_sweeper_in_a_file_is_named(grid, here):
+    """Hydra's own message has it in its second line."""
+    file = here / "conf" / "experiment" / "grid.yaml"
+    file.write_text(
+        "# @package _global_\ndefaults:\n  - override /hydra/sweeper: optuna\n"
+        "hydra:\n  sweeper:\n    direction: minimize\n",
+        "utf-8",
+    )
+    with pytest.raises(MensError, match="Key 'direction' not in 'OptunaSweeper'"):
+        check(["experiment=grid"], multirun=True)
+
+
 def test_a_single_run_ignores_the_sweep_of_its_experiment(grid):
     """As in Hydra: without -m there is no sweeper."""
     checked = check(["experiment=grid"])

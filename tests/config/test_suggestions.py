@@ -40,6 +40,19 @@ MISTAKES = {
     "path=latest lora.r=8": ("path: has no effect with task=train", "mens_exp lora.r=8"),
     "task=tran": ("task: unknown option found tran", "the nearest is train", "write task=train"),
     "study=zz": ("study: unknown option", "or add your own as ./conf/study/<name>.yaml"),
+    "trainer.logger=false": ("the Trainer gets it from the group logger", "write logger=none"),
+    "trainer.callbacks=[]": ("the Trainer gets it from the group callbacks", "write callbacks="),
+    "trainer.gpus=1": ("trainer.gpus: is what Lightning 1 calls it", "write trainer.devices=1"),
+    "trainer.devices=auto": ("trainer.devices: wrong type", "CUDA_VISIBLE_DEVICES"),
+    "trainer.devices=[0]": ("trainer.devices: wrong type", "CUDA_VISIBLE_DEVICES"),
+    "trainer.max_time={days:1,hours:2}": (
+        "trainer.max_time: wrong type",
+        "write trainer.max_time=DD:HH:MM:SS",
+    ),
+    "trainer.val_check_interval=0.25": (
+        "trainer.val_check_interval: wrong type",
+        "the number of micro-batches",
+    ),
     "path=latest task=serve": ("path: there is no run yet", "train one first: python -m mens_exp"),
 }
 

@@ -170,6 +170,19 @@ def test_name_that_is_not_there_is_refused_with_the_nearest(tmp_path, values, wh
     assert told in str(problem)
 
 
+def test_a_directory_is_told_to_be_read_as_files(tmp_path, monkeypatch):
+    """`load_dataset` takes one too; here its tables are files of rows, wherever they are."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cats" / "data"
+    folder.mkdir(parents=True)
+    (tmp_path / "cats" / "dataset_info.json").write_text("{}", "utf-8")
+    table = pa.Table.from_pylist([{"text": "A cat."}])
+    pq.write_table(table, folder / "train-00000-of-00001.parquet")
+    assert refusal(tmp_path, id="cats").remedy == (
+        "give its files: data=jsonl data.path='cats/data/*.parquet'"
+    )
+
+
 def test_gated_dataset_names_its_page_and_the_login(repository, tmp_path):
     """The page of a dataset is not that of a model."""
     repository.gated = True

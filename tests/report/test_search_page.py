@@ -108,6 +108,24 @@ def test_two_objectives_have_progress_importance_and_a_front():
     assert all("<svg" in plot.svg for plot in found.values() if not plot.absent)
 
 
+def test_the_best_trial_is_repeated_with_all_that_was_fixed():
+    """The search's own settings and a drawn seed are left out; other seeds take its place."""
+    fixed = ["model=tiny_llama", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5"]
+    fixed += ["hydra.sweep.dir=found", "hydra.launcher.n_jobs=2"]
+    best = {**trial(0, values=[1.0, 2.0]), "params": {"seed": "seed=7", "lora.r": "lora.r=4"}}
+    record = searched(fixed=fixed, trials=[best], best=[0])
+    (step,) = search_view.document(record).steps
+    kept = "model=tiny_llama hydra.launcher.n_jobs=2"
+    assert step.command == f"python -m mens_exp -m {kept} seed=1,2,3 lora.r=4"
+
+
+def test_a_search_whose_experiment_chose_the_sweeper_has_no_next_command():
+    """The experiment would search again."""
+    record = searched(fixed=["experiment=mine"])
+    record.command = ["experiment=mine"]
+    assert not search_view.document(record).steps
+
+
 def test_a_search_without_results_says_so():
     """Each drawing has its reason, and the exit of an empty front is no crash."""
     record = searched(trials=[], best=[], importance={}, importance_unknown="too few")

@@ -122,6 +122,28 @@ def test_nothing_to_draw_is_no_search(asked):
     assert "nothing is to be drawn" in refusal(asked, "lora.r=4")
 
 
+def test_a_space_may_stand_in_an_experiment(asked, tmp_path):
+    """As Hydra's Optuna sweeper documents it; a value of the command line takes precedence."""
+    file = tmp_path / "conf" / "experiment" / "drawn.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "# @package _global_\ndefaults:\n  - override /hydra/sweeper: optuna\n"
+        "hydra:\n  sweeper:\n    n_trials: 3\n    params:\n"
+        "      lora.r: choice(1, 2)\n      seed: range(1, 4)\n"
+        "      optim.weight_decay: tag(log, interval(1e-5, 1e-3))\n      lora.alpha: 8\n",
+        "utf-8",
+    )
+    search = asked("experiment=drawn").search
+    drawn = {one["key"]: (one["kind"], one["values"], one["low"]) for one in search["space"]}
+    assert drawn == {
+        "lora.r": ("choice", ["4", "8"], None),
+        "seed": ("int", [], 1.0),
+        "optim.weight_decay": ("float", [], 1e-5),
+    }
+    assert search["n_trials"] == 3
+    assert "lora.alpha=8" in search["fixed"]
+
+
 def test_what_can_never_run_stops_a_search_unless_told(asked):
     """With sweep.invalid=skip it becomes a note, and its draws fail."""
     said = refusal(asked, "lora.r=4,0")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,6 +184,33 @@ def test_an_interrupted_study_goes_on_where_it_was(lab):
     assert {name: after[name].started_utc for name in before} == before
     assert after[run.name].results["tuned_val_loss"] == kept
     assert record_of(lab).study["comparison"] == "comparison_2"
+
+
+def test_a_cancelled_study_is_not_looked_at(here, rows_file, capsys):
+    """All seeds are compared once, so a look before the last would count against the result."""
+    write(here, settings(rows_file))
+    place = here / "outputs" / "study" / "ranks"
+
+    def interrupt():
+        while not [job for job in _finished(place) if job.startswith("0_")]:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert cli.main(["study=ranks", "hydra.launcher.n_jobs=1"]) == 130
+    assert "Not compared yet: 1 of 4 runs are done" in " ".join(capsys.readouterr().out.split())
+    assert not list(place.glob("comparison_*"))
+    kinds = [json.loads(line)["kind"] for line in (place / "ledger.jsonl").read_text().splitlines()]
+    assert kinds == ["cycle"]
+
+
+def _finished(place):
+    """Return the directories of the runs that the record calls succeeded."""
+    try:
+        jobs = json.loads((place / "sweep.json").read_text("utf-8"))["jobs"]
+    except FileNotFoundError:
+        return []
+    return [job["directory"] for job in jobs if job["state"] == "succeeded"]
 
 
 def test_a_run_that_was_made_again_is_not_the_one_that_was_frozen(lab, capsys):

@@ -684,7 +684,10 @@ def test_w_and_b_shows_the_same(study, compare, tmp_path):
     assert {"tuned/parse_rate", "tuned/val_loss", "train_s"} <= {*arms["columns"]}
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary", str(run)]
     said = fork_server.run(command, check=True, capture_output=True, text=True).stdout
-    assert json.loads(said)["name"] == "compare: quant.double_quant true vs false"
+    shown = json.loads(said)
+    assert shown["name"] == "compare: quant.double_quant true vs false"
+    assert {shown["summary"][name]["_type"] for name in names} == {"table-file"}
+    assert shown["summary"]["runs"] == 4
 
 
 def test_a_ledger_tells_registered_from_exploratory(study, compare, typed, tmp_path):

@@ -229,6 +229,24 @@ def test_the_best_point_of_each_curve_is_in_the_summary(run):
     assert shown["tuned/val_loss"] == 1.75
 
 
+def test_the_best_point_of_a_metric_of_the_users_is_in_the_summary(run):
+    """If it has a direction; without one, no point is best."""
+    declares("probe/margin_of_w", unit="1", direction="max")(object)
+    own_metric("probe/width_of_w")
+    directions = {"probe/margin_of_w": "max", "probe/width_of_w": "none"}
+    run.manifest.facts = {"metrics": {name: {"direction": of} for name, of in directions.items()}}
+    started(run)
+    for step, value in ((1, 1.0), (2, 3.0), (3, 2.0)):
+        run.telemetry.emit("logged", {"step": step, "values": {"probe/margin_of_w": value}})
+        run.emit_step(step)
+    other = {"step": 3, "condition": "base", "values": {"probe/margin_of_w": 9.0}}
+    run.telemetry.emit("logged", {**other, "values": {**other["values"], "probe/width_of_w": 1.0}})
+    run.close()
+    shown = summary(run)["summary"]
+    assert shown["best/probe/margin_of_w"] == 3.0
+    assert not [name for name in shown if "width_of_w" in name and name.startswith("best/")]
+
+
 def test_shares_of_the_scorecard_are_a_panel_of_bars(run):
     """W&B's own bar chart, which a reviewer can filter; what is unknown has no bar."""
     started(run)

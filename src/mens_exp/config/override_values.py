@@ -44,6 +44,12 @@ from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, neare
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
+# Values that Lightning's Trainer takes in further forms.
+_ONE_FORM = {
+    "trainer.devices": "write the number of processes; CUDA_VISIBLE_DEVICES chooses the GPUs",
+    "trainer.max_time": "write trainer.max_time=DD:HH:MM:SS",
+    "trainer.val_check_interval": "write the number of micro-batches between two validations",
+}
 _NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
 _WORDS = {
     IntegerNode: "a whole number",
@@ -227,7 +233,13 @@ def _misfits(key: str, value: Any, node: Any) -> Iterator[ConfigError]:
             if str(entry) not in list(element.__members__):
                 yield _no_such_value(f"{key}.{name}", entry, element.__members__)
     else:
-        yield ConfigError("wrong type", where=key, found=shown(value), expected=_accepted(node))
+        yield ConfigError(
+            "wrong type",
+            where=key,
+            found=shown(value),
+            expected=_accepted(node),
+            remedy=_ONE_FORM.get(key),
+        )
 
 
 def _no_such_value(key: str, value: Any, choices: Mapping[str, Any]) -> ConfigError:

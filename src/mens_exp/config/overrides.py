@@ -129,7 +129,7 @@ def check(
     late = [*moved, *late]
     texts = with_nodes(texts, multirun=multirun)
     if multirun:
-        texts = [*_swept_by_config(texts), *texts]
+        texts = [*swept_by_config(texts, IN_ORDER), *texts]
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
     groups = [o for o in overrides if _is_group(o)]
@@ -186,13 +186,17 @@ def sources_in(
     return sources_of(name, directory, listed)
 
 
-def _swept_by_config(texts: Sequence[str]) -> list[str]:
+def swept_by_config(texts: Sequence[str], name: str) -> list[str]:
     """Return the overrides of ``hydra.sweeper.params``; those of the command line win.
 
     As in Hydra, an option that is swept itself says nothing.
+
+    Args:
+        texts: overrides as typed.
+        name: the option of hydra/sweeper that reads them; with any other, there are none.
     """
     sweeper = _composed_sweeper(texts)
-    params = sweeper.get("params") if sweeper["name"] == IN_ORDER else None
+    params = sweeper.get("params") if sweeper["name"] == name else None
     given = {_key(text) for text in texts}
     return [f"{key}={shown(value)}" for key, value in (params or {}).items() if key not in given]
 
@@ -382,7 +386,7 @@ def _references(groups: Sequence[Override]) -> list[Composed]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(
             "the chosen options do not go together",
-            found=str(error.__cause__ or error).splitlines()[0],
+            found=_of_composing(error.__cause__ or error),
             remedy="choose other options, or change the experiment's YAML",
         ) from error
 
@@ -532,6 +536,12 @@ def _refused_by_hydra(error: Exception) -> ConfigError:
         else None,
         remedy=f"write {parent}.{close}" if close else f"drop {key}",
     )
+
+
+def _of_composing(error: BaseException) -> str:
+    """Return the first line; where it only announces an error of OmegaConf, the next one too."""
+    first, *more = [*str(error).splitlines(), ""]
+    return f"{first} {more[0]}".strip() if first.endswith(":") else first
 
 
 def _first_line(error: BaseException) -> str:

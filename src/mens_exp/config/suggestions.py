@@ -48,6 +48,15 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
     if group == "trainer" and field in REFUSED:
         return REFUSED[field].error(key, found)
     value = found.partition("=")[2] or "…"
+    if group == "trainer" and field in group_options():
+        off = value in {"false", "null", "none", "[]"} and "none" in group_options()[field]
+        return ConfigError(
+            f"the Trainer gets it from the group {field}",
+            where=key,
+            found=found,
+            expected=f"{field}=<{'|'.join(group_options()[field])}>",
+            remedy=f"write {field}={'none' if off else '<one or a list of them>'}",
+        )
     if (inside := _of_one_logger(group, field, leaves)) is not None:
         return ConfigError(
             "several loggers are chosen, and this is a key of one",
@@ -294,7 +303,9 @@ _OTHERS: dict[str, Alias] = {
     "use_wandb": Alias("logger", _AX, "logger=wandb"),
     "load_best_model_at_end": Alias("adapter.select", _HF, "adapter.select=best"),
     "resume_from_checkpoint": Alias("resume", f"{_HF}, {_AX} and torchtune", "resume=<run>|latest"),
-    "neftune_noise_alpha": Alias(None, f"TRL, {_AX} and {_LF}"),
+    "gpus": Alias("trainer.devices", "Lightning 1"),
+    "data_config": Alias("data.subset", "datasets"),
+    "data_name": Alias("data.subset", "datasets"),
     "use_flash_attention_2": Alias(None, "Transformers"),
     "flash_attention": Alias(None, _AX),
     "deepspeed": Alias(None, f"{_HF} and {_AX}"),

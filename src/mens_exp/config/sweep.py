@@ -271,6 +271,11 @@ class OptunaSweeper:
         5, "Complete trials before median ends any (Optuna's default).", ge=0
     )
     pruner_min_steps: int = setting(1, "Optimizer steps before which no trial is ended.", ge=1)
+    params: dict[str, str] = setting(
+        {},
+        "What is drawn, by key, in the syntax of the command line: for an experiment's YAML.",
+        example='{lora.r: "8,16,32"}',
+    )
 
 
 def search_settings(node: dict[str, Any]) -> OptunaSweeper:

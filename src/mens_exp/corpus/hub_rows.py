@@ -7,17 +7,18 @@ which files make up a subset and a split, and supports every dataset format.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.errors import ConfigError, DataError, MissingExtra, expected_name
 from mens_exp.layout.hub import commit_of, dataset_files
 from mens_exp.layout.hub_errors import DATASET, translated
 from mens_exp.rows.decode import Located
+from mens_exp.rows.files import glob_in
 from mens_exp.rows.tables import EXTRA, rows_of_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from mens_exp.config.data import HubData
 
@@ -30,6 +31,14 @@ def pinned(config: HubData) -> str:
     Raises:
         MensError: there is no such dataset or revision, or the hub cannot be reached.
     """
+    if Path(config.id).is_dir():
+        raise ConfigError(
+            "is a directory, and data=hub reads datasets of the hub",
+            where="data.id",
+            found=config.id,
+            expected="an id of a dataset of the hub, or files",
+            remedy=f"give its files: data=jsonl data.path='{glob_in(Path(config.id))}'",
+        )
     return commit_of(config.id, config.revision, DATASET)
 
 

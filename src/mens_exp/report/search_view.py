@@ -101,11 +101,19 @@ def document(record: SweepRecord) -> Document:
 
 
 def _best_steps(record: SweepRecord) -> list[Step]:
-    """Return the command that repeats the best trial with other seeds."""
+    """Return the command that repeats the best trial with other seeds.
+
+    There is none if an experiment's YAML chose the sweeper: the experiment would search again.
+    """
     search = _of(record)
+    if not any(text.startswith("hydra/sweeper=") for text in record.command):
+        return []
+    left_out = ("hydra/sweeper", "hydra.sweeper.", "hydra.sweep.", "seed=")
+    fixed = [text for text in search["fixed"] if not text.lstrip("+").startswith(left_out)]
     for number in search["best"][:1]:
-        drawn = search["trials"][number]["params"].values()
-        command = wording.command("-m", "seed=1,2,3", *drawn)
+        params = search["trials"][number]["params"]
+        drawn = [text for key, text in params.items() if key != "seed"]
+        command = wording.command("-m", *fixed, "seed=1,2,3", *drawn)
         return [Step(command, "see whether the best trial's figures hold for other seeds")]
     return []
 

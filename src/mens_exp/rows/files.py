@@ -121,6 +121,19 @@ class Line(NamedTuple):
     size: int
 
 
+def glob_in(directory: Path) -> str:
+    """Return a glob of the files of rows in a directory, or in the first folder that has some.
+
+    Plain JSON comes last, because it often describes the other files.
+    """
+    found = [file for file in directory.rglob("*") if file.name.lower().endswith(ROWS)]
+    found.sort(key=lambda file: (file.suffix == ".json", len(file.parts), file))
+    if not found:
+        return f"{directory}/*.jsonl"
+    end = max((end for end in ROWS if found[0].name.lower().endswith(end)), key=len)
+    return f"{found[0].parent}/*{end}"
+
+
 def open_file(path: Path, field: str) -> BinaryIO:
     """Open a file of rows.
 
@@ -139,7 +152,7 @@ def open_file(path: Path, field: str) -> BinaryIO:
                 where=field,
                 found=str(path),
                 expected=f"a file of rows{nearest_file(path, path.name, ROWS)}",
-                remedy=f"for all files in it: {field}='{path}/*.jsonl'",
+                remedy=f"for all files in it: {field}='{glob_in(path)}'",
             )
         return path.open("rb")
     except FileNotFoundError as error:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.sweep import SearchRecord
 from mens_exp.config.fields import range_problems
-from mens_exp.config.overrides import Checked, check
+from mens_exp.config.overrides import Checked, check, swept_by_config
 from mens_exp.config.search_space import read_space, written
 from mens_exp.config.suggestions import NO_KEY
 from mens_exp.config.sweep import (
+    OPTUNA,
     Invalid,
     OptunaSweeper,
     Pruner,
@@ -279,6 +280,9 @@ def read_request(overrides: Sequence[str]) -> Request:
         MensError: the command is invalid, or no point of its space can run.
         Problems: several of these.
     """
+    mapping = "hydra.sweeper.params={"  # its keys are new ones to Hydra, which asks for a +
+    overrides = [f"+{text}" if text.startswith(mapping) else text for text in overrides]
+    overrides = [*swept_by_config(overrides, OPTUNA), *overrides]
     space = read_space(overrides)
     Problems.raise_if(list(space.problems))
     if not space.dimensions:

@@ -269,6 +269,14 @@ def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> lis
     done = [job for job in record.jobs if job["state"] == JobState.SUCCEEDED]
     if not done or study["entry"] is None:
         return []
+    is_cut = any(job["state"] == JobState.CANCELLED for job in record.jobs)
+    if is_cut and request.study.stopping is Stopping.all_seeds:
+        all_runs = len(record.jobs) + len(study["later"])
+        terminal.say(
+            f"Not compared yet: {len(done)} of {all_runs} runs are done. The arms are compared "
+            "once, when every run has ended."
+        )
+        return []
     try:
         place = _compared(request, directory, study, done)
         made = Comparison.read(place.comparison)

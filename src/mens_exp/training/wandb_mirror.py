@@ -183,8 +183,7 @@ class WandbMirror:
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
         assert self._feed is not None, "it is there with the sink"
-        self._feed.log_last(panels(self._run.dir))
-        sink.summary.update(summary_of(self._run.dir, manifest))
+        self._feed.log_last(panels(self._run.dir), summary_of(self._run.dir, manifest))
         name = display_name(self._logger, self._run.dir, manifest, self._config)
         if name != sink.name:  # a study names itself at its end
             sink.name = name

@@ -154,7 +154,7 @@ def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """
     return {
         "status": str(manifest.status),
-        **_best(run_dir),
+        **_best(run_dir, manifest),
         **{
             name_under(condition, key): value
             for condition, kpis in conditions_of(run_dir).items()
@@ -172,23 +172,31 @@ def summary_of(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
 _BEST = {"min": min, "max": max}
 
 
-def _best(run_dir: RunDir) -> dict[str, float]:
+def _best(run_dir: RunDir, manifest: Manifest) -> dict[str, float]:
     """Return the best of what was measured while training ran, of the tuned model."""
     events = read_events(run_dir.telemetry) if run_dir.telemetry.is_file() else []
+    own = {name: one["direction"] for name, one in manifest.facts.get(_METRICS, {}).items()}
+    directions = {name: one.direction for name, one in METRICS.items()} | own
     points: dict[str, list[float]] = {}
     for event in events:
         payload = event["payload"]
-        is_tuned = payload.get("condition", "tuned") == "tuned"
-        if event["event"] not in {"validation", "scorecard_step"} or not is_tuned:
+        if payload.get("condition", "tuned") != "tuned":
             continue
-        for name, value in payload.items():
-            if name in METRICS and value is not None:
+        if event["event"] in {"validation", "scorecard_step"}:
+            found = payload
+        else:  # the users' metrics may be in any row
+            rows = {**payload, **payload.get("values", {})}
+            found = {name: rows[name] for name in own.keys() & rows.keys()}
+        for name, value in found.items():
+            if directions.get(name) in _BEST and value is not None:
                 points.setdefault(name, []).append(value)
-    return {
-        shown_as(name).replace(f"{Condition.TUNED}/", "best/"): _BEST[METRICS[name].direction](of)
-        for name, of in points.items()
-        if METRICS[name].direction in _BEST
-    }
+    return {_best_name(name): _BEST[directions[name]](of) for name, of in sorted(points.items())}
+
+
+def _best_name(metric: str) -> str:
+    """Return ``best/<kpi>``, or ``best/<metric>`` for a metric of the user's."""
+    shown = shown_as(metric)
+    return f"best/{shown.removeprefix(f'{Condition.TUNED}/')}"
 
 
 def _name_of_result(key: str) -> str:
@@ -262,20 +270,22 @@ class EventFeed:
             case "plan" | "facts" as name:
                 set_config(self._sink, {name: payload})
 
-    def log_last(self, values: Mapping[str, Any]) -> None:
-        """Add tables to the last row and close it, so that a later summary takes precedence.
+    def log_last(self, values: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+        """Add tables to the last row and close it, then write the summary.
 
         A curve and a result may share a name, and a row that is still open would be written after
-        the result. A service does not accept additions to a row that it already has. If it has the
+        the result. A table and a result may too, such as `arms` of a comparison. The summary
+        then keeps the table, or W&B would not find it. A service does not accept additions to a row that it already has. If it has the
         last row, the tables are in it, or they are sent in a separate row.
         """
-        if not values and not self._is_open:
-            return
-        at = {} if self._last_s is None else {"_timestamp": self._last_s}
-        shown = set(self._sink.summary.keys())  # type: ignore[no-untyped-call]
-        are_there = set(values) <= shown
-        step = self.last_step if are_there else max(self.last_step, self._sink.starting_step)
-        self._sink.log({**values, **at}, step=step, commit=True)
+        if values or self._is_open:
+            at = {} if self._last_s is None else {"_timestamp": self._last_s}
+            shown = set(self._sink.summary.keys())  # type: ignore[no-untyped-call]
+            are_there = set(values) <= shown
+            step = self.last_step if are_there else max(self.last_step, self._sink.starting_step)
+            self._sink.log({**values, **at}, step=step, commit=True)
+        rest = {name: value for name, value in summary.items() if name not in values}
+        self._sink.summary.update(rest)
 
     def _validation(self, payload: Mapping[str, Any], at_s: float) -> None:
         if payload["condition"] == "base":

@@ -401,8 +401,7 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
         digest = digest_of(run.path)
         if manifest.facts:
             set_config(sink, {"facts": manifest.facts})
-        feed.log_last(panels(run))
-        sink.summary.update(summary_of(run, manifest))
+        feed.log_last(panels(run), summary_of(run, manifest))
         name = display_name(logger, run, manifest, config)
         if name != sink.name:  # a study names itself at its end
             sink.name = name

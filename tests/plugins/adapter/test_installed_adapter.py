@@ -80,7 +80,7 @@ def test_a_saved_adapter_answers_as_the_trained_one(trained, typed, untimed, tmp
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("lora.pull=0", "lora.pull"),
+        ("lora.start=0", "lora.start"),
         ("lora.r=8", "with lora.variant=gains, which does not read it"),
         ("lora.init=pissa", "lora.init"),
         ("lora.targets=[lm_head]", "for linear layers of decoder layers alone"),

@@ -19,31 +19,29 @@ from mens_exp.lora.method import AdaptedLayer, AdapterMethod
 class GainsConfig(LoraConfig):
     """Settings of gains."""
 
-    pull: float = setting(1.0, "Factor of a gain's gradient.", gt=0)
+    start: float = setting(1.0, "Gain of each output before the first step.", gt=0)
 
 
 class GainsLayer(AdaptedLayer):
     """A linear layer and its gains."""
 
-    def __init__(self, base, outputs, pull):
+    def __init__(self, base, outputs, start):
         super().__init__(base)
-        self.gain = torch.nn.Parameter(torch.ones(outputs))
-        self.pull = pull
+        self.gain = torch.nn.Parameter(torch.full((outputs,), start))
 
     def adapted(self, x, plain):
         del x
-        gain_O = self.gain.detach().lerp(self.gain, self.pull)  # its value, and more gradient
         bias_O = self.base_layer.bias
         if bias_O is None:
-            return plain * gain_O
-        return (plain - bias_O) * gain_O + bias_O
+            return plain * self.gain
+        return (plain - bias_O) * self.gain + bias_O
 
 
 class Gains(AdapterMethod):
     """What places such layers and merges them."""
 
     def layer(self, base, one, lora):
-        return GainsLayer(base, one.out, lora.pull)
+        return GainsLayer(base, one.out, lora.start)
 
     def weight(self, weight_OI, tensors, *, scale):
         del scale
