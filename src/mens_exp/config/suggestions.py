@@ -45,18 +45,9 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
     if not key:
         return ConfigError("not an override", found=found, expected="key=value or group=option")
     group, _, field = key.partition(".")
-    if group == "trainer" and field in REFUSED:
-        return REFUSED[field].error(key, found)
     value = found.partition("=")[2] or "…"
-    if group == "trainer" and field in group_options():
-        off = value in {"false", "null", "none", "[]"} and "none" in group_options()[field]
-        return ConfigError(
-            f"the Trainer gets it from the group {field}",
-            where=key,
-            found=found,
-            expected=f"{field}=<{'|'.join(group_options()[field])}>",
-            remedy=f"write {field}={'none' if off else '<one or a list of them>'}",
-        )
+    if group == "trainer" and (of_trainer := _of_the_trainer(key, found, value)) is not None:
+        return of_trainer
     if (inside := _of_one_logger(group, field, leaves)) is not None:
         return ConfigError(
             "several loggers are chosen, and this is a key of one",
@@ -79,6 +70,24 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
     expected, likely = _expected_key(key, leaves)
     remedy = f"write {' or '.join(f'{one}={value}' for one in likely)}" if likely else f"drop {key}"
     return ConfigError("unknown key", where=key, found=found, expected=expected, remedy=remedy)
+
+
+def _of_the_trainer(key: str, found: str, value: str) -> ConfigError | None:
+    """Return an error for an argument of the Trainer that is refused, or is a group here."""
+    field = key.partition(".")[2]
+    if field in REFUSED:
+        return REFUSED[field].error(key, found)
+    options = group_options().get(field)
+    if options is None:
+        return None
+    off = value in {"false", "null", "none", "[]"} and "none" in options
+    return ConfigError(
+        f"the Trainer gets it from the group {field}",
+        where=key,
+        found=found,
+        expected=f"{field}=<{'|'.join(options)}>",
+        remedy=f"write {field}={'none' if off else '<one or a list of them>'}",
+    )
 
 
 def _inside_class(key: str, found: str) -> ConfigError | None:

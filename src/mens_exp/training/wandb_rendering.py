@@ -275,8 +275,9 @@ class EventFeed:
 
         A curve and a result may share a name, and a row that is still open would be written after
         the result. A table and a result may too, such as `arms` of a comparison. The summary
-        then keeps the table, or W&B would not find it. A service does not accept additions to a row that it already has. If it has the
-        last row, the tables are in it, or they are sent in a separate row.
+        then keeps the table, or W&B would not find it. A service does not accept additions to a row
+        that it already has. If it has the last row, the tables are in it, or they are sent in a
+        separate row.
         """
         if values or self._is_open:
             at = {} if self._last_s is None else {"_timestamp": self._last_s}
