@@ -439,8 +439,11 @@ def _check_and_finish(
     by_type: dict[QuantType, dict[str, QuantConfig]] = {}
     for path, one in stored.items():
         by_type.setdefault(one.quant_type, {})[path] = one
+    usual = config.quant.quant_type
     for quant_type, paths in by_type.items():
-        binding_of(quant_type.spec).quantize(model, paths, config.quant.of(quant_type))
+        binding, settings = binding_of(quant_type.spec), config.quant.of(quant_type)
+        if quant_type is not usual or binding.loading_config(settings, ()) is None:
+            binding.quantize(model, paths, settings)  # the loader has not
     layers = quantized_linears(model)
     if not layers:
         raise SetupError(
