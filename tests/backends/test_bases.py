@@ -10,6 +10,7 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.planning.memory import base_bits
 from mens_exp.quant.bnb import binding_that_holds, dequantized, quantized_linears, values_of
 
 F32 = "quant.compute_dtype=f32"
@@ -140,11 +141,31 @@ def test_modules_are_stored_by_the_quantizers_of_their_patterns(
             )
             assert found["double_quant"] is nested
             assert torch.equal(values_of(layer), dequantize_4bit(codes, state).float())
-    many = backend.facts()["quantized_as"]
+    facts = backend.facts()
+    many = facts["quantized_as"]
     assert (sum(many.values()), set(many)) == (14, {usual, *expected.values()})
+    assert facts["quant"] == usual
 
 
-def test_a_layer_given_to_another_quantizer_learns_as_transformers_does(tiny_backend, batch):
+def test_the_plan_counts_the_bits_of_every_module_as_it_is_stored(tiny_backend, tiny_config):
+    """Codes and scales byte for byte, and what is left out at its full size."""
+    told = ["quant.double_quant=false", "quant.skip=[q_proj]"]
+    told += ["quant.type_pattern={mlp:nf2,down_proj:nf8}"]
+    backend = tiny_backend(*told)
+    kept = weights = 0
+    for one in linear_modules(backend.shape)[:-1]:
+        layer = backend.causal_lm.get_submodule(one.path)
+        layer = getattr(layer, "base_layer", layer)
+        kept += sum(tensor.nbytes for tensor in (layer.weight.data, *layer.buffers()))
+        kept += (
+            layer.weight.quant_state.absmax.nbytes if hasattr(layer.weight, "quant_state") else 0
+        )
+        weights += one.out * one.width
+    config = tiny_config(*told)
+    assert base_bits(config.quant, backend.shape) == pytest.approx(8 * kept / weights)
+
+
+def test_a_mixture_of_quantizers_computes_with_its_dequantized_weights(tiny_backend, batch):
     """Logits equal those of a dense model of transformers with the dequantized weights, f32."""
     from transformers import AutoModelForCausalLM
 

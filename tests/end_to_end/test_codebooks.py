@@ -76,11 +76,14 @@ def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
     mixed = "quant.type_pattern={mlp:nf2,*.1.self_attn.v_proj:fp4}"
     run = train_in(tmp_path / "run", mixed, "trainer.max_steps=2", "lora.targets=[o_proj]")
     assert cli.main(["task=merge", f"path={run.path}", f"out={tmp_path / 'm'}", "logger=none"]) == 0
-    assert "nf2 in 6 modules, fp4 in 1 modules" in " ".join(capsys.readouterr().out.split())
+    assert "nf2 in 6 modules, fp4 in 1 module," in " ".join(capsys.readouterr().out.split())
     certificate = json.loads((tmp_path / "m" / "parity.json").read_text("utf-8"))
     judged = certificate["comparisons"][certificate["judged"]]
     assert certificate["passed"]
     assert judged["mean_kl"] < 1e-4
+    facts = Manifest.read(run.manifest).facts
+    assert (facts["quant"], facts["quantized_as"]) == ("nf4", {"nf4": 7, "nf2": 6, "fp4": 1})
+    assert "layers are nf4 in 7, nf2 in 6, fp4 in 1: a mixture" in run.model_card.read_text("utf-8")
     merged = load_file(tmp_path / "m" / "model.safetensors")
     published = load_file(tiny_base.directory / "model.safetensors")
     for name, kind in (("1.self_attn.v_proj", "fp4"), ("0.self_attn.v_proj", "nf4")):

@@ -269,7 +269,7 @@ def test_width_that_blocks_do_not_divide_is_refused(on_directory, base):
             tensors[f"model.layers.{layer}.mlp.{name}.weight"] = np.zeros(shape, np.float32)
     save_file(tensors, base / "model.safetensors")
     problem = only(on_directory)
-    assert problem.where == f"{base}: model.layers.0.mlp.down_proj"
+    assert problem.where == f"{base}: mlp.down_proj"
     assert (problem.found, problem.expected) == ("width 96", "a multiple of 64")
     assert "quant.skip" in str(problem)
     for remedy in ("backend=lora", "quant.skip=[down_proj]"):

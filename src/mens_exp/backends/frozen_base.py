@@ -22,7 +22,7 @@ from mens_exp.config.model import teacher_of
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import quantized_modules, skipped
+from mens_exp.layout.targets import otherwise_quantized, quantized_modules, skipped
 from mens_exp.model import attention
 from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
 from mens_exp.model.quiet import quiet
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-    from mens_exp.config.quant import QuantConfig, QuantType
+    from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.model.sources import BaseModel
@@ -276,7 +276,7 @@ def load_base(
     quant, shape = config.quant, shape_of(config.model)
     skip = [one.path for one in skipped(quant.skip, shape)] if quant.skip else []
     stored = quantized_modules(quant, shape) if quant.is_quantized else {}
-    others = [path for path, one in stored.items() if one.quant_type is not quant.quant_type]
+    others = otherwise_quantized(quant, shape)
     with quiet():
         model_config = _config_without_dropout(base)
         attends = _attention_implementation(model_config, packing=config.data.packing)
@@ -436,13 +436,13 @@ def _check_and_finish(
     Raises:
         SetupError: nothing was quantized.
     """
-    by_type: dict[QuantType, dict[str, QuantConfig]] = {}
-    for path, one in stored.items():
-        by_type.setdefault(one.quant_type, {})[path] = one
     usual = config.quant.quant_type
-    for quant_type, paths in by_type.items():
+    type_of = {path: one.quant_type for path, one in stored.items()}
+    types = dict.fromkeys([usual, *type_of.values()])
+    for quant_type in types:
         binding, settings = binding_of(quant_type.spec), config.quant.of(quant_type)
         if quant_type is not usual or binding.loading_config(settings, ()) is None:
+            paths = [path for path, one in type_of.items() if one is quant_type]
             binding.quantize(model, paths, settings)  # the loader has not
     layers = quantized_linears(model)
     if not layers:
@@ -462,9 +462,8 @@ def _check_and_finish(
     def read(path: str, device: torch.device) -> torch.Tensor:
         return weights().read(path, device)
 
-    for quant_type, paths in by_type.items():
-        # A family that the layout does not know has layers that no path names.
-        own = layers if len(by_type) == 1 else {path: layers[path] for path in paths}
+    for quant_type in types:
+        own = {path: one for path, one in layers.items() if type_of.get(path, usual) is quant_type}
         binding_of(quant_type.spec).finish(own, config.quant.of(quant_type), read)
 
 

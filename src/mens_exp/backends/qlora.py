@@ -76,6 +76,7 @@ class QloraBackend(torch.nn.Module):
         super().__init__()
         self.base = base
         self.compute_dtype = compute_dtype(config.quant)
+        self.quant_type = config.quant.quant_type.value
         self.lora = config.lora
         self.shape = shape_of(config.model)
         self.modules_chosen = chosen(config.lora, self.shape)
@@ -312,7 +313,7 @@ class QloraBackend(torch.nn.Module):
             "trainable_matrices": len(self.trainable()),
             "total_parameters": self.total_parameters,
             **self.shape.facts(),
-            **quantization_facts(self.model),
+            **quantization_facts(self.model, self.quant_type),
             **self._expert_facts(),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "gradient_checkpointing": attention.is_checkpointing(self.causal_lm),

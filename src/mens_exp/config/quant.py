@@ -361,7 +361,6 @@ class QuantConfig:
         idle=[],
         example="[lm_head,down_proj]",
     )
-
     type_pattern: dict[str, QuantType] = setting(
         {},
         "Quantizers of single modules, by target as in quant.skip: {mlp: nf2, down_proj: nf8}. The "

@@ -114,12 +114,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     tied = _tied_head(layers, inputs)
     Problems.raise_if(_head_problems(layers, inputs, asked, tied=tied, only_merged=only_merged))
     spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
-    recorded = inputs.manifest.quantizer
-    others = [] if recorded is None else recorded.get("modules", {}).values()
-    names = [inputs.manifest.quant["base_quant"], *(one["quant_type"] for one in others)]
-    unknown = [name for name in names if QUANTIZERS.known(name) is None]
-    if unknown and asked.base is not MergeBase.original:
-        raise _unknown_quantizer(unknown[0])
+    if asked.base is not MergeBase.original:
+        _refuse_unknown_quantizers(inputs.manifest)
     if spec is not None and spec.is_kept:
         quantizer, why = _of_kept_values(spec, asked)
     else:
@@ -350,18 +346,24 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
 def _others(quantizer: Quantizer) -> str:
     """Name the quantizers of single modules, and of how many."""
     many = Counter(one["quant_type"] for one in quantizer.get("modules", {}).values())
-    return "".join(f", {name} in {count} modules" for name, count in many.items())
-
-
-def _unknown_quantizer(name: str) -> RequestError:
-    return RequestError(
-        "no quantizer of this name is known here, so the values that the adapter was trained on "
-        "cannot be made again",
-        where="merge.base",
-        found=name,
-        expected="original, whose distance from the trained model is unknown",
-        remedy="install the package that provides the quantizer, or add merge.base=original",
+    return "".join(
+        f", {name} in {count} module{'s' if count > 1 else ''}" for name, count in many.items()
     )
+
+
+def _refuse_unknown_quantizers(manifest: AdapterManifest) -> None:
+    recorded = manifest.quantizer
+    others = [] if recorded is None else recorded.get("modules", {}).values()
+    for name in (manifest.quant["base_quant"], *(one["quant_type"] for one in others)):
+        if QUANTIZERS.known(name) is None:
+            raise RequestError(
+                "no quantizer of this name is known here, so the values that the adapter was "
+                "trained on cannot be made again",
+                where="merge.base",
+                found=name,
+                expected="original, whose distance from the trained model is unknown",
+                remedy="install the package that provides it, or add merge.base=original",
+            )
 
 
 def _of_kept_values(spec: QuantizerSpec, asked: MergeConfig) -> tuple[None, str]:

@@ -179,6 +179,12 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
     return {path: one for path, one in found.items() if path not in left}
 
 
+def otherwise_quantized(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig]:
+    """Return those of :func:`quantized_modules` that have another quantizer than the group's."""
+    stored = quantized_modules(quant, shape) if quant.type_pattern else {}
+    return {path: one for path, one in stored.items() if one.quant_type is not quant.quant_type}
+
+
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
     """List the targets that match no module, and the patterns that match no target module."""
     modules, family = linear_modules(shape), shape.family

@@ -239,7 +239,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     components |= _comparison(config, shape, components, kept)
     if is_in_parts(config):
         layers = shape.num_hidden_layers
-        components = in_parts(config, components, bits=bits, layers=layers, kind=kind)
+        of_codes = bits_per_weight(config.quant)
+        components = in_parts(config, components, bits=of_codes, layers=layers, kind=kind)
     total = sum(components.values())
     below, above = _CPU_SPREAD if on_cpu else _CUDA_SPREAD
     # The lower bound counts only documents that are certain to occur, and no file-backed pages,
@@ -409,7 +410,7 @@ def in_parts(
     Args:
         config: the whole configuration.
         components: bytes by component, with the whole base.
-        bits: bits per weight of the base, including its share of the scales.
+        bits: bits of a quantized weight, including its share of the scales.
         layers: decoder layers.
         kind: "cpu" or "cuda".
     """

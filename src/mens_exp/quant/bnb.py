@@ -18,7 +18,7 @@ import torch
 
 from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer
 from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
-from mens_exp.layout.targets import linear_modules, quantized_modules
+from mens_exp.layout.targets import linear_modules, otherwise_quantized
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import (
     Binding,
@@ -90,10 +90,7 @@ class _FourBit(_OfBitsandbytes):
         from bitsandbytes.nn import Linear4bit, Params4bit
 
         for path in paths:
-            layer: Any = model.get_submodule(path)
-            if self.holds(layer):
-                continue
-            layer = as_linear(layer)
+            layer = as_linear(model.get_submodule(path))
             made = Linear4bit(
                 layer.in_features,
                 layer.out_features,
@@ -340,10 +337,16 @@ def _by_binding(model: torch.nn.Module) -> dict[Binding, list[Any]]:
     return found
 
 
-def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
-    """Read back how a model's linear layers are stored: the first, and how many of each quantizer.
+def quantization_facts(model: torch.nn.Module, usual: str | None = None) -> dict[str, Any]:
+    """Read back how a model's linear layers are stored.
 
-    The numbers are left out where there is one quantizer.
+    Args:
+        model: transformers' model; may have PEFT layers.
+        usual: name of the quantizer to describe if there are several; None is the first layer's.
+
+    Returns:
+        The facts of one layer, ``quantized_linears``, and, if there are several quantizers, the
+        number of layers of each as ``quantized_as``.
     """
     found = [b.facts(layer) for b, layers in _by_binding(model).items() for layer in layers]
     if not found:
@@ -351,7 +354,7 @@ def quantization_facts(model: torch.nn.Module) -> dict[str, Any]:
     many = dict(Counter(one["quant"] for one in found))
     return {
         "quantized_linears": len(found),
-        **found[0],
+        **next((one for one in found if one["quant"] == usual), found[0]),
         **({"quantized_as": many} if len(many) > 1 else {}),
     }
 
@@ -394,20 +397,6 @@ def quantizer_named(
     )
 
 
-def _others(quant: QuantConfig, shape: Shape) -> dict[str, ModuleQuantizer]:
-    """Describe the quantizers of the modules that a pattern gives to another, by path."""
-    return {
-        path: ModuleQuantizer(
-            quant_type=one.quant_type.value,
-            block_size=one.block,
-            double_quant=one.double_quant,
-            library=binding_of(one.spec).library,
-        )
-        for path, one in quantized_modules(quant, shape).items()
-        if one.quant_type is not quant.quant_type
-    }
-
-
 def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Quantizer | None:
     """Describe the quantizer of a causal model; unquantized layers are read from the graph.
 
@@ -429,7 +418,15 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
         skip=[path for path in inside if path not in there],
     )
     if config.type_pattern:
-        found["modules"] = _others(config, shape)
+        found["modules"] = {
+            path: ModuleQuantizer(
+                quant_type=one.quant_type.value,
+                block_size=one.block,
+                double_quant=one.double_quant,
+                library=binding_of(one.spec).library,
+            )
+            for path, one in otherwise_quantized(config, shape).items()
+        }
     return found
 
 

@@ -81,7 +81,6 @@ def render_card(records: Records, *, beside_adapter: bool = False) -> str:
     manifest, quant = records.manifest, _quant(records)
     inputs = manifest.inputs
     revision = inputs.get("base_revision")
-    spec, double = QUANTIZERS.known(quant), bool(manifest.facts.get("double_quant"))
     card = {
         "front_matter": _front_matter(records),
         "title": _title(records),
@@ -99,7 +98,7 @@ def render_card(records: Records, *, beside_adapter: bool = False) -> str:
         "unsafe": summary.unsafe(records),
         "data": markdown([_data(records)]).strip(),
         "training": markdown([_training(records)]).strip(),
-        "loading": "" if spec is None else spec.loading_arguments(double_quant=double),
+        "loading": _loading(records),
         "peft_view": summary.peft_view(records),
         "command": summary.command(records),
         "reproducibility": markdown([_reproducibility(records)]).strip(),
@@ -161,6 +160,18 @@ def _artifact(records: Records) -> str:
 
 def _quant(records: Records) -> str:
     return str(records.manifest.facts.get("quant") or "")
+
+
+def _loading(records: Records) -> str:
+    """Return the arguments of ``from_pretrained`` that load the base as it was quantized."""
+    facts = records.manifest.facts
+    if many := facts.get("quantized_as"):
+        ordered = sorted(many.items(), key=lambda one: -one[1])
+        names = ", ".join(f"{name} in {count}" for name, count in ordered)
+        return f"    # layers are {names}: a mixture that transformers does not load by itself\n"
+    spec = QUANTIZERS.known(_quant(records))
+    double_quant = bool(facts.get("double_quant"))
+    return "" if spec is None else spec.loading_arguments(double_quant=double_quant)
 
 
 def _front_matter(records: Records) -> str:

@@ -25,7 +25,7 @@ from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.layout.targets import linear_modules, quantized_modules, skipped
+from mens_exp.layout.targets import linear_modules, otherwise_quantized, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.tasks.fit import suite_part
@@ -53,12 +53,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.adapter_v3 import Quant, Quantizer
-    from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
     from mens_exp.errors import MensError
     from mens_exp.evals.engines import Engine
-    from mens_exp.layout.shape import Shape
     from mens_exp.layout.starting_adapter import StartingAdapter
     from mens_exp.model.sources import BaseModel
     from mens_exp.rows.schema import TrainingPair
@@ -313,20 +311,11 @@ def _quantization(config: RunConfig, quant: Quant, recorded: Quantizer | None) -
     if left != set(recorded["skip"]):
         found.append(f"quant.skip=[{','.join(recorded['skip'])}]")
     modules = {path: one["quant_type"] for path, one in recorded.get("modules", {}).items()}
-    if modules != _others(ours, shape_of(config.model)):
+    others = otherwise_quantized(ours, shape_of(config.model))
+    if modules != {path: one.quant_type.value for path, one in others.items()}:
         listed = ",".join(f"{path}:{name}" for path, name in modules.items())
         found.append(f"'quant.type_pattern={{{listed}}}'")
     return found
-
-
-def _others(quant: QuantConfig, shape: Shape) -> dict[str, str]:
-    """Return the quantizers of the modules that have another than the group's, by path."""
-    stored = quantized_modules(quant, shape) if quant.type_pattern else {}
-    return {
-        path: one.quant_type.value
-        for path, one in stored.items()
-        if one.quant_type is not quant.quant_type
-    }
 
 
 def _vllm_problems(subject: Subject) -> list[MensError]:

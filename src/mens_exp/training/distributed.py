@@ -33,7 +33,7 @@ from mens_exp.config.trainer import Strategy as Chosen
 from mens_exp.errors import TrainingError
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning.machine import cores, look
-from mens_exp.planning.memory import bits_per_weight, dense_experts
+from mens_exp.planning.memory import base_bits, dense_experts
 from mens_exp.quant.binding import binding_of, compute_dtype
 from mens_exp.quant.bnb import keep_quantization_state, quantized_linears
 
@@ -185,7 +185,7 @@ def _room_for(config: RunConfig) -> int:
     shape = shape_of(config.model)
     width = compute_dtype(config.quant).itemsize
     dense = dense_experts(config, shape)
-    whole = (shape.linear_parameters - dense) * bits_per_weight(config.quant) / 8
+    whole = (shape.linear_parameters - dense) * base_bits(config.quant, shape) / 8
     whole += (shape.embedding_parameters + dense) * width
     free = look("cpu").free_bytes
     return 1 if free is None else max(1, int(free // (_LOADING * whole)))

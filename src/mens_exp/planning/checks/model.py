@@ -149,7 +149,8 @@ def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensE
     for one in linear_modules(shape):
         if one.path in stored and one.kind not in kinds and _straddles(one, stored[one.path]):
             kinds.add(one.kind)
-            where, expected = f"{directory}: {one.path}", f"a multiple of {stored[one.path].block}"
+            path = one.path.removeprefix(f"{shape.family.layers}.{one.layer}.")
+            where, expected = f"{directory}: {path}", f"a multiple of {stored[one.path].block}"
             yield messages.blocks_straddle(where, f"width {one.width}", expected)
 
 
@@ -255,7 +256,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
     """Yield layers not divisible into blocks; quantizing them silently gives wrong sums."""
     quant = config.quant
     if not quant.is_quantized or any(range_problems(config.model)):
-        return  # no blocks, or told already
+        return  # nothing to divide, or told already
     shape = shape_of(config.model)
     stored = quantized_modules(quant, shape)
     if config.task.name == "attribute" and not stored:
