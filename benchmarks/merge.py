@@ -59,9 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shard, out = Path(folder) / "a.safetensors", Path(folder) / "o.safetensors"
         make(shard, count, width)
-        keys = [one.key for one in layers]
         (plain,) = places(layers, [shard], only_merged=False).values()
-        (four_bit,) = places(layers, [shard], only_merged=False, quantized=keys).values()
+        quantizers = dict.fromkeys((one.key for one in layers), QUANTIZER)
+        (four_bit,) = places(layers, [shard], only_merged=False, quantizers=quantizers).values()
         merged = [one for one in four_bit if one.logical is not None]
         works: dict[str, Callable[[], None]] = {
             "bare loop": lambda: bare(plain, out),

@@ -46,7 +46,8 @@ quantizer = None if base == "original" else {
     "rounded_to": "bf16", "skip": [], "library": "here"}
 functional.quantize_4bit(torch.ones(64, 64))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-(planned,) = places(layers, [shard], only_merged=False, quantized=keys).values()
+quantizers = {} if quantizer is None else dict.fromkeys(keys, quantizer)
+(planned,) = places(layers, [shard], only_merged=False, quantizers=quantizers).values()
 with out.open("wb") as file:
     write_tensors(file, planned, Merge(deltas=deltas, dtype="BF16", quantizer=quantizer))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
