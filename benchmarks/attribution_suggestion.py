@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 QUESTION = "How much of the KL of a 4-bit base does the suggested quant.skip take away?"
 USUAL = ("task=attribute", "trainer=cpu", "logger=none")
-SMALLEST = ("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024")
-SMALLEST += ("attribute.tokens=64", "attribute.extra_bits=4")  # enough for a suggestion
+SMALLEST = (
+    *("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024"),
+    *("attribute.tokens=64", "attribute.extra_bits=4"),  # enough for a suggestion
+)
 SIDES = {Side.VAL: "its own tokens", Side.HELDOUT: "held-out rows"}
 LOWER = record.Better.LOWER
 

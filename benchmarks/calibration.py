@@ -67,7 +67,8 @@ def differences(
         item = generator.integers(0, items, (studies, seeds, items))
         return np.asarray(table[run, item].mean(axis=2))
 
-    return arm() - arm()
+    differences: np.ndarray = arm() - arm()
+    return differences
 
 
 def is_significant(study: np.ndarray) -> bool:

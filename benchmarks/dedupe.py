@@ -27,7 +27,7 @@ from mens_exp.corpus.steps.dedupe import duplicates
 from mens_exp.rows.schema import TrainingPair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from mens_exp.corpus.steps.dedupe import Duplicates
 
@@ -123,7 +123,7 @@ def drawn(rng: random.Random, count: int) -> list[str]:
 def planted(rng: random.Random, words: list[str], similarity: float) -> list[str]:
     """Change a text until a step more would bring it under a similarity."""
     new, place = drawn(rng, 2 * len(words)), rng.randrange(SHINGLE, len(words) // 2)
-    edits = {
+    edits: dict[str, Callable[[int], list[str]]] = {
         "cut": lambda n: words[: len(words) - n],
         "continued": lambda n: words + new[:n],
         "written anew": lambda n: words[:place] + new[:n] + words[place + n :],

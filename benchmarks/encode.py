@@ -40,7 +40,7 @@ from mens_exp.tokenizer.implementations import HfTokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from mens_exp.rows.encode import Labelling
+    from mens_exp.rows.documents import Labelling
     from mens_exp.rows.schema import TrainingPair
 
 QUESTION = "How close do encoding and packing come to the tokenizer alone?"

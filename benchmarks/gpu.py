@@ -116,9 +116,7 @@ def measured(
     """Run one slice and describe it."""
     words = [name, *(["--dry"] if given.dry else [])]
     command = f"python benchmarks/gpu.py {shlex.join(words)}"
-    size = Size.SMALLEST if given.dry else Size.FULL
-    facts = record.described(command=command, size=size, note=given.note)
-    del facts["size"]
+    facts = record.described(command=command, note=given.note)
     if facts["commit"] is None and given.commit:
         facts["commit"] = given.commit
         facts["unknown"].pop("commit", None)

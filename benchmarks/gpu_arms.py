@@ -257,11 +257,13 @@ def headers_only(config: RunConfig, directory: Path) -> BaseModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from mens_exp.artifacts.digest import digest
+    from mens_exp.config.model import RandomModel
     from mens_exp.layout.checkpoint_files import SINGLE
     from mens_exp.layout.model_cache import random_config
     from mens_exp.model.sources import BaseModel, write_byte_level_tokenizer
 
     directory.mkdir()
+    assert isinstance(config.model, RandomModel), "the shapes are of random models"
     values = random_config(config.model)
     described = AutoConfig.for_model(**values)
     with torch.device("meta"):
@@ -302,7 +304,7 @@ def weights_drawn_on(device: torch.device, mailbox: Path) -> Iterator[None]:
 
     real = vars(PreTrainedModel)["from_pretrained"]
 
-    def drawn(cls: Any, name: Any, *arguments: Any, config: Any = None, **options: Any) -> Any:
+    def drawn(cls: Any, /, name: Any, *arguments: Any, config: Any = None, **options: Any) -> Any:
         described = AutoConfig.from_pretrained(name) if config is None else config
         with torch.device("meta"):
             skeleton = cls(described)
@@ -357,7 +359,7 @@ def _train_ours(arm: str, turns: Turns, own: Path) -> None:
             backend = build_backend(config, base)
         module = build_module(config, backend, data)
         trainer = build_trainer(config, run, max_steps=data.max_steps)
-        trainer.callbacks.append(Steps())
+        trainer.callbacks.append(Steps())  # type: ignore[attr-defined]
         memory = plan["memory_bytes"]
         turns.facts = {
             "plan_gib": memory["formula" if turns.on_gpu else "estimate"] / GIB,
@@ -384,7 +386,7 @@ def _sft(turns: Turns, own: Path, model: Any, rows: Any, tokenizer: Any, **optio
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    class Steps(TrainerCallback):
+    class Steps(TrainerCallback):  # type: ignore[misc]
         """Calls `Turns` at the start of each step."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypedDict
 
 import page
-from record import Better, Figure, Machine, Size, shown
+from record import Better, Described, Figure, Size, shown
 
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
@@ -58,26 +58,18 @@ class Goal(TypedDict):
     met: bool | None
 
 
-class Slice(TypedDict):
+class Slice(Described):
     """The result of a slice.
 
     ``reason`` is of every state but done. ``missing`` gives the reason for each part that was left
     out, ``facts`` says how those that ran were run, ``tests`` the outcome of each GPU test.
-    ``unknown`` is that of `record.Run`, and holds the reason where there is no ``card``.
+    ``unknown`` holds the reason where there is no ``card``.
     """
 
     state: State
     reason: str
-    utc: str
     seconds: float
-    command: str
-    commit: str | None
-    dirty: bool | None
-    machine: Machine
     card: Card | None
-    versions: dict[str, str | None]
-    unknown: dict[str, str]
-    note: str
     missing: dict[str, str]
     facts: dict[str, str]
     tests: dict[str, str]

@@ -217,12 +217,12 @@ def step_slice(name: str, job: Job) -> Found:
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         arms = []
-        for arm in _arms(name, job, missing):
-            log = job.place / f"{gpu_arms.slot_of(arm)}.log"
-            words = [str(Path(gpu_arms.__file__)), arm, name, str(job.place), job.device]
+        for which in _arms(name, job, missing):
+            log = job.place / f"{gpu_arms.slot_of(which)}.log"
+            words = [str(Path(gpu_arms.__file__)), which, name, str(job.place), job.device]
             process = stack.enter_context(job.started(words, log))
-            said = job.place / f"{gpu_arms.slot_of(arm)}.said"
-            arms.append(Arm(name=arm, process=process, log=log, said=said))
+            said = job.place / f"{gpu_arms.slot_of(which)}.said"
+            arms.append(Arm(name=which, process=process, log=log, said=said))
         until = time.monotonic() + job.left_s
         for arm in arms:
             ready = arm.wait(until)

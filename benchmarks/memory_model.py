@@ -53,8 +53,10 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
 SMALLEST: tuple[Configuration, ...] = ((128, 1, 4, ("model=tiny_llama",)),)
 ROW_WORDS, SMALLEST_ROW_WORDS = 4000, 100  # longer than any sequence of theirs
 NEAR = 0.15  # of the measured peak
-WORDS = ("the", "value", "of", "an", "index", "name", "in", "this", "list", "returns", "item")
-WORDS += ("class", "self", "data", "result")
+WORDS = (
+    *("the", "value", "of", "an", "index", "name", "in", "this", "list", "returns", "item"),
+    *("class", "self", "data", "result"),
+)
 MIB = 2**20
 
 

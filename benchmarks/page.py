@@ -17,7 +17,7 @@ from record import RESULTS, Better, Results, Size, shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from record import Figure, Machine, Run
+    from record import Described, Figure, Machine, Run
 
 # What scripts have in common, which measures nothing, and what has a record and a page of its own.
 SHARED = {"page", "processes", "record", "gpu_arms", "gpu_results", "gpu_slices"}
@@ -117,7 +117,7 @@ def _section(run: Run, earlier: Sequence[Run]) -> Iterator[str]:
             yield f"\nNo longer measured: {cell('; '.join(gone))}."
 
 
-def facts_of(run: Run) -> list[str]:
+def facts_of(run: Described) -> list[str]:
     """Return when and on which code a run was, the machine, and the versions."""
     facts = [f"Run on {_when(run)}", _machine(run["machine"]), _versions(run)]
     return [fact for fact in facts if fact]
@@ -215,7 +215,7 @@ def _ratio(one: Figure) -> str:
     return f"no ratio to {beside}" if one["ratio"] is None else f"{shown(one['ratio'])} × {beside}"
 
 
-def _when(run: Run) -> str:
+def _when(run: Described) -> str:
     commit = "unknown" if run["commit"] is None else f"`{run['commit'][:SHORT]}`"
     changed = " with uncommitted changes" if run["dirty"] else ""
     return f"{run['utc'][:10]} at commit {commit}{changed}"
@@ -234,11 +234,11 @@ def _machine(machine: Machine) -> str:
     return ", ".join(form.format(fact) for fact, form in facts if fact is not None)
 
 
-def _versions(run: Run) -> str:
+def _versions(run: Described) -> str:
     return ", ".join(f"{name} {found}" for name, found in run["versions"].items() if found)
 
 
-def _unknown(run: Run) -> Iterator[str]:
+def _unknown(run: Described) -> Iterator[str]:
     """Yield what is not known of a run, by the reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in run["unknown"].items():

@@ -72,9 +72,10 @@ class Training:
         config = checked.cells[0].config
         base = resolve(config.model, writable_cache())
         with lightning_quiet():
-            self.backend: Any = build_backend(config, base)
-        self.backend.train()
+            backend: Any = build_backend(config, base)
+        self.backend = backend.train()
         assert isinstance(config.objective, CrossEntropyConfig), "backend=proxy takes no other"
+        assert config.objective.chunk_tokens is not None, "the overrides set it"
         self.objective = CrossEntropy(config.objective.name, config.objective.chunk_tokens)
         self.optimizer = build_optimizer(config.optim, self.backend.trainable())
         rows = documents(self.backend.shape.vocab_size)
@@ -85,7 +86,7 @@ class Training:
         self.backend.begin(0)
         hidden = self.backend(self.batch)
         loss = self.objective(hidden, self.batch.targets_M, self.backend.head)
-        loss.total.backward()
+        loss.total.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import mens_exp
 from mens_exp.artifacts.manifest import utc_now
@@ -98,8 +98,8 @@ class Machine(TypedDict):
     os: str | None
 
 
-class Run(TypedDict):
-    """One run of a script.
+class Described(TypedDict):
+    """Everything of a run but its figures.
 
     ``utc`` is when it began, and ``machine.load_1min`` the load average then. ``unknown`` gives the
     reason for every null of ``commit``, ``dirty``, ``machine`` and ``versions`` under its dotted
@@ -108,13 +108,18 @@ class Run(TypedDict):
 
     utc: str
     command: str
-    size: Size
     commit: str | None
     dirty: bool | None
     machine: Machine
     versions: dict[str, str | None]
     unknown: dict[str, str]
     note: str
+
+
+class Run(Described):
+    """One run of a script."""
+
+    size: Size
     figures: list[Figure]
 
 
@@ -228,11 +233,8 @@ def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
         given.results.mkdir(parents=True, exist_ok=True)
     except (MensError, OSError) as error:
         parser.error(str(error))
-    given.described = described(
-        command=f"{parser.prog} {shlex.join(_public(sys.argv[1:]))}".rstrip(),
-        size=Size.SMALLEST if given.smallest else Size.FULL,
-        note=given.note,
-    )
+    command = f"{parser.prog} {shlex.join(_public(sys.argv[1:]))}".rstrip()
+    given.described = described(command=command, note=given.note)
     return given
 
 
@@ -248,13 +250,15 @@ def finish(question: str, figures: Sequence[Figure], given: argparse.Namespace) 
         MensError: a figure is not finite, or two have one name; nothing is written.
     """
     print(table(figures))
-    run = Run(**given.described, figures=list(figures))  # type: ignore[typeddict-item]  # all but the figures
+    facts: Described = given.described
+    size = Size.SMALLEST if given.smallest else Size.FULL
+    run = Run(**facts, size=size, figures=list(figures))
     Results(name=given.script, question=question, runs=[*_earlier(given), run]).write(_file(given))
     print(f"\nAdded to {_file(given)}")
 
 
-def described(*, command: str, size: Size, note: str) -> dict[str, Any]:
-    """Return everything of a run but its figures."""
+def described(*, command: str, note: str) -> Described:
+    """Describe a run that begins now."""
     facts = collect(Path(__file__).parent)
     processor, host = facts["cpu"], look("cpu")
     flags = processor["flags"]
@@ -274,10 +278,9 @@ def described(*, command: str, size: Size, note: str) -> dict[str, Any]:
     versions |= {
         name.replace("mens-exp", "mens_exp"): facts["packages"].get(name) for name in PACKAGES
     }
-    described = {
+    described: dict[str, Any] = {
         "utc": utc_now(),
         "command": command,
-        "size": size,
         "commit": facts["commit"],
         "dirty": facts["dirty"] and _has_changed_code(),
         "machine": machine,
@@ -293,7 +296,7 @@ def described(*, command: str, size: Size, note: str) -> dict[str, Any]:
     }
     reasons |= {f"versions.{name}": "not installed" for name in versions}
     unknown = {name: reasons.get(name, "the system does not say") for name in _nulls(described)}
-    return {**described, "unknown": unknown}
+    return cast("Described", {**described, "unknown": unknown})
 
 
 def table(figures: Sequence[Figure]) -> str:

@@ -31,8 +31,10 @@ ROUNDS = 4
 STEPS = 2  # optimizer steps timed in each round
 DROPOUTS = (0.0, 0.05)
 GEMM_WIDTH = 2048
-SMALLEST = ("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024")
-SMALLEST += ("trainer.accumulate_grad_batches=1",)
+SMALLEST = (
+    *("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024"),
+    "trainer.accumulate_grad_batches=1",
+)
 SMALLEST_GEMM_WIDTH = 256
 
 
@@ -93,7 +95,7 @@ class Arm:
             self.backend.begin(batch.index)
             passed = Passed(batch, self.backend(batch), self.backend.head)
             loss = self.objective.loss(passed)
-            loss.total.backward()
+            loss.total.backward()  # type: ignore[no-untyped-call]
             tokens += batch.tokens
         self.optimizer.step()
         self.optimizer.zero_grad()

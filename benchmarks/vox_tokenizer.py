@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,9 @@ def main() -> None:
     for name, text in texts.items():
         ids = vox.encode(text)
         works: dict[str, tuple[Callable[[], object], int]] = {
-            "encode": (lambda text=text: vox.encode(text), len(ids)),
-            "decode": (lambda ids=ids: vox.decode(ids), len(ids)),
-            "split": (lambda text=text: re.findall(r"\w+|\W", text), len(text)),
+            "encode": (partial(vox.encode, text), len(ids)),
+            "decode": (partial(vox.decode, ids), len(ids)),
+            "split": (partial(re.findall, r"\w+|\W", text), len(text)),
         }
         rates: dict[str, list[float]] = {work: [] for work in works}
         for _ in range(rounds):
