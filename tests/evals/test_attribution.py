@@ -13,13 +13,14 @@ from mens_exp.evals.attribution import (
     Subject,
     attribute_modules,
     attribute_whole,
+    mixture_of,
     parity_with,
     replaced,
 )
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_modules
 from mens_exp.model.sources import resolve
-from mens_exp.quant.round_trip import stored_as, variants_of
+from mens_exp.quant.round_trip import stored_as, variant_of, variants_of
 
 PLANTED = "model.layers.1.mlp.up_proj"
 
@@ -125,6 +126,34 @@ def test_all_modules_at_once_are_the_model_that_training_loads(subject, config, 
     assert 0 < parity["mean_kl"] <= parity["p99_kl"] <= parity["max_kl"]
     assert [one["first"] for one in parity["by_position"]] == [0, 20]
     assert sum(one["tokens"] for one in parity["by_position"]) == parity["tokens"]
+
+
+def test_a_mixture_is_the_model_that_training_loads(subject, config, tmp_path):
+    """From its pattern the loader makes the same model; each KL alone is that of its quantizer."""
+    others = [variant_of(config.quant.of(one)) for one in (QuantType.nf2, QuantType.nf8)]
+    (configured, *rest) = subject.variants
+    mixed = ("nf4_double", "nf2", "nf8")
+    wider = dataclasses.replace(subject, variants=[configured, *rest, *others], mixed=mixed)
+    records = attribute_modules(wider)
+    (nf2, _) = others
+    alone = attribute_modules(dataclasses.replace(subject, variants=[nf2]))
+    assert [one["variants"]["nf2"]["kl"] for one in records] == [one["kl"] for one in alone]
+    assert [one["variants"]["nf4_double"]["kl"] for one in records] == [
+        one["kl"] for one in records
+    ]
+    assert "kl" not in records[0]["variants"]["fp4_double"]
+
+    mixture = mixture_of(wider, records, budget_bits=4)
+    assert set(mixture["variants"].values()) == {"nf2", "nf4_double"}
+    assert mixture["whole"]["bits_per_parameter"] <= 4
+    (override,) = mixture["overrides"]
+    listed = override.removeprefix("quant.type_pattern={").removesuffix("}").split(",")
+    pattern = {name: QuantType(one) for name, one in (text.split(":") for text in listed)}
+    quant = dataclasses.replace(config.quant, type_pattern=pattern)
+    told = dataclasses.replace(config, quant=quant)
+    loaded = load_base(told, resolve(config.model, tmp_path), torch.device("cpu"))
+    parity = parity_with(loaded, subject.replay, (0,))
+    assert parity["mean_kl"] == pytest.approx(mixture["whole"]["kl"], rel=1e-3)
 
 
 def test_model_is_unquantized_afterwards(subject):

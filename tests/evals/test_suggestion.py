@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
 from mens_exp.config.overrides import check
-from mens_exp.layout.targets import chosen, skipped
+from mens_exp.config.quant import QuantConfig, QuantType
+from mens_exp.evals.attribution import cheapest, patterns
+from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.shape import Shape
+from mens_exp.layout.targets import chosen, linear_modules, quantized_modules, skipped
 from mens_exp.planning.preflight import preflight
 from mens_exp.tasks.attribute import suggested
 
@@ -147,3 +154,109 @@ def test_overrides_compose_and_plan():
     shape = shape_of(config.model)
     assert [one.path for one in skipped(config.quant.skip, shape)] == sorted(made["skip"])
     assert {one.kind for one in chosen(config.lora, shape)} == {"q"}
+
+
+NAMES = ("nf2", "nf4", "nf8")
+
+
+def measured(generator, count=6):
+    """Modules of random sizes; KL falls with the bits, mostly."""
+    found = []
+    for n in range(count):
+        variants = {
+            name: {"bits_per_parameter": bits, "kl": generator.lognormvariate(-bits, 1.5)}
+            for name, bits in zip(NAMES, (2.5, 4.127, 8.5), strict=True)
+        }
+        found.append(
+            {"path": f"m{n}", "parameters": generator.choice([64, 100, 640]), "variants": variants}
+        )
+    return found
+
+
+def cost(modules, names, key):
+    """Sum a figure of the modules' variants; bits are averaged over the parameters."""
+    values = [one["variants"][name][key] for one, name in zip(modules, names, strict=True)]
+    if key == "kl":
+        return sum(values)
+    weights = [one["parameters"] for one in modules]
+    return sum(map(float.__mul__, values, map(float, weights))) / sum(weights)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_mixture_is_the_best_of_all(seed):
+    """Every choice of three for six modules is tried, at a budget between the extremes."""
+    generator = random.Random(seed)
+    modules, budget = measured(generator), generator.uniform(2.6, 8.4)
+    every = itertools.product(NAMES, repeat=len(modules))
+    fitting = [one for one in every if cost(modules, one, "bits_per_parameter") <= budget]
+    least = min(cost(modules, one, "kl") for one in fitting)
+    found = cheapest(modules, NAMES, budget)
+    taken = [found[one["path"]] for one in modules]
+    assert cost(modules, taken, "bits_per_parameter") <= budget + 1e-6
+    assert cost(modules, taken, "kl") == pytest.approx(least, rel=2e-4)
+
+
+def test_the_budget_of_the_fewest_bits_and_of_none():
+    """At the least possible budget one choice is left; at the most, each module takes its best."""
+    modules = measured(random.Random(0), count=40)
+    assert set(cheapest(modules, NAMES, 2.5).values()) == {"nf2"}
+    best = {
+        one["path"]: min(NAMES, key=lambda name: one["variants"][name]["kl"]) for one in modules
+    }
+    assert cheapest(modules, NAMES, 32) == best
+
+
+def test_modules_that_cost_nothing_have_a_mixture():
+    """All sums are zero; any choice within the budget is as good."""
+    modules = measured(random.Random(0))
+    for one in modules:
+        for variant in one["variants"].values():
+            variant["kl"] = 0.0
+    assert cheapest(modules, NAMES, 4.2).keys() == {one["path"] for one in modules}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_pattern_gives_each_module_its_quantizer(family):
+    """As the loader reads it, for random choices and for one quantizer of each kind."""
+    shape = Shape(
+        family=FAMILIES[family],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=100,
+        max_position_embeddings=64,
+        tied=False,
+    )
+    inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
+    modules = [{"path": one.path, "layer": one.layer} for one in inside]
+    generator = random.Random(family)
+    by_kind = {one.kind: generator.choice(NAMES) for one in inside}
+    choices = [
+        {
+            one.path: generator.choice(NAMES) if generator.random() < share else by_kind[one.kind]
+            for one in inside
+        }
+        for share in (0, 0.1, 0.9)
+    ]
+    for chosen_ in choices:
+        pattern = patterns(modules, chosen_, "nf4")
+        quant = QuantConfig(type_pattern={name: QuantType(one) for name, one in pattern.items()})
+        read = {path: one.quant_type.value for path, one in quantized_modules(quant, shape).items()}
+        assert read == chosen_
+    assert len(patterns(modules, choices[0], "nf4")) <= len(by_kind)
+
+
+def test_modules_of_the_usual_quantizer_need_no_pattern():
+    """Nothing to type; one that differs is named alone."""
+    paths = [f"model.layers.{n}.mlp.up_proj" for n in range(12)]
+    modules = [{"path": path, "layer": n} for n, path in enumerate(paths)]
+    usual = dict.fromkeys(paths, "nf4")
+    assert patterns(modules, usual, "nf4") == {}
+    assert patterns(modules, usual | {paths[1]: "nf8"}, "nf4") == {"1.mlp.up_proj": "nf8"}
+    assert patterns(modules, dict.fromkeys(paths, "nf2") | {paths[11]: "nf4"}, "nf4") == {
+        "mlp.up_proj": "nf2",
+        "11.mlp.up_proj": "nf4",
+    }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import xml.etree.ElementTree as ET
@@ -80,6 +81,41 @@ def test_page_shows_maps_tables_and_parity(record, write_run):
     )
     assert [part for part in shown if part not in text] == []
     assert "Held-out completions" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "commands"),
+    [
+        (
+            ["quant.type_pattern={mlp.up_proj:fp4,0.mlp.up_proj:nf4}"],
+            "quant.type_pattern={mlp.up_proj:fp4,0.mlp.up_proj:nf4}",
+            2,
+        ),
+        ([], "Every module keeps nf4_double", 1),
+    ],
+)
+def test_page_shows_the_suggested_mixture(record, write_run, overrides, said, commands):
+    """A map, the cost of all modules at once, and a command first; none where nothing changes."""
+    record.suggestion["mixture"] = {
+        "variants": {one["path"]: "fp4_double" for one in record.modules},
+        "overrides": overrides,
+        "rule": "the least of all",
+        "budget_bits": 4.127,
+        "kl_of_parts": 0.002,
+        "whole": {**record.whole["nf4"], "kl": 0.00123},
+    }
+    run = write_run(task="attribute", overrides=["task=attribute", "attribute.quant_types=[fp4]"])
+    record.write(run.attribution)
+    found = load(run)
+    text = re.sub("<[^>]*>", "", write.render_page(found))
+    shown = ("2 modules in fp4_double", "0.0012", "Rule: the least of all.", said)
+    assert [part for part in shown if part not in text] == []
+    plots = {plot.name for one in sections(record) for plot in one.parts if isinstance(plot, Plot)}
+    assert "bits" in plots
+    first, *others = run_page.steps(found)
+    assert 1 + len(others) == commands
+    assert (said in shlex.split(first.command)) == bool(overrides)
+    assert "attribute.quant_types=[fp4]" not in first.command
 
 
 def test_a_run_without_attribution_has_no_such_part(write_run):

@@ -10,6 +10,8 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.overrides import check
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import quantized_modules
 from mens_exp.planning.preflight import preflight
 
 
@@ -107,6 +109,31 @@ def test_a_codebook_is_attributed_beside_nf4(attributed):
     assert three["bits_per_parameter"] == 4.5  # codes of three bits are stored in four
 
 
+def test_a_mixture_is_suggested_as_an_override(attributed, rows_file):
+    """Of the quantizers named, at as many bits as the configured one; it composes and plans."""
+    run = attributed("attribute.quant_types=[nf2,nf8]", "data.seq_len=128")
+    record, manifest = Attribution.read(run.attribution), Manifest.read(run.manifest)
+    mixture, uniform = record.suggestion["mixture"], record.whole["nf4_double"]
+    assert list(record.whole) == sorted(["nf4_double", "nf4", "fp4_double", "nf2", "nf8"])
+    assert mixture["budget_bits"] == uniform["bits_per_parameter"]
+    assert mixture["whole"]["bits_per_parameter"] <= uniform["bits_per_parameter"] + 1e-6
+    assert mixture["kl_of_parts"] < record.sum_of_parts["kl"]
+    assert manifest.results["mixture_kl"] == mixture["whole"]["kl"]
+    (override,) = mixture["overrides"]
+    page = run.report.read_text("utf-8")
+    assert override in page
+    assert "train on the suggested mixture" in page
+    base = ["model=tiny_llama", "trainer=cpu", "logger=none", "data=jsonl"]
+    checked = check([*base, f"data.path={rows_file}", override])
+    assert checked.problems == ()
+    config = checked.cells[0].config
+    assert preflight(config) == []
+    stored = quantized_modules(config.quant, shape_of(config.model))
+    assert {path: one.quant_type.value for path, one in stored.items()} == {
+        path: name.removesuffix("_double") for path, name in mixture["variants"].items()
+    }
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -117,6 +144,15 @@ def test_a_codebook_is_attributed_beside_nf4(attributed):
         (["attribute.position_bounds=[16,64]"], "the first 0"),
         (["attribute.position_bounds=[0,64,16]"], "ascending"),
         (["attribute.tokens=0"], "out of range"),
+        (["attribute.quant_types=[int8]"], "cannot be mixed with another quantizer"),
+        (["attribute.quant_types=[nf4]"], "is the configured quantizer, which is measured anyway"),
+        (["attribute.quant_types=[nf2,nf2]"], "a quantizer is named twice"),
+        (["attribute.bits=3"], "has no effect with attribute.quant_types=[]"),
+        (["attribute.quant_types=[nf2]", "attribute.bits=2"], "expected at least 2.500"),
+        (
+            ["quant=mxfp4", "attribute.quant_types=[nf8]", "model.head_dim=40"],
+            "nf8: 64 for o (160)",
+        ),
         (["backend=qlora"], "has no effect with task=attribute"),
         (["lora.r=8"], "has no effect with task=attribute"),
         (["quant.storage_dtype=bf16"], "has no effect with task=attribute"),

@@ -9,13 +9,19 @@ from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
 
 
-class VariantError(TypedDict):
+class _VariantOfMixture(TypedDict, total=False):
+    kl: float
+
+
+class VariantError(_VariantOfMixture):
     """One module under one quantization variant.
 
     Attributes:
         sqnr_db: 10 log10(‖W‖² / ‖W−Ŵ‖²); None if there is no error, or W is zero.
         activation_error: ‖(W−Ŵ)X‖² / ‖WX‖² over the calibration tokens; None if WX is zero.
         bits_per_parameter: storage, including scales.
+        kl: mean KL(unquantized‖only this module quantized so), nats; only of variants that the
+            suggested mixture could take.
     """
 
     sqnr_db: float | None
@@ -89,7 +95,32 @@ class Comparison(TypedDict):
     by_position: list[PositionRecord]
 
 
-class Suggestion(TypedDict):
+class Mixture(TypedDict):
+    """A quantizer for every module that together cost the least, at a number of bits.
+
+    Attributes:
+        variants: module path -> its variant.
+        overrides: ``quant.type_pattern`` as typed after ``python -m mens_exp``; empty if every
+            module has the configured quantizer.
+        rule: the rule that chose them.
+        budget_bits: bits per parameter that they may take, averaged over the modules.
+        kl_of_parts: sum of the modules' KL, each alone, nats.
+        whole: all modules at once, each with its quantizer.
+    """
+
+    variants: dict[str, str]
+    overrides: list[str]
+    rule: str
+    budget_bits: float
+    kl_of_parts: float
+    whole: WholeRecord
+
+
+class _SuggestedMixture(TypedDict, total=False):
+    mixture: Mixture
+
+
+class Suggestion(_SuggestedMixture):
     """Ready-to-use overrides, the rule that chose them, and their cost.
 
     Attributes:
@@ -103,6 +134,7 @@ class Suggestion(TypedDict):
         skip_share: fraction of the summed KL caused by the additional modules individually.
         targets_share: the same for the modules named by `targets`.
         targets_cost: their adapter parameters relative to those of every module, at equal rank.
+        mixture: alternative to `skip`; only if ``attribute.quant_types`` names further quantizers.
     """
 
     skip: list[str]

@@ -89,7 +89,7 @@ class SyncConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AttributeConfig:
-    """The data that task=attribute measures on, and the cost limit of its suggestion."""
+    """The data that task=attribute measures on, and the limits of its suggestions."""
 
     tokens: int = setting(
         1024,
@@ -114,6 +114,21 @@ class AttributeConfig:
         "Share of the modules' summed KL that the suggested lora.targets cover (a rough choice).",
         gt=0,
         le=1,
+    )
+    quant_types: list[QuantType] = setting(
+        [],
+        "Further quantizers to measure each module with; of these and the configured one, the "
+        "mixture with the least summed KL is suggested as quant.type_pattern.",
+        example="[nf2,nf8]",
+    )
+    bits: float | None = setting(
+        None,
+        "Bits per parameter of the quantized modules that the mixture may take, with scales; null "
+        "is what the configured quantizer takes.",
+        gt=0,
+        le=32,
+        only_if=unless("attribute.quant_types", [], needs="attribute.quant_types=[nf2,nf8]"),
+        idle=None,
     )
 
 

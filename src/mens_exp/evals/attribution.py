@@ -11,6 +11,7 @@ O outputs and I inputs of a module.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,15 @@ from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.quant.round_trip import Variant, activation_error, sqnr_db, stored_as
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.attribution import Comparison, ModuleRecord, VariantError, WholeRecord
+    from mens_exp.artifacts.attribution import (
+        Comparison,
+        Mixture,
+        ModuleRecord,
+        VariantError,
+        WholeRecord,
+    )
     from mens_exp.data.batch import Batch
     from mens_exp.layout.targets import LinearModule
 
@@ -191,12 +198,15 @@ class Subject:
         replay: the unquantized model in f32, over the calibration batch.
         modules: those that quantization would reach, layer by layer.
         variants: ways to quantize, the configured one first.
+        mixed: names of the variants whose KL in each module alone is measured; the configured one's
+            always is.
         transposed: whether the model keeps weights ``[in, out]``.
     """
 
     replay: Replay
     modules: Sequence[LinearModule]
     variants: Sequence[Variant]
+    mixed: Sequence[str] = ()
     transposed: bool
 
     def module(self, one: LinearModule) -> Any:
@@ -237,26 +247,33 @@ def attribute_modules(
 
 def attribute_whole(subject: Subject) -> dict[str, WholeRecord]:
     """Measure all modules at once, by variant."""
-    return {one.name: _whole(subject, one) for one in subject.variants}
+    return {
+        one.name: whole(subject, {module.path: one for module in subject.modules})
+        for one in subject.variants
+    }
 
 
 def _module(
     subject: Subject, one: LinearModule, layer: int, inputs_NI: list[torch.Tensor]
 ) -> ModuleRecord:
     weight_OI, errors = subject.weight(one), {}
-    configured_OI = weight_OI
-    for number, variant in enumerate(subject.variants):
+    change = None
+    for variant in subject.variants:
         made = stored_as(weight_OI, variant.quant)
-        if number == 0:
-            configured_OI = made.values
         error: VariantError = {
             "sqnr_db": sqnr_db(weight_OI, made.values),
             "activation_error": activation_error(weight_OI, made.values, inputs_NI),
             "bits_per_parameter": _BITS * made.stored_bytes / weight_OI.numel(),
         }
         errors[variant.name] = error
-    with replaced(subject.module(one), configured_OI, transposed=subject.transposed):
-        change = subject.replay.compared(subject.replay.hidden_from(layer)).result()
+        if change is not None and variant.name not in subject.mixed:
+            continue
+        with replaced(subject.module(one), made.values, transposed=subject.transposed):
+            found = subject.replay.compared(subject.replay.hidden_from(layer)).result()
+        change = change or found  # of the configured variant, which is the first
+        if variant.name in subject.mixed:
+            error["kl"] = found.mean_kl
+    assert change is not None, "there is a configured variant"
     return {
         "path": one.path,
         "logical": one.logical,
@@ -273,11 +290,12 @@ def _module(
     }
 
 
-def _whole(subject: Subject, variant: Variant) -> WholeRecord:
+def whole(subject: Subject, variants: Mapping[str, Variant]) -> WholeRecord:
+    """Measure all modules at once, each with the variant that its path is given."""
     stored = weights = 0
     with ExitStack() as exchanged:
         for one in subject.modules:
-            made = stored_as(subject.weight(one), variant.quant)
+            made = stored_as(subject.weight(one), variants[one.path].quant)
             stored, weights = stored + made.stored_bytes, weights + made.values.numel()
             exchanged.enter_context(
                 replaced(subject.module(one), made.values, transposed=subject.transposed)
@@ -289,6 +307,97 @@ def _whole(subject: Subject, variant: Variant) -> WholeRecord:
         "kl": change.mean_kl,
         "bits_per_parameter": _BITS * stored / weights,
     }
+
+
+def mixture_of(subject: Subject, modules: Sequence[ModuleRecord], budget_bits: float) -> Mixture:
+    """Choose a variant for every module, and measure all of them at once.
+
+    Args:
+        subject: what is taken apart; the variants are its `mixed`.
+        modules: what :func:`attribute_modules` returned for it.
+        budget_bits: bits per parameter, averaged over the modules; some choice keeps it.
+    """
+    configured, *_ = subject.variants
+    variants = {one.name: one for one in subject.variants}
+    chosen = cheapest(modules, subject.mixed, budget_bits)
+    others = ", ".join(subject.mixed)
+    names = {path: variants[name].quant.quant_type.value for path, name in chosen.items()}
+    found = patterns(modules, names, configured.quant.quant_type.value)
+    listed = ",".join(f"{pattern}:{name}" for pattern, name in found.items())
+    return {
+        "variants": chosen,
+        "overrides": [f"quant.type_pattern={{{listed}}}"] if found else [],
+        "rule": (
+            f"one of {others} for every module, so that the sum of the modules' KL, each alone, is "
+            f"the least at {budget_bits:.3f} bits a parameter or fewer (a multiple-choice knapsack)"
+        ),
+        "budget_bits": budget_bits,
+        "kl_of_parts": sum(one["variants"][chosen[one["path"]]]["kl"] for one in modules),
+        "whole": whole(subject, {path: variants[name] for path, name in chosen.items()}),
+    }
+
+
+def cheapest(
+    modules: Sequence[ModuleRecord], names: Sequence[str], budget_bits: float
+) -> dict[str, str]:
+    """Return the variant of each module, by path, with the least summed KL within a budget of bits.
+
+    It is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger, 2004, chapter 11), solved by
+    HiGHS to a ten-thousandth of the least sum.
+
+    Args:
+        modules: with the KL and the bits of each variant.
+        names: of the variants, in the order in which they are preferred where nothing differs.
+        budget_bits: bits per parameter, averaged over the modules.
+    """
+    import numpy as np
+    from scipy import optimize
+
+    errors = [[one["variants"][name] for name in names] for one in modules]
+    kl = np.array([[error["kl"] for error in row] for row in errors])
+    weights = np.array([one["parameters"] for one in modules], float)
+    bits = np.array([[error["bits_per_parameter"] for error in row] for row in errors])
+    bits *= (weights / weights.sum())[:, None]
+    one_each = np.kron(np.eye(len(modules)), np.ones(len(names)))
+    found = optimize.milp(
+        kl.ravel() / (kl.max() or 1.0),  # the solver's tolerances are absolute
+        integrality=np.ones(kl.size),
+        bounds=optimize.Bounds(0, 1),
+        constraints=[
+            optimize.LinearConstraint(one_each, 1, 1),
+            optimize.LinearConstraint(bits.reshape(1, -1), ub=budget_bits),
+        ],
+    )
+    assert found.x is not None, "the least bits are within the budget"
+    taken = found.x.reshape(kl.shape).argmax(axis=1)
+    return {one["path"]: names[place] for one, place in zip(modules, taken, strict=True)}
+
+
+def patterns(
+    modules: Sequence[ModuleRecord], chosen: Mapping[str, str], usual: str
+) -> dict[str, str]:
+    """Return the shortest ``quant.type_pattern`` of kinds of modules, and of single ones.
+
+    A kind (``mlp.up_proj``) has an entry if most of its modules share a quantizer that is not the
+    usual one; modules that differ from their kind follow (``3.mlp.up_proj``).
+
+    Args:
+        modules: all quantized ones.
+        chosen: module path -> its quantizer.
+        usual: the quantizer of the modules that no pattern matches.
+    """
+    kinds: dict[str, dict[int, str]] = {}
+    for one in modules:
+        _, _, inside = one["path"].partition(f".{one['layer']}.")
+        kinds.setdefault(inside, {})[one["layer"]] = chosen[one["path"]]
+    of_kinds: dict[str, str] = {}
+    of_modules: dict[str, str] = {}
+    for inside, by_layer in kinds.items():
+        (most, _), *_ = Counter([*by_layer.values(), usual]).most_common()
+        if most != usual:
+            of_kinds[inside] = most
+        of_modules |= {f"{n}.{inside}": name for n, name in by_layer.items() if name != most}
+    return of_kinds | of_modules
 
 
 def parity_with(quantized: Any, replay: Replay, position_bounds: Sequence[int]) -> Comparison:

@@ -155,14 +155,16 @@ def variants_of(quant: QuantConfig) -> tuple[Variant, ...]:
     """
     if quant.quant_type not in _OTHER:
         usual = QuantConfig(compute_dtype=quant.compute_dtype, skip=quant.skip)
-        return tuple(Variant(name=_name(one), quant=one) for one in (quant, usual))
+        return tuple(map(variant_of, (quant, usual)))
     flipped = dataclasses.replace(quant, double_quant=not quant.double_quant)
     other = dataclasses.replace(quant, quant_type=_OTHER[quant.quant_type])
-    return tuple(Variant(name=_name(one), quant=one) for one in (quant, flipped, other))
+    return tuple(map(variant_of, (quant, flipped, other)))
 
 
-def _name(quant: QuantConfig) -> str:
-    return f"{quant.quant_type.value}{'_double' if quant.double_quant else ''}"
+def variant_of(quant: QuantConfig) -> Variant:
+    """Return the variant of a `quant` group, with its name."""
+    name = f"{quant.quant_type.value}{'_double' if quant.double_quant else ''}"
+    return Variant(name=name, quant=quant)
 
 
 def stored_as(weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from mens_exp.report import wording
 from mens_exp.report.document import Code, Note, Plot, Section, Table, Tone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.attribution import Attribution
 
@@ -132,7 +133,7 @@ def sections(record: Attribution) -> list[Section]:
     return [
         Section(
             "Attribution",
-            [worst(record), *map(Note, (headline(record), _parity(record), _cost(record)))],
+            [worst(record), *map(Note, _said(record))],
             name="worst",
             lead="The unquantized model in f32, of which weights alone are quantized.",
         ),
@@ -141,8 +142,54 @@ def sections(record: Attribution) -> list[Section]:
             "Suggested overrides",
             [Code("\n".join(one["overrides"])), Note(f"Rule: {one['rule']}.", Tone.QUIET)],
         ),
+        *_mixture(record),
         Section("4 bits against f32", [_positions(record)], lead="A report, not a tolerance."),
     ]
+
+
+def _said(record: Attribution) -> Iterator[str]:
+    yield headline(record)
+    yield _parity(record)
+    yield _cost(record)
+    mixture = record.suggestion.get("mixture")
+    if mixture is not None:
+        before, after = record.whole[record.configured], mixture["whole"]
+        many = Counter(mixture["variants"].values())
+        parts = ", ".join(f"{count} modules in {name}" for name, count in many.most_common())
+        yield (
+            f"Suggested mixture: {parts}. It takes "
+            f"{after['bits_per_parameter']:.3f} bits a parameter and has KL {_nats(after['kl'])}; "
+            f"{record.configured} takes {before['bits_per_parameter']:.3f} and has "
+            f"{_nats(before['kl'])}. Both KLs are of the tokens that it was chosen on."
+        )
+
+
+def _mixture(record: Attribution) -> Iterator[Section]:
+    mixture = record.suggestion.get("mixture")
+    if mixture is None:
+        return
+    chosen = mixture["variants"]
+    bits = {
+        (one["kind"], one["layer"]): one["variants"][chosen[one["path"]]]["bits_per_parameter"]
+        for one in record.modules
+    }
+    overrides = mixture["overrides"]
+    none = f"Every module keeps {record.configured}: no other choice has a smaller sum."
+    yield Section(
+        "Suggested mixture",
+        [
+            heat_map(
+                "bits",
+                "Bits per parameter of each module",
+                "with the scales; dark is many",
+                Grid(kinds=_kinds(record), layers=_layers(record), values=bits),
+                spell=lambda value: f"{value:.2f} bits",
+            ),
+            Code("\n".join(overrides)) if overrides else Note(none),
+            Note(f"Rule: {mixture['rule']}.", Tone.QUIET),
+        ],
+        lead="Instead of quant.skip above; its cost is in the table of all modules at once.",
+    )
 
 
 def worst(record: Attribution) -> Table:
@@ -173,12 +220,9 @@ def headline(record: Attribution) -> str:
 
 
 def _maps(record: Attribution) -> list[Plot]:
-    kinds = list(dict.fromkeys(one["kind"] for one in record.modules))
-    layers = max(one["layer"] for one in record.modules) + 1
-
     def grid(value: Any) -> Grid:
         values = {(one["kind"], one["layer"]): value(one) for one in record.modules}
-        return Grid(kinds=kinds, layers=layers, values=values)
+        return Grid(kinds=_kinds(record), layers=_layers(record), values=values)
 
     def error(key: str) -> Any:
         return lambda one: one["variants"][record.configured][key]
@@ -217,6 +261,14 @@ def _maps(record: Attribution) -> list[Plot]:
     ]
 
 
+def _kinds(record: Attribution) -> list[str]:
+    return list(dict.fromkeys(one["kind"] for one in record.modules))
+
+
+def _layers(record: Attribution) -> int:
+    return max(one["layer"] for one in record.modules) + 1
+
+
 def _whole(record: Attribution) -> Table:
     heads = ("all modules at once", "bits", "KL", "loss change", "mean SQNR", "mean lost output")
     rows = []
@@ -232,6 +284,12 @@ def _whole(record: Attribution) -> Table:
                 _known(_mean(record, name, "activation_error"), ".3%"),
             ]
         )
+    mixture = record.suggestion.get("mixture")
+    if mixture is not None:
+        one = mixture["whole"]
+        change = f"{_signed(one['loss_change'])} ± {_nats(one['loss_change_se'])}"
+        bits = f"{one['bits_per_parameter']:.3f}"
+        rows.append(["suggested mixture", bits, _nats(one["kl"]), change, "", ""])
     parts = record.sum_of_parts
     rows.append(
         ["sum of the modules alone", "", _nats(parts["kl"]), _signed(parts["loss_change"]), "", ""]

@@ -28,8 +28,9 @@ from mens_exp.report.document import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from mens_exp.artifacts.attribution import Attribution
     from mens_exp.report.summary import Records
 
 _CONDITIONS = ("base", "tuned")
@@ -214,17 +215,26 @@ def steps(records: Records) -> list[Step]:
         command = wording.command("task=compare", ("path", place))
         return [Step(command, "compare base and tuned model item by item")]
     if records.attribution is not None:
-        suggested = records.attribution.suggestion["overrides"]
-        keys = {text.partition("=")[0] for text in suggested}
+        return list(_after_attribution(m.overrides, records.attribution))
+    return _after_training(records) if m.task == "train" else []
+
+
+def _after_attribution(typed: Sequence[str], found: Attribution) -> Iterator[Step]:
+    suggested = found.suggestion["overrides"]
+    *_, targets = suggested
+    choices = {"train with the suggested settings": suggested}
+    mixture = found.suggestion.get("mixture")
+    if mixture is not None and mixture["overrides"]:
+        choices = {"train on the suggested mixture": [*mixture["overrides"], targets], **choices}
+    for why, chosen in choices.items():
+        keys = {text.partition("=")[0] for text in chosen}
         kept = [
             text
-            for text in m.overrides
+            for text in typed
             if not text.startswith(("task=", "attribute.", "hydra."))
             and text.partition("=")[0] not in keys
         ]
-        command = wording.command(*kept, *suggested)
-        return [Step(command, "train with the suggested settings")]
-    return _after_training(records) if m.task == "train" else []
+        yield Step(wording.command(*kept, *chosen), why)
 
 
 def _after_training(records: Records) -> list[Step]:

@@ -37,7 +37,12 @@ def attribute(config: RunConfig, run: Run) -> None:
     """Measure every module separately and all together, and write attribution.json."""
     from mens_exp.artifacts import host
     from mens_exp.backends.frozen_base import load_base
-    from mens_exp.evals.attribution import attribute_modules, attribute_whole, parity_with
+    from mens_exp.evals.attribution import (
+        attribute_modules,
+        attribute_whole,
+        mixture_of,
+        parity_with,
+    )
     from mens_exp.quant.binding import compute_dtype
     from mens_exp.training.build import device_of
 
@@ -64,6 +69,17 @@ def attribute(config: RunConfig, run: Run) -> None:
                 console.print(f"{done} of {len(subject.modules)} modules")
 
         modules = attribute_modules(subject, tell)
+    suggestion = suggested(
+        modules,
+        variant=configured,
+        already=config.quant.skip,
+        kept_bits=8 * compute_dtype(config.quant).itemsize,
+        extra_bits=config.attribute.extra_bits,
+        targets_share=config.attribute.targets_frac,
+    )
+    if subject.mixed:
+        budget = config.attribute.bits or suggestion["bits_per_parameter"]
+        suggestion["mixture"] = mixture_of(subject, modules, budget)
     parity = parity_with(load_base(config, base, device), replay, config.attribute.position_bounds)
     record = Attribution(
         configured=configured,
@@ -76,14 +92,7 @@ def attribute(config: RunConfig, run: Run) -> None:
         modules=modules,
         whole=attribute_whole(subject),
         sum_of_parts={name: sum(one[name] for one in modules) for name in ("loss_change", "kl")},
-        suggestion=suggested(
-            modules,
-            variant=configured,
-            already=config.quant.skip,
-            kept_bits=8 * compute_dtype(config.quant).itemsize,
-            extra_bits=config.attribute.extra_bits,
-            targets_share=config.attribute.targets_frac,
-        ),
+        suggestion=suggestion,
         parity=parity,
     )
     record.write(run.dir.attribution)
@@ -102,7 +111,7 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
     from mens_exp.data.datamodule import encoded_side, sampled_stream
     from mens_exp.evals.attribution import Replay, Subject
     from mens_exp.model.sources import resolve
-    from mens_exp.quant.round_trip import variants_of
+    from mens_exp.quant.round_trip import variant_of, variants_of
 
     cache, shape = writable_cache(), shape_of(config.model)
     left_out = {one.path for one in skipped(config.quant.skip, shape)}
@@ -127,10 +136,15 @@ def _subject(config: RunConfig, run: Run, device: torch.device) -> tuple[BaseMod
         [batch.to(device) for batch in stream],
         chunk_tokens=getattr(config.objective, "chunk_tokens", None) or _CHUNK_TOKENS,
     )
+    variants = {one.name: one for one in variants_of(config.quant)}
+    others = [variant_of(config.quant.of(one)) for one in config.attribute.quant_types]
+    variants |= {one.name: one for one in others}
+    mixed = [next(iter(variants)), *(one.name for one in others)] if others else []
     return base, Subject(
         replay=replay,
         modules=modules,
-        variants=variants_of(config.quant),
+        variants=list(variants.values()),
+        mixed=mixed,
         transposed=shape.family.transposed,
     )
 
@@ -146,6 +160,17 @@ def _results(record: Attribution) -> dict[str, Any]:
         "worst_module": min(record.modules, key=lambda one: one["rank"])["path"],
         "top1_agreement_frac": record.parity["top1_agreement"],
         "suggested_overrides": record.suggestion["overrides"],
+        **_of_mixture(record),
+    }
+
+
+def _of_mixture(record: Attribution) -> dict[str, Any]:
+    mixture = record.suggestion.get("mixture")
+    if mixture is None:
+        return {}
+    return {
+        "mixture_kl": mixture["whole"]["kl"],
+        "mixture_bits_per_parameter": mixture["whole"]["bits_per_parameter"],
     }
 
 

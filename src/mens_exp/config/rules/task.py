@@ -121,6 +121,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
             found=config.quant.quant_type.value,
             expected=f"one of {', '.join(names_made_again())}",
         )
+    yield from _mixture(config)
     if config.tokenizer.name == "vox":
         yield ConfigError(
             "a 4-bit base is measured on its own tokens",
@@ -135,6 +136,33 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
             where="attribute.position_bounds",
             found=bounds,
             expected="ascending positions, the first 0, such as [0,16,64]",
+        )
+
+
+def _mixture(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the quantizers that no mixture can have, or that are measured anyway."""
+    where, named = "attribute.quant_types", config.attribute.quant_types
+    for one in named:
+        if not one.spec.is_made_again:
+            yield ConfigError(
+                "cannot be mixed with another quantizer",
+                where=where,
+                found=one.value,
+                expected=f"some of {', '.join(names_made_again())}",
+            )
+    if config.quant.quant_type in named:
+        yield ConfigError(
+            "is the configured quantizer, which is measured anyway",
+            where=where,
+            found=config.quant.quant_type.value,
+            expected="other quantizers",
+        )
+    if len(set(named)) < len(named):
+        yield ConfigError(
+            "a quantizer is named twice",
+            where=where,
+            found=", ".join(one.value for one in named),
+            expected="each quantizer once",
         )
 
 

@@ -6,6 +6,7 @@ The embedding and the heads are checked from the headers alone, and the backend 
 from __future__ import annotations
 
 import json
+import operator
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import ProxyConfig
@@ -28,7 +29,7 @@ from mens_exp.layout.targets import linear_modules, quantized_modules
 from mens_exp.planning import messages
 from mens_exp.planning.activations import modules_of, proxy_stack
 from mens_exp.planning.machine import space
-from mens_exp.planning.memory import dense_experts
+from mens_exp.planning.memory import bits_per_weight, dense_experts
 from mens_exp.planning.messages import blocks_straddle
 from mens_exp.rows.cache import cache_root
 from mens_exp.tokenizer.implementations import chat_template_of
@@ -266,6 +267,8 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
             found=", ".join(quant.skip),
             expected="at least one linear module that is quantized",
         )
+    if stored and config.attribute.quant_types:
+        yield from _mixture(config, shape)
     if quant.block_size is None:
         return  # 64 is checked with the model
     wide = {
@@ -277,6 +280,37 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
         listed = ", ".join(f"{kind} ({width})" for kind, width in wide.items())
         found = f"{quant.block} for {listed}"
         yield blocks_straddle("quant.block_size", found, "a divisor of every width")
+
+
+def _mixture(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
+    """Yield quantizers whose blocks do not fit a module, and a budget that none keeps."""
+    quants = [config.quant.of(one) for one in config.attribute.quant_types]
+    stored = quantized_modules(config.quant, shape)
+    inside = [one for one in linear_modules(shape) if one.path in stored]
+    for quant in quants:
+        wide = {one.kind: one.width for one in inside if _straddles(one, quant)}
+        if wide:
+            listed = ", ".join(f"{kind} ({width})" for kind, width in wide.items())
+            yield ConfigError(
+                "blocks would straddle the rows of layers",
+                where="attribute.quant_types",
+                found=f"{quant.quant_type.value}: {quant.block} for {listed}",
+                expected="quantizers whose block divides every width",
+                remedy="leave those layers out with quant.skip, or drop the quantizer",
+            )
+    weights = [one.out * one.width for one in inside]
+    fewest = [
+        min(bits_per_weight(quant, 1 / one.width) for quant in (stored[one.path], *quants))
+        for one in inside
+    ]
+    lowest = sum(map(operator.mul, weights, fewest)) / sum(weights)
+    if config.attribute.bits is not None and config.attribute.bits < lowest:
+        yield ConfigError(
+            "no mixture of these quantizers takes so few bits",
+            where="attribute.bits",
+            found=config.attribute.bits,
+            expected=f"at least {lowest:.3f}, or a quantizer of fewer bits",
+        )
 
 
 def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
