@@ -277,6 +277,24 @@ def test_order_of_targets_means_nothing(tiny_config):
     assert one == two
 
 
+@pytest.mark.parametrize(
+    ("setting", "wide", "narrow"),
+    [
+        ("quant.type_pattern", "mlp:nf2", "down_proj:nf8"),
+        ("lora.rank_pattern", "self_attn.q_proj:2", "q_proj:4"),
+        ("lora.alpha_pattern", "self_attn.q_proj:2", "q_proj:4"),
+    ],
+)
+def test_order_of_patterns_counts(tiny_config, setting, wide, narrow):
+    """The last one that matches applies, so that the other order is another run."""
+    one, two = (
+        contract_of(tiny_config(f"{setting}={{{listed}}}"))
+        for listed in (f"{wide},{narrow}", f"{narrow},{wide}")
+    )
+    assert one.digest != two.digest
+    assert one.settings[setting] != two.settings[setting]
+
+
 def test_contract_carries_the_names_that_decide_the_kernel(
     tiny_config,
 ):

@@ -434,6 +434,11 @@ _LATER: dict[str, Any] = {
 }
 
 
+# The last pattern that matches counts, and records sort their keys: an order that differs from
+# theirs is kept as a list.
+_ORDERED = frozenset({"quant.type_pattern", "lora.rank_pattern", "lora.alpha_pattern"})
+
+
 def learned_settings(config: RunConfig) -> dict[str, Any]:
     """Return every setting that changes what is learned, as plain JSON values by dotted path."""
     found = {
@@ -487,6 +492,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
         for name, entry in value.items():  # several loggers
             yield from _leaves(entry, f"{path}.{name}")
+    elif path in _ORDERED and [*value] != sorted(value):
+        yield path, [{name: _plain(entry)} for name, entry in value.items()]
     else:
         yield path, _plain(value)
 
