@@ -270,7 +270,8 @@ def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> lis
     if not done or study["entry"] is None:
         return []
     is_cut = any(job["state"] == JobState.CANCELLED for job in record.jobs)
-    if is_cut and request.study.stopping is Stopping.all_seeds:
+    has_more = bool(study["later"]) and study["stopped"] is None
+    if (is_cut or has_more) and request.study.stopping is Stopping.all_seeds:
         all_runs = len(record.jobs) + len(study["later"])
         terminal.say(
             f"Not compared yet: {len(done)} of {all_runs} runs are done. The arms are compared "
