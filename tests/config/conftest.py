@@ -15,6 +15,10 @@ NEEDS = {
     "data=jsonl": ["data.path=rows.jsonl"],
     "data=hub": ["data.id=lab/rows"],
     "data=mix": ["data.sources=[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]"],
+    "task=rejection_sampling": [
+        "rejection_sampling.output=rounds",
+        "rejection_sampling.sample=['suite=jsonl','suite.path=tasks.jsonl']",
+    ],
     "task=corpus": ["corpus.steps=[validate]", "corpus.input=rows.jsonl", "corpus.output=corpus"],
     "task=evaluate": ["path=latest"],
     "suite=rust": ["suite.path=tasks.jsonl"],

@@ -92,7 +92,7 @@ REFUSED = [
         [
             "is set by the option",
             "task=<attribute|chat|compare|corpus|doctor|evaluate|export|inspect|merge|plan|promote|",
-            "push|serve|sync|train>",
+            "push|rejection_sampling|serve|sync|train>",
         ],
     ),
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),

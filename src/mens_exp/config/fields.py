@@ -15,7 +15,7 @@ from typing import Any
 
 from mens_exp.errors import ConfigError
 
-TRAINING = frozenset({"train", "plan"})
+TRAINING = frozenset({"train", "plan", "rejection_sampling"})
 """The tasks that read the same settings as a training run."""
 
 _KEY = "declaration"  # in a field's metadata

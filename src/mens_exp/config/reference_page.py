@@ -80,8 +80,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "evaluation": (
         "Evaluation",
-        "Suites, the generation of answers, the sandbox that executes them, and task=attribute.",
-        ("suite", "eval", "sandbox", "attribute", "chat"),
+        "Suites, the generation of answers, the sandbox, rejection sampling, and task=attribute.",
+        ("suite", "eval", "sandbox", "rejection_sampling", "attribute", "chat"),
     ),
     "comparison": (
         "Comparison and promotion",

@@ -44,6 +44,7 @@ from mens_exp.config.task import (
     OllamaConfig,
     ParityConfig,
     PushConfig,
+    RejectionSamplingConfig,
     ServeConfig,
     SyncConfig,
     TaskConfig,
@@ -311,6 +312,9 @@ class RunConfig:
     )
     attribute: AttributeConfig = section(
         AttributeConfig, changes=Effect.NOTHING, read_by={"attribute"}
+    )
+    rejection_sampling: RejectionSamplingConfig = section(
+        RejectionSamplingConfig, changes=Effect.NOTHING, read_by={"rejection_sampling"}
     )
     gguf: GgufConfig = section(
         GgufConfig,

@@ -13,7 +13,7 @@ from mens_exp.config.quant import QuantType
 
 TASKS = (
     *("train", "plan", "evaluate", "compare", "promote", "chat", "serve", "inspect", "attribute"),
-    *("merge", "export", "push", "sync", "corpus", "doctor"),
+    *("merge", "export", "push", "sync", "corpus", "doctor", "rejection_sampling"),
 )  # a test compares them with the options
 
 
@@ -84,6 +84,60 @@ class SyncConfig:
         600.0,
         "Seconds after which a run counts as not sent, and sync ends (a rough choice).",
         gt=0,
+    )
+
+
+class RoundStart(Enum):
+    """The weights from which a round of rejection sampling trains."""
+
+    base = "base"
+    last = "last"
+
+
+class RoundRows(Enum):
+    """The sampled rows that a round of rejection sampling trains on."""
+
+    all = "all"
+    newest = "newest"
+
+
+@dataclass(kw_only=True, slots=True)
+class RejectionSamplingConfig:
+    """Settings of task=rejection_sampling: its rounds, and how answers are sampled in each."""
+
+    output: str | None = setting(
+        None,
+        "Directory of the rounds; the same command goes on with those that it holds.",
+        example="rounds",
+    )
+    sample: list[str] = setting(
+        [],
+        "Overrides of task=evaluate with which each round samples: a suite of tasks to train on, "
+        "which must not be the suite that scores, and how answers are drawn.",
+        example="['suite=humaneval','suite.path=tasks.jsonl','eval.samples=8',"
+        "'eval.temperature=0.8']",
+    )
+    rounds: int = setting(
+        3,
+        "Rounds of sampling and training (a rough choice: Singh et al. 2023, ReST-EM, gain little "
+        "after two or three).",
+        ge=1,
+    )
+    start: RoundStart = setting(
+        RoundStart.base,
+        "Where each round's training starts. base: from the base model, so that errors do not "
+        "add up (Zelikman et al. 2022, STaR); last: from the adapter of the round before.",
+    )
+    rows: RoundRows = setting(
+        RoundRows.all,
+        "Which sampled rows a round trains on. all: the distinct ones of all rounds (Yuan et al. "
+        "2023, RFT); newest: those of the round itself.",
+    )
+    hours: float | None = setting(
+        None,
+        "Hours of all rounds together, after which no further round begins; null sets no limit.",
+        gt=0,
+        example="4",
     )
 
 

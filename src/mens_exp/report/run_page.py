@@ -6,7 +6,8 @@ trust it, what it cost, and what to type next.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.suite import title_of
 from mens_exp.report import attribution_view, sections, summary, wording
@@ -28,7 +29,7 @@ from mens_exp.report.document import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.attribution import Attribution
     from mens_exp.report.summary import Records
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _CONDITIONS = ("base", "tuned")
 _OPEN_ITEMS = 3  # completions unfolded at first sight
 _MOST_ITEMS = 100  # more would make a page of megabytes; the rest stays in events.jsonl
-_NOT_DRAWN = {"plan", "attribute", "compare", "promote"}
+_NOT_DRAWN = {"plan", "attribute", "compare", "promote", "rejection_sampling"}
 _TRAINS_NOTHING = {"evaluate", "plan"}
 
 
@@ -51,6 +52,10 @@ def document(records: Records) -> Document:
     if found is not None:
         parts += [*attribution_view.sections(found), next_steps(steps(records))]
         headline = attribution_view.headline(found)
+    elif rounds := manifest.facts.get("rounds"):
+        stopped = manifest.results.get("stopped")
+        parts += [sections.rounds(rounds, stopped), next_steps(steps(records))]
+        headline = f"Rounds of rejection sampling: {len(rounds)}."
     else:
         parts += [questions(records), results(records), *_training(records), answers(records)]
         parts.append(sections.planned(records))
@@ -216,7 +221,17 @@ def steps(records: Records) -> list[Step]:
         return [Step(command, "compare base and tuned model item by item")]
     if records.attribution is not None:
         return list(_after_attribution(m.overrides, records.attribution))
+    if m.facts.get("rounds"):
+        return list(_after_rounds(m.facts["rounds"]))
     return _after_training(records) if m.task == "train" else []
+
+
+def _after_rounds(rounds: Sequence[Mapping[str, Any]]) -> Iterator[Step]:
+    first, last = (wording.path(Path(rounds[at]["train"])) for at in (0, -1))
+    yield Step(wording.command("task=chat", ("path", last)), "ask base and last model something")
+    if first != last and rounds[-1]["kpi"] is not None:
+        both = ("path", f"{first},{last}")
+        yield Step(wording.command("task=compare", both), "compare the first and the last round")
 
 
 def _after_attribution(typed: Sequence[str], found: Attribution) -> Iterator[Step]:

@@ -35,8 +35,44 @@ _ORDER = (
 )
 _OTHER_TABLES = ("packages", "environment")
 # Hundreds of lines, or shown apart.
-_FOR_MACHINES = ("lora_init_layers_sha256", _DIFFERENCES, _METRICS)
+_FOR_MACHINES = ("lora_init_layers_sha256", "rounds", _DIFFERENCES, _METRICS)
 _BETTER = {"min": "lower", "max": "higher", "none": ""}
+
+
+def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Section:
+    """Return a table of the rounds of rejection sampling.
+
+    Args:
+        done: the finished rounds, as the manifest records them.
+        stopped: why no further round began; None if all were asked for.
+    """
+    kpi = next((one["kpi"] for one in done if one["kpi"] is not None), None)
+    rows: list[Sequence[Cell | str]] = [
+        (
+            str(one["number"]),
+            f"{one['passed']} of {one['sampled']}",
+            f"{one['prompts'] - one['prompts_without_pass']} of {one['prompts']}",
+            Cell(str(one["rows"]), detail=f"{one['new']} new"),
+            *([] if kpi is None else [_rate(one["tuned"])]),
+            wording.duration(one["wall_s"]),
+        )
+        for one in done
+    ]
+    held_out = [] if kpi is None else [f"{kpi} after"]
+    heads = ("round", "answers passed", "tasks solved", "rows trained on", *held_out, "time")
+    notes = [] if stopped is None else [Note(f"No further round: {stopped}.", Tone.WARN)]
+    base = next((one["base"] for one in done if one["base"] is not None), None)
+    if base is not None:
+        notes.append(Note(f"The base model's {kpi} is {_rate(base)}.", Tone.QUIET))
+    lead = (
+        "The model that a round begins with answers the tasks; the answers that pass are trained "
+        "on. A task is solved if at least one of its answers passes."
+    )
+    return Section("Rounds", [Table(heads, rows), *notes], name="rounds", lead=lead)
+
+
+def _rate(value: float | None) -> str:
+    return "unknown" if value is None else wording.percent(value)
 
 
 def own_metrics(records: Records) -> list[Table]:

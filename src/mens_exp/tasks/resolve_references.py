@@ -18,6 +18,7 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.data import HubData, MixData
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel, teacher_of
+from mens_exp.config.overrides import check
 from mens_exp.config.sweep import EARLIER, SLURM
 from mens_exp.config.task import ExportFormat, OllamaForm
 from mens_exp.config.validate import TASK_READS, problems_of
@@ -30,6 +31,7 @@ from mens_exp.layout.hub import pinned
 from mens_exp.planning.preflight import preflight
 from mens_exp.rows.files import ROWS
 from mens_exp.tasks.lineage import MERGED, Inspected
+from mens_exp.tasks.round_commands import RoundCommands, is_of_bundle, shared_tasks
 
 if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
@@ -73,11 +75,29 @@ def _pin_without_path(cell: Cell) -> list[MensError]:
         return []
     if cell.config.task.name == "corpus":
         return _pin_corpus(cell)
+    if cell.config.task.name == "rejection_sampling":
+        return _pin_rounds(cell)
     _pin_model(cell)
     pin_rows(cell)
     launcher = cell.composed.launcher_option or ""
     by_slurm = EARLIER.get(launcher, launcher) == SLURM
     return _pin_start(cell) or preflight(cell.config, by_slurm=by_slurm)
+
+
+def _pin_rounds(cell: Cell) -> list[MensError]:
+    """List what prevents the first round from sampling, or any round from training."""
+    config = cell.config
+    if not config.rejection_sampling.sample:
+        return []  # reported by the rules
+    commands = RoundCommands(config=config, typed=cell.composed.overrides, output=Path("rounds"))
+    problems: list[MensError] = [*commands.problems()]
+    if problems:
+        return problems
+    sampling, training = check(commands.sampling(1)), check(commands.training(1))
+    problems += [one for one in sampling.problems if not is_of_bundle(one)] + [*training.problems]
+    for one in () if problems else sampling.cells:
+        problems += pin_inputs(one) or [*shared_tasks(config, one.config)]
+    return list({str(problem): problem for problem in problems}.values())
 
 
 def _pin_path(cell: Cell) -> list[MensError]:

@@ -430,12 +430,15 @@ def run_task(directory: Path, cell: Cell) -> int:
     if task == "train":
         return ended(work, directory)
     # The others have no training state to resume.
-    done = "; steps that are done stay so" if task == "corpus" else ""
+    done = "; steps that are done stay so" if task in _IN_STEPS else ""
     return ended(work, directory, f"the same command{done}")
 
 
 # Tasks implemented in the module of another task; all others have a module of their name.
-_MODULES = {"push": "export", "serve": "export"}
+_MODULES = {"push": "export", "serve": "export", "rejection_sampling": "rounds"}
+
+
+_IN_STEPS = {"corpus", "rejection_sampling"}
 
 
 def _task(cell: Cell) -> Any:

@@ -87,9 +87,30 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if name == "attribute":
         yield from _attribution(config)
+    if name == "rejection_sampling":
+        yield from _rounds(config)
     yield from _logger_problems(config)
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
         yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
+
+
+def _rounds(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what leaves rounds of rejection sampling without a place, or without tasks."""
+    if config.rejection_sampling.output is None:
+        yield ConfigError(
+            "nowhere to write the rounds",
+            where="rejection_sampling.output",
+            expected="a directory; a second run of the same command finds there what is done",
+            remedy="add rejection_sampling.output=<directory>",
+        )
+    if not config.rejection_sampling.sample:
+        yield ConfigError(
+            "no tasks to sample answers to",
+            where="rejection_sampling.sample",
+            expected="a suite of tasks, and how answers are drawn",
+            remedy="add \"rejection_sampling.sample=['suite=humaneval','suite.path=<tasks>',"
+            "'eval.samples=8','eval.temperature=0.8']\"",
+        )
 
 
 def _logger_problems(config: RunConfig) -> Iterator[ConfigError]:
