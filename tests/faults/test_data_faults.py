@@ -231,8 +231,12 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
     )
     kept, gone = split.without_duplicates([*rows, *copies])
     assert gone == 0
-    found = refused(written(tmp_path / "all.jsonl", kept))
-    assert "data.contract.max_overlap_frac: training rows have the benchmark's items" in found
+    everything = written(tmp_path / "all.jsonl", kept)
+    found = refused(everything, "suite=heldout_syntax")
+    assert "data.contract.max_overlap_frac: training rows have items in them that the" in found
+    trained = train_in(tmp_path / "unscored", everything)  # nothing is scored by them: a note
+    [note] = [one for one in Manifest.read(trained.manifest).notes if "measure memory" in one]
+    assert "of the held-out rows have half of their text or more in a training row" in note
 
 
 def test_items_of_the_suite_that_are_trained_on_are_caught(refused, tmp_path):

@@ -212,7 +212,7 @@ def test_a_study_cancelled_after_a_whole_seed_is_not_looked_at(lab, capsys):
     record.jobs, record.study["later"] = record.jobs[:2], record.jobs[2:]
     record.study["comparison"] = None
     request = study_request.requested(["study=ranks"])
-    assert studying._conclude(request, SweepDir(place), record) == []
+    assert studying._conclude(request, SweepDir(place), record, []) == []
     assert "Not compared yet: 2 of 4 runs are done" in " ".join(capsys.readouterr().out.split())
     assert record.study["comparison"] is None
 
@@ -323,7 +323,7 @@ def test_a_study_over_its_budget_is_not_started(here, rows_file, refused, make_s
         (["study=ranks", "lora.r=4"], "lora.r: is decided by the study's file"),
         (["study=ranks", "task=compare"], "task: a study trains and compares"),
         (["-m", "study=ranks"], "study: a study says itself what runs"),
-        (["study=none.yaml"], "none.yaml: is no study"),
+        (["study=none.yaml"], "none.yaml: cannot be read found No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -480,24 +480,84 @@ def test_registered_seeds_are_all_or_the_first_ones(seen, stopping, is_registere
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "answer"),
+    ("low", "high", "margin", "claim", "answer"),
     [
-        (-0.3, -0.2, "holds"),
-        (-0.3, -0.05, "stays open"),
-        (-0.05, 0.2, "is refuted"),
-        (None, None, "stays open"),
+        (-0.3, -0.2, 0.1, "lower by more than 0.1", "holds"),
+        (-0.3, -0.05, 0.1, "lower by more than 0.1", "stays open"),
+        (-0.05, 0.2, 0.1, "lower by more than 0.1", "is refuted"),
+        (None, None, 0.1, "lower by more than 0.1", "stays open"),
+        (-0.05, 0.08, -0.1, "higher by less than 0.1", "holds"),
+        (0.05, 0.15, -0.1, "higher by less than 0.1", "stays open"),
+        (0.11, 0.2, -0.1, "higher by less than 0.1", "is refuted"),
     ],
 )
-def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(low, high, answer):
-    """Lower by more than 0.1, here; between the two it stays open."""
+def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(
+    low, high, margin, claim, answer
+):
+    """A negative margin claims that an arm is no worse."""
     kpi = {"low": low, "high": high, "estimate": -0.2, "seeds": [1, 2]}
     contrast = {"arm": "a", "confounded_by": [], "kpis": {"val_loss": kpi}}
     record = SimpleNamespace(primary="val_loss", contrasts=[contrast])
-    [note] = hypothesis(record, {"direction": "lower", "margin": 0.1})
-    assert note.text.startswith(f"The hypothesis {answer} for a")
+    [note] = hypothesis(record, {"direction": "lower", "margin": margin})
+    assert note.text.startswith(f"The hypothesis {answer} for a. Claimed: val_loss is {claim}. ")
     contrast["confounded_by"] = ["another suite"]
     [note] = hypothesis(record, {"direction": "lower", "margin": 0.1})
     assert note.text.startswith("The hypothesis stays open for a (confounded)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reference": "everything"}, "study.reference: names no arm found everything"),
+        ({"primary": "validation_loss"}, "study.primary: no such KPI found validation_loss"),
+    ],
+)
+def test_a_study_that_could_not_be_compared_is_not_registered(
+    here, rows_file, refused, changes, said
+):
+    """Its runs would be lost: a mended file would be another study."""
+    write(here, settings(rows_file, **changes))
+    assert said in refused("study=ranks", "task=plan")
+    assert said in refused("study=ranks")
+
+
+def test_a_comparison_that_fails_is_an_error_and_its_page_answers_nothing(lab, capsys, monkeypatch):
+    """No other comparison takes the place of the registered one."""
+    record = record_of(lab)
+    record.study["comparison"] = None
+    record.write(SweepDir(lab / "outputs" / "study" / "ranks").record)
+
+    def fails(*_):
+        raise RequestError("nothing to compare", where="for the test")
+
+    monkeypatch.setattr(studying, "_compared", fails)
+    assert cli.main(["study=ranks"]) == 2
+    assert "Not compared: for the test: nothing to compare" in capsys.readouterr().out
+    page = (lab / "outputs" / "study" / "ranks" / "sweep.html").read_text("utf-8")
+    assert "Not compared: the registered comparison failed" in page
+    assert "The hypothesis stays open" not in page
+
+
+def test_runs_that_a_ledger_froze_may_be_compared_by_another_kpi(
+    conducted, tmp_path, monkeypatch, capsys
+):
+    """As an exploratory comparison; an edited record is still refused."""
+    monkeypatch.chdir(conducted)
+    place = Path("outputs/study/ranks")
+    command = ["task=compare", f"path={place}", "compare.primary=val_bits_per_byte"]
+    command += [f"ledger={place}/ledger.jsonl", "logger=none"]
+    assert cli.main([*command, f"hydra.run.dir={tmp_path / 'looked'}"]) == 0
+    made = Comparison.read(tmp_path / "looked" / "compare.json")
+    assert "KPI" in made.exploratory
+    run = sorted(place.glob("[0-9]*/manifest.json"))[0]
+    before = run.read_bytes()
+    run.write_bytes(before + b"\n")
+    capsys.readouterr()
+    try:
+        assert cli.main([*command, f"hydra.run.dir={tmp_path / 'edited'}"]) == 2
+    finally:
+        run.write_bytes(before)
+    assert "is not what the ledger froze" in capsys.readouterr().err
 
 
 def test_a_study_that_was_killed_before_its_registration_registers(lab):

@@ -189,6 +189,13 @@ def test_plain_texts_are_left_out_of_what_is_asked(run, tokenizer, config_with):
     assert [one["item_id"] for one in Samples.read(run.dir.samples).items] == [ROW.id]
 
 
+def test_equal_rows_are_sampled_once(run, tokenizer, config_with):
+    """A file may hold a row twice; its record has each item once."""
+    backend = Answers(tokenizer, base="no", tuned="yes")
+    sample(config_with(NoSuite()), run, backend, [ROW, ROW], tokenizer)
+    assert [one["item_id"] for one in Samples.read(run.dir.samples).items] == [ROW.id]
+
+
 def test_samples_name_each_item_once(tmp_path):
     """A record that does not is refused."""
     one = {"item_id": "a", "prompt": "p", "reference": "r", "answers": {}}

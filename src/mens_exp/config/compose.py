@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
@@ -46,7 +47,7 @@ from mens_exp.config.user_config import (
     read_user_config,
     user_schema,
 )
-from mens_exp.errors import ConfigError, DataError, SetupError
+from mens_exp.errors import ConfigError, DataError, SetupError, expected_name
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -412,7 +413,15 @@ def study_in(path: Path) -> StudyConfig:
         study = None if missing else OmegaConf.to_object(node)
     except DataError as error:
         raise ConfigError("cannot be read", where=str(path), found=error.found) from error
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError("cannot be read", where=str(path), found=error.strerror) from error
+    except ConfigKeyError as error:
+        keys = [one.name for one in dataclasses.fields(StudyConfig)]
+        unknown = str(error.full_key)
+        raise ConfigError(
+            "unknown key", where=f"{path}: {unknown}", expected=expected_name(unknown, keys)
+        ) from error
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(
             "is no study",

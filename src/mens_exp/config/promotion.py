@@ -368,7 +368,10 @@ class StudyConfig:
         Direction.lower, "Which way the KPI of an arm goes from that of the reference, if true."
     )
     margin: float = setting(
-        0.0, "By how much, in the KPI's unit: the interval has to lie beyond it.", ge=0
+        0.0,
+        "By how much, in the KPI's unit: the interval has to lie beyond it. A negative margin "
+        "claims that an arm is no worse than the reference by as much (non-inferiority).",
+        example="-0.05",
     )
     alpha: float = setting(
         0.05, "Two-sided error rate, shared by all arms (Holm).", ge=1e-9, lt=0.5

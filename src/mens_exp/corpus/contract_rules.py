@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from mens_exp.errors import GateError
@@ -150,18 +151,33 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
         )
 
 
+def notes_of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[str]:
+    """Yield a note on an overlap with rows that no suite of the run scores."""
+    if part["contained_frac"] > limits.max_overlap_frac:
+        yield (
+            f"{part['contained']} of {part['items']} items of {part['against']} have half of their "
+            "text or more in a training row: a suite that scores by them would measure memory too"
+        )
+
+
 def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]:
-    """Yield violations by the overlap with a benchmark."""
+    """Yield violations by the overlap with what a suite scores."""
     if part["contained_frac"] > limits.max_overlap_frac:
         worst = part["worst"][0]
         yield GateError(
-            "training rows have the benchmark's items in them",
+            "training rows have items in them that the suite scores by",
             where=f"{_SETTINGS}.max_overlap_frac",
             found=f"{part['contained']} of {part['items']} items of {part['against']}, row "
             f"{worst['row']} has {worst['share']:.0%} of item {worst['item']}",
             expected=f"at most {limits.max_overlap_frac:.2%} of the items",
-            remedy="drop the rows (the corpus step decontaminate does), or raise the limit",
+            remedy="drop the rows (the corpus step decontaminate does), or allow it: "
+            f"{_SETTINGS}.max_overlap_frac={_ceiled(part['contained_frac'])}",
         )
+
+
+def _ceiled(frac: float) -> float:
+    """Return a share rounded up to percent, as a limit that is kept."""
+    return math.ceil(frac * 100) / 100
 
 
 def of_probe(part: ProbePart) -> Iterator[GateError]:

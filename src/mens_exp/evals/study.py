@@ -110,7 +110,7 @@ def conducted(
     arms = arms_of(trials, named)
     if len(arms) == 1:
         return _base_and_tuned(path, runs, arms[0], settings)
-    found = _reference(arms, settings.reference)
+    found = reference_arm(arms, settings.reference)
     order = [found, *(arm for arm in arms if arm is not found)]
     by_arm = {
         arm.name: [run for run in runs if any(run.trial is one for one in arm.trials)]
@@ -272,10 +272,18 @@ def _learned_of(backend: str, is_random: bool, own: tuple[Path, ...]) -> dict[st
     return learned_settings(typed(compose([[f"backend={backend}", *model]])[0].values))
 
 
-def _reference(arms: Sequence[Arm], wanted: str | None) -> Arm:
+def reference_arm(arms: Sequence[Arm], wanted: str | None, where: str = "compare.reference") -> Arm:
     """Return the arm of that name, or with that value of a factor; without one, the first.
 
     A value that looks like true or false comes spelled otherwise from the command line.
+
+    Args:
+        arms: the arms, in their order.
+        wanted: a name or a value.
+        where: the setting that names it.
+
+    Raises:
+        ConfigError: no arm has it, or several.
     """
     if wanted is None:
         return arms[0]
@@ -289,7 +297,7 @@ def _reference(arms: Sequence[Arm], wanted: str | None) -> Arm:
         return matching[0]
     raise ConfigError(
         "names no arm" if not matching else "names several arms",
-        where="compare.reference",
+        where=where,
         found=wanted,
         expected=expected_name(wanted, [arm.name for arm in arms]),
     )

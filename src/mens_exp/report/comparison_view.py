@@ -131,9 +131,20 @@ def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
                 answer = "holds"
             elif max(bounds) < study["margin"]:
                 answer = "is refuted"
-        claim = f"{record.primary} is {study['direction']} by more than {study['margin']:g}"
         more = " (confounded)" if one["confounded_by"] else ""
-        yield Note(f"The hypothesis {answer} for {one['arm']}{more}: {claim}? {_interval(kpi)}.")
+        claim = f"{record.primary} is {_claim(study['direction'], study['margin'])}"
+        yield Note(
+            f"The hypothesis {answer} for {one['arm']}{more}. Claimed: {claim}. Measured: "
+            f"{_interval(kpi)}."
+        )
+
+
+def _claim(direction: str, margin: float) -> str:
+    """Return what is claimed of an arm; a negative margin claims that it is no worse."""
+    if margin >= 0:
+        return f"{direction} by more than {margin:g}"
+    worse = {"lower": "higher", "higher": "lower"}[direction]
+    return f"{worse} by less than {-margin:g}"
 
 
 def about(record: Comparison) -> str:

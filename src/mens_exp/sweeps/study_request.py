@@ -20,6 +20,8 @@ from mens_exp.config.rules.task import study_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.evals.arms import Trial, arms_of
 from mens_exp.evals.promotion_rules import thresholds
+from mens_exp.evals.study import reference_arm
+from mens_exp.planning.checks import classes
 from mens_exp.planning.contract import contract_of
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.sweeps.multirun import PLACE
@@ -165,8 +167,9 @@ def planned_runs(request: Request, *, is_new: bool = True) -> tuple[PlannedSweep
     Problems.raise_if(unique)
     cells = tuple(cell for each in checks for cell in each.cells)
     if is_new:
-        primary = objective_problems("study.primary", [study.primary], cells, may_be_own=True)
-        Problems.raise_if([*primary])
+        own = any(map(_has_metrics_of_its_own, cells))
+        found = objective_problems("study.primary", [study.primary], cells, may_be_own=own)
+        Problems.raise_if([*found])
     planned = plan_cells(Checked(cells=cells, problems=(), general=()), is_new=is_new)
     if planned.left_out:
         one = planned.left_out[0]
@@ -184,7 +187,18 @@ def planned_runs(request: Request, *, is_new: bool = True) -> tuple[PlannedSweep
             found=", ".join(arm.name for arm in arms),
             expected=f"{arm_count(study)} arms",
         )
+    if is_new:
+        reference_arm(arms, study.reference, where="study.reference")
     return planned, arms
+
+
+def _has_metrics_of_its_own(cell: Cell) -> bool:
+    """Return whether a run may measure what our table of KPIs does not have.
+
+    A class of the user's may log metrics, and files of tasks may name groups and metrics.
+    """
+    suite = cell.config.suite
+    return classes.record(cell.config) is not None or suite.spec.reads_files(suite)
 
 
 def _arms(study: StudyConfig) -> list[list[str]]:

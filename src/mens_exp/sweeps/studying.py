@@ -122,11 +122,13 @@ def _run(
     where = f"entry {study['entry']} of {study['ledger']}, {study['entry_sha256']}"
     terminal.say(f"Registered by {where}.", on=console)
     feed = Seeds(request.study, directory, record, console)
-    return finish(
+    failed: list[MensError] = []
+    code = finish(
         Launcher(directory, record, console, feed),
-        conclude=lambda: _conclude(request, directory, record),
+        conclude=lambda: _conclude(request, directory, record, failed),
         again=record.command,
     )
+    return code or max((one.exit_code for one in failed), default=0)
 
 
 class Seeds:
@@ -262,8 +264,17 @@ def _edits(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             yield f"{name} was {shown(before.get(name))} and is {shown(after.get(name))}"
 
 
-def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> list[Step]:
-    """Compare what has run, record it, show verdicts and hypothesis; return what to type next."""
+def _conclude(
+    request: Request, directory: SweepDir, record: SweepRecord, failed: list[MensError]
+) -> list[Step]:
+    """Compare what has run, record it, show verdicts and hypothesis; return what to type next.
+
+    Args:
+        request: the command.
+        directory: of the study.
+        record: its record.
+        failed: receives the error of a comparison that could not be made.
+    """
     study = record.study
     assert study is not None, "a sweep that conducts a study"
     done = [job for job in record.jobs if job["state"] == JobState.SUCCEEDED]
@@ -283,6 +294,7 @@ def _conclude(request: Request, directory: SweepDir, record: SweepRecord) -> lis
         made = Comparison.read(place.comparison)
     except MensError as error:
         terminal.say(f"Not compared: {error}")
+        failed.append(error)
         return []
     study["comparison"] = place.path.name
     record.write(directory.record)

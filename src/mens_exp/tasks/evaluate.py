@@ -18,6 +18,7 @@ from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.lora import ADAPTERS, LoraVariant
 from mens_exp.config.quant import QUANTIZERS
+from mens_exp.corpus.data_contract import heldout_part
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems, RequestError
 from mens_exp.evals.engines import Served, VllmEngine, open_vllm
@@ -154,6 +155,9 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
 def _label_known_items(config: RunConfig, run: Run, rows: Rows) -> None:
     """Record the suite items that the run was trained on, and print a warning if there are any."""
     part = suite_part(config.suite, rows, calls_functions=True)
+    if config.suite.spec.from_rows:
+        part = heldout_part(rows)
+        part = part if part and part["contained"] else None
     if part is None:
         return
     run.manifest.inputs["overlap"] = part

@@ -333,12 +333,15 @@ def certify_rows(
     )
     if not contract.overlap:
         contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
-    notes = contract_rules.notes_of_tokens(contract.tokens, labelling)
+    parts, notes = contract.overlap, [*contract_rules.notes_of_tokens(contract.tokens, labelling)]
+    if parts and len(rows.heldout) and not config.suite.spec.from_rows:  # nothing scores them
+        of_heldout, *parts = parts
+        notes += contract_rules.notes_of_overlap(of_heldout, limits)
     run.manifest.notes += [note for note in notes if note not in run.manifest.notes]
     found = [
         *contract_rules.of_tokens(contract.tokens, limits, labelling),
         *contract_rules.of_rows(contract.rows, limits),
-        *(one for part in contract.overlap for one in contract_rules.of_overlap(part, limits)),
+        *(one for part in parts for one in contract_rules.of_overlap(part, limits)),
     ]
     _record(run, contract, found)
 

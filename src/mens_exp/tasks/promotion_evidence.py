@@ -101,7 +101,9 @@ class Frozen:
                 self._files.setdefault(file, (by, sha256))
 
     def _edited(self, run: FrozenRun) -> Iterator[DataError]:
-        for file, sha256 in _files(run):
+        # A run that scored itself has one manifest under two names; the second has no digest.
+        files = dict(reversed([*_files(run)]))
+        for file, sha256 in reversed(files.items()):
             by, frozen = self._files.get(file, ("", sha256))
             if frozen != sha256:
                 yield _another(file, sha256, frozen, by)

@@ -177,8 +177,8 @@ def sample(
     suite = config.suite.unscored
     if suite is None or suite.items == 0 or not heldout:
         return
-    asking = (pair for pair in heldout if not pair.is_text)
-    rows = sorted(asking, key=lambda pair: pair.id)[: suite.items]
+    asking = {pair.id: pair for pair in heldout if not pair.is_text}  # equal rows ask once
+    rows = [asking[one] for one in sorted(asking)][: suite.items]
     if not rows:
         return
     requests = [Request(messages=tuple(messages_of(pair)), seed=config.seed) for pair in rows]

@@ -18,7 +18,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.record import read_bytes, read_lines
 from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
-from mens_exp.artifacts.sweep import SweepDir, SweepRecord
+from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
 from mens_exp.artifacts.telemetry import read_document_losses, read_events
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import from_yaml, typed
@@ -438,6 +438,7 @@ def _suite_of(run: RunDir) -> Suite | str:
         return str(error)
 
 
+_OVER = frozenset({JobState.SUCCEEDED, JobState.FAILED})
 _MOST_ITEMS = 30  # per run; more would make the page megabytes large
 
 
@@ -484,6 +485,11 @@ def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | No
             return Comparison.read(place.comparison), ""
         except MensError as error:
             return None, f"Not compared: {error}"
+    if record.study is not None:  # any other comparison would not be the registered one
+        is_over = all(job["state"] in _OVER for job in record.jobs) and not record.study["later"]
+        if not is_over:
+            return None, "Not compared yet: the runs of the study have not all ended."
+        return None, "Not compared: the registered comparison failed; the command says why."
     found = [directory.path / job["directory"] for job in record.jobs]
     paths = [str(path.absolute()) for path in found if (path / "manifest.json").is_file()]
     try:
