@@ -40,6 +40,7 @@ def document(record: Comparison, place: str = "", ledger: str | None = None) -> 
     parts: list[Part] = [
         verdicts(record),
         next_steps(steps),
+        Section(f"Differences in {record.primary}, seed by seed", [seeds_table(record)]),
         Section("Arms, and what each spent", [arms_table(record)]),
         *(Section(one["arm"], [kpis_table(one)]) for one in record.contrasts),
         Section("Noise", [noise_table(record)]),
@@ -88,10 +89,11 @@ def brief(record: Comparison) -> list[Part]:
 
 
 def _steps(record: Comparison, place: str, ledger: str) -> list[Step]:
-    """Return what to type next: the gate only where an arm is better."""
+    """Return what to type next: the gate only where a backend is better, and nothing else."""
     if not place:
         return []
-    found = {one["kpis"][record.primary]["verdict"] for one in record.contrasts}
+    clean = [one for one in record.contrasts if not one["confounded_by"]]
+    found = {one["kpis"][record.primary]["verdict"] for one in clean if "backend" in record.factors}
     gate = Step(
         wording.command("task=promote", "policy=burn_rnd", ("path", place), ("ledger", ledger)),
         "let a policy decide on it, on the record",
@@ -208,6 +210,20 @@ def kpis_table(contrast: ContrastRecord) -> Table:
     return Table(heads, rows)
 
 
+def seeds_table(record: Comparison) -> Table:
+    """Return the difference of each seed in the primary KPI, one column an arm."""
+    kpis = {one["arm"]: one["kpis"][record.primary] for one in record.contrasts}
+    found = {
+        arm: dict(zip(kpi["seeds"], kpi["differences"], strict=True)) for arm, kpi in kpis.items()
+    }
+    seeds = sorted({seed for values in found.values() for seed in values})
+    rows = [
+        [str(seed), *(wording.figure(values.get(seed), signed=True) for values in found.values())]
+        for seed in seeds
+    ]
+    return Table(["seed", *kpis], rows)
+
+
 def arms_table(record: Comparison) -> Table:
     """Return the arms side by side: seeds, the primary KPI, and their budgets."""
     columns = [record.primary, *(name for name in _BUDGET if name != record.primary)]
@@ -253,10 +269,7 @@ def findings(record: Comparison) -> Iterator[Note]:
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
         yield Note(f"{one['arm']}: {kpi['verdict']}, {kpi['why']}{_more(kpi)}", item=True)
-        if one["confounded_by"]:
-            causes = "; ".join(one["confounded_by"])
-            text = f"{one['arm']}: confounded by {causes}. This is no evidence for a promotion."
-            yield Note(text, Tone.WARN, item=True)
+        yield from _fairness(record, one)
         if one["moved_inputs"]:
             text = f"{one['arm']}: the factor itself moves {', '.join(one['moved_inputs'])}."
             yield Note(text, item=True)
@@ -273,6 +286,17 @@ def findings(record: Comparison) -> Iterator[Note]:
         yield Note(f"Left out: {path}: {why}.", Tone.WARN, item=True)
     for note in record.notes:
         yield Note(note, item=True)
+
+
+def _fairness(record: Comparison, one: ContrastRecord) -> Iterator[Note]:
+    """Yield whether the arms differ in more than the factors."""
+    if one["confounded_by"]:
+        causes = "; ".join(one["confounded_by"])
+        text = f"{one['arm']}: confounded by {causes}. This is no evidence for a promotion."
+        yield Note(text, Tone.WARN, item=True)
+    elif record.factors:
+        text = f"{one['arm']}: a clean comparison, in which the arms differ only in "
+        yield Note(f"{text}{', '.join(record.factors)}.", item=True)
 
 
 def _interval(kpi: KpiRecord) -> str:
@@ -293,7 +317,7 @@ def _more(kpi: KpiRecord) -> str:
     if needed is None or needed <= len(kpi["seeds"]):
         return ""
     if kpi["verdict"] == Verdict.NOT_REACHABLE:
-        return ""
+        return "; run the arms with more seeds, and compare all runs together"
     low, high = kpi["seeds_needed_low"], kpi["seeds_needed_high"]
     if low is None:  # equal differences, or a record of an older version
         return f"; an effect of the observed size would take {needed} seeds"

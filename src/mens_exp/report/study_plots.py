@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _WIDE = 10.4  # inches
 _LINE, _EDGE = 0.34, 1.1  # inches of a forest: a row, and what stands around the rows
+_BELOW = 0.22  # of a row: where the dots of the seeds stand, under the interval
 _MOST_ROWS = 40
 _FAR = 10  # times the median row: what is beyond would flatten the others
 _FEW = 3  # rows that a median is taken of
@@ -41,6 +42,7 @@ class _Row:
     estimate: float
     high: float | None
     color: str
+    seeds: Sequence[float] = ()  # the difference of each
 
     @property
     def reach(self) -> float:
@@ -65,6 +67,7 @@ def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
             estimate=k["estimate"],
             high=k["high"],
             color=colors[arm],
+            seeds=k["differences"],
         )
         for arm, k in kpis
         if k["estimate"] is not None
@@ -72,7 +75,8 @@ def _primary(record: Comparison, colors: dict[str, str]) -> Plot:
     title = f"{wording.visible(record.primary)}, each arm minus {wording.visible(record.reference)}"
     unit = kpis[0][1]["unit"]
     caption = (
-        f"Mean of the seeds' differences with its {wording.level(1 - record.alpha)} interval"
+        "Each dot is the difference of one seed, the diamond their mean with its "
+        f"{wording.level(1 - record.alpha)} interval"
         f"{', which holds for all arms at once' if len(record.contrasts) > 1 else ''}; "
         f"unit {'share' if unit == '1' else unit}.{_which_way(kpis[0][1]['direction'])}"
     )
@@ -131,6 +135,9 @@ def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], why: str,
             axes.set_xlim(-limit, limit)
         axes.axvline(0, color="#020202", linewidth=1, linestyle=(0, (4, 3)))
         for place, row in enumerate(rows):
+            dots = [one for one in row.seeds if abs(one) <= limit]
+            beside = [place + _BELOW] * len(dots)
+            axes.plot(dots, beside, "o", color=row.color, markersize=4, alpha=0.7)
             if row.low is not None and row.high is not None:
                 axes.plot([row.low, row.high], [place, place], color=row.color, linewidth=2.2)
             if abs(row.estimate) > limit:
