@@ -300,6 +300,8 @@ def test_a_plan_shows_the_runs_and_registers_nothing(here, rows_file, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert "lora.r=2 seed=5" in said
     assert "4 cells" in said
+    assert "Claim val_loss is lower by more than 0.001, against lora.r=2" in said
+    assert "python -m mens_exp study=experiments/ranks/study.yaml" in said
     assert not (here / "outputs").exists()
 
 

@@ -121,7 +121,7 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
             where="data",
             found=part["rows_on_two_sides"],
             expected="none",
-            remedy="drop their duplicates",
+            remedy="drop duplicates, or data.group_column if it puts equal rows into groups",
         )
     many, again = part["conversations"], part["repeated_answers"]
     if many and again / many > limits.max_repeated_answer_frac:

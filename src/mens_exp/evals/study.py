@@ -104,6 +104,8 @@ def conducted(
             where="path",
             found=", ".join(path),
             expected="training runs that succeeded, or evaluations of such",
+            remedy="name the directory of the sweep or the runs, path=<directory>; latest looks in "
+            "outputs/ alone",
         )
     trials = [run.trial for run in runs]
     named = list(factors) or factors_in(trials)

@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.report import wording
-from mens_exp.report.document import Cell, Document, Note, Section, Step, Table, Tone, next_steps
+from mens_exp.report.document import (
+    Cell,
+    Document,
+    Facts,
+    Note,
+    Section,
+    Step,
+    Table,
+    Tone,
+    next_steps,
+)
 from mens_exp.report.sections import unknown_fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from mens_exp.artifacts.comparison import Comparison, ContrastRecord, KpiRecord
+    from mens_exp.config.promotion import StudyConfig
     from mens_exp.report.document import Part
 
 _TONES = {Verdict.BETTER: Tone.GOOD, Verdict.WORSE: Tone.BAD}
@@ -139,6 +150,24 @@ def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
             f"The hypothesis {answer} for {one['arm']}{more}. Claimed: {claim}. Measured: "
             f"{_interval(kpi)}."
         )
+
+
+def registered(study: StudyConfig, first: str) -> list[Part]:
+    """Return what the registration of a study fixes.
+
+    Args:
+        study: its settings.
+        first: the arm that is the reference if none is named.
+    """
+    claim = f"{study.primary} is {_claim(study.direction.value, study.margin)}"
+    cells = [
+        Cell(study.hypothesis, label="Hypothesis"),
+        Cell(f"{claim}, against {study.reference or first}", label="Claim"),
+        Cell(", ".join(map(str, study.seeds)), label="Seeds"),
+        Cell(f"{study.test.value}, α {study.alpha:g}", label="Test"),
+        Cell(study.stopping.value.replace("_", " "), label="Stopping rule"),
+    ]
+    return [Section("Registered before any run, and fixed from then on", [Facts(cells)])]
 
 
 def _claim(direction: str, margin: float) -> str:

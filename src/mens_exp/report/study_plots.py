@@ -200,7 +200,8 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
         arm: curves[metric] for arm, curves in record.curves.items() if metric in curves
     }
     if not found:
-        return absent(name, title, "no two steps that all runs share")
+        more = "; trainer.val_check_interval validates more often" if metric == "val/loss" else ""
+        return absent(name, title, f"no two steps that all runs share{more}")
 
     def paint(axes: Axes) -> None:
         for arm, curve in found.items():

@@ -25,6 +25,7 @@ from mens_exp.report.document import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from mens_exp.artifacts.comparison import Comparison
     from mens_exp.artifacts.sweep import StudyRecord, SweepJob, SweepRecord
@@ -93,6 +94,24 @@ def steps(place: str, again: Sequence[str] = (), *, is_done: bool) -> list[Step]
         return [Step(command, "go on, once the cause is mended")]
     command = wording.command("task=compare", ("path", place))
     return [Step(command, "compare its arms seed by seed")]
+
+
+def steps_after_study(record: SweepRecord, place: Path) -> list[Step]:
+    """Return what to type after a study: check its comparison, or go on with it.
+
+    Args:
+        record: of the study.
+        place: its directory.
+    """
+    assert record.study is not None, "a study"
+    made = record.study["comparison"]
+    if made is None:
+        return [Step(wording.command(*record.command), "go on with it")]
+    checked = wording.command("task=inspect", ("path", wording.path(place / made)), _VERIFIES)
+    return [Step(checked, "check it against the records of its runs")]
+
+
+_VERIFIES = "inspect.verify=true"
 
 
 def job_line(record: SweepRecord, job: SweepJob, what: str, why: str | None) -> str:

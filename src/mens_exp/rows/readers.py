@@ -239,10 +239,13 @@ class RowReader:
         self._seen.update(named.keys())
         for name in self._needed:
             if name in columns and name not in named:
-                likely = likely_columns(row)
-                remedy = f"name columns of the rows, such as {as_columns(likely)}"
+                remedy = None
+                if self._seen[name]:  # other rows have it
+                    remedy = "mend the row, or set data.on_bad_row=quarantine"
+                elif likely := likely_columns(row):
+                    remedy = f"name columns of the rows, such as {as_columns(likely)}"
                 setting = f"data.columns.{name}"
-                raise _no_column(setting, columns[name], where, row, remedy if likely else None)
+                raise _no_column(setting, columns[name], where, row, remedy)
         used = {*columns.values(), self.how.group_column}
         self.ignored.update(column for column in row if column not in used)
         plain: dict[str, Any] = {

@@ -22,6 +22,7 @@ from mens_exp.config.promotion import Stopping, StudyConfig
 from mens_exp.errors import MensError, Problems, RequestError
 from mens_exp.evals.study import conducted
 from mens_exp.report import comparison_view, sweep_view, terminal, wording
+from mens_exp.report.document import Step
 from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.multirun import PLACE, finish, freeze, job_record, new_record
 from mens_exp.sweeps.plan import place_problems
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.decision_ledger import LedgerEntry
     from mens_exp.artifacts.sweep import SweepJob
-    from mens_exp.report.document import Step
     from mens_exp.sweeps.study_request import Request
 
 _DECIDED = frozenset({Verdict.BETTER, Verdict.WORSE})
@@ -74,8 +74,11 @@ def conduct(overrides: Sequence[str]) -> int:
     record = new_record(planned, overrides, cells)
     record.jobs = [job_record(job) for job in planned.jobs]
     terminal.show(*sweep_view.planned_parts(record), on=console)
+    terminal.show(*comparison_view.registered(request.study, arms[0].name), on=console)
     refuse_over_budget(request.study, record.jobs)
     if request.only_plans:
+        step = Step(wording.command(*_without_plan(overrides)), "register the study and run it")
+        terminal.say_next([step], on=console)
         return 0
     cycle = cycle_for(request, arms, cells)
     with locked(directory, PLACE):
@@ -87,6 +90,10 @@ def conduct(overrides: Sequence[str]) -> int:
                 freeze(job, directory.path / job.directory, record.code_sha256)
             record.write(directory.record)
         return _run(request, directory, record, console, cycle)
+
+
+def _without_plan(overrides: Sequence[str]) -> list[str]:
+    return [text for text in overrides if text.lstrip("+") != "task=plan"]
 
 
 def _continue(request: Request, directory: SweepDir) -> int:

@@ -473,8 +473,11 @@ def write_sweep_page(directory: SweepDir) -> None:
     """
     from mens_exp.report import html, sweep_view, wording
 
+    review = read_sweep(directory)
     steps = sweep_view.steps(wording.path(directory.path), is_done=True)
-    write_text(directory.page, html.page(sweep_view.document(read_sweep(directory), steps)))
+    if review.record.study is not None:
+        steps = sweep_view.steps_after_study(review.record, directory.path)
+    write_text(directory.page, html.page(sweep_view.document(review, steps)))
 
 
 def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | None, str]:
