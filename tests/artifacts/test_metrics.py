@@ -76,7 +76,10 @@ def test_a_misspelling_of_ours_is_answered_with_the_near_name(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["train/loss_ema", "eval/pass_at_5", "train/acc", "val_loss", "lr-SGD/pg1", "loss", "f1"],
+    [
+        *("train/loss_ema", "eval/pass_at_5", "train/acc", "lr-SGD/pg1", "loss", "f1"),
+        *("train_loss", "val_loss", "train_grad_norm"),  # as Lightning's documentation names them
+    ],
 )
 def test_a_name_that_is_merely_alike_is_ones_own(name):
     """Numbers tell names apart, and so does a word more."""

@@ -154,6 +154,16 @@ def test_a_file_that_would_do_nothing_is_refused(write, file, text, said):
     assert problem.exit_code == 2
 
 
+@pytest.mark.parametrize(("group", "said"), [("suite", "a suite"), ("quant", "a quantizer")])
+def test_a_class_where_only_packages_register_is_refused(write, group, said):
+    """With the way that leads there."""
+    write(f"{group}/mine.yaml", "_target_: mine.Thing\n")
+    problem = only("seed=1")
+    assert str(problem).startswith(f"conf/{group}/mine.yaml: _target_: {said} is registered by")
+    assert "entry point" in problem.expected
+    assert "extending.md" in problem.remedy
+
+
 def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
     write,
 ):

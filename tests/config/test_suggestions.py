@@ -23,6 +23,21 @@ MISTAKES = {
     "train": ("not an override found train", "write task=train"),
     "evaluat": ("not an override found evaluat", "write task=evaluate"),
     "qlora": ("not an override found qlora", "write backend=qlora"),
+    "help": ("not an override found help", "write --help"),
+    "run": ("not an override found run", "python -m mens_exp trains"),
+    "mine.yaml": ("not an override found mine.yaml", "write study=mine.yaml"),
+    "whatever": ("not an override found whatever", "see --help"),
+    "--wandb": ("there is no such flag found --wandb", "write logger=wandb"),
+    "logger=[]": ("logger: names no option", "write logger=none"),
+    "data=some/rows.jsonl": ("data: unknown option", "write data=jsonl data.path=some/rows.jsonl"),
+    "data=me/rows": ("data: unknown option", "write data=hub data.id=me/rows"),
+    "model=me/model": ("model: unknown option", "write model=hf model.id=me/model"),
+    "model=./here": ("model: unknown option", "write model=hf model.id=./here"),
+    "data.upto=9": ("data.upto: unknown key", "drop data.upto"),
+    "suite._target_=a.B": (
+        "suite._target_: a class is named by a file",
+        "./conf/suite/<name>.yaml",
+    ),
     "rows.jsonl": ("not an override found rows.jsonl", "write data=jsonl data.path=rows.jsonl"),
     "lora.r = 8": ("not an override found lora.r", "write lora.r=<value>, without spaces"),
     "use_liger_kernel=true": ("it is not offered here", "drop use_liger_kernel"),
@@ -124,4 +139,4 @@ def test_a_directory_of_a_run_is_a_path(tmp_path, monkeypatch):
     (tmp_path / "run" / "manifest.json").touch()
     monkeypatch.chdir(tmp_path)
     assert "resume=run" in meant_by("run")
-    assert meant_by("nothing_like_it") is None
+    assert meant_by("nothing_like_it") == "see --help"

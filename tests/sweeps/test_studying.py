@@ -551,7 +551,7 @@ def test_runs_that_a_ledger_froze_may_be_compared_by_another_kpi(
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'looked'}"]) == 0
     made = Comparison.read(tmp_path / "looked" / "compare.json")
     assert "KPI" in made.exploratory
-    run = sorted(place.glob("[0-9]*/manifest.json"))[0]
+    run = min(place.glob("[0-9]*/manifest.json"))
     before = run.read_bytes()
     run.write_bytes(before + b"\n")
     capsys.readouterr()

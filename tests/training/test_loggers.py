@@ -16,8 +16,9 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, to_yaml, typed
 from mens_exp.config.overrides import check
-from mens_exp.errors import MissingExtra
+from mens_exp.errors import MissingExtra, RequestError
 from mens_exp.planning.checks import machine
+from mens_exp.training.loggers import MirrorLogger
 
 
 def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):
@@ -260,3 +261,9 @@ def test_a_loggers_settings_are_its_own():
     """A key of another logger is refused."""
     (problem,) = check(["logger=csv", "logger.project=mine"]).problems
     assert "is no key of the chosen logger" in str(problem)
+
+
+def test_a_model_cannot_be_watched_by_the_mirror():
+    """W&B's hooks would fail in the middle of a backward pass; the way out is told first."""
+    with pytest.raises(RequestError, match=r"WandbLogger.watch.*Histogram"):
+        MirrorLogger.watch(None, object())

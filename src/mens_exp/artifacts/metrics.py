@@ -397,8 +397,13 @@ def _refuse_ours(name: str) -> None:
 
 
 def _misspelled(name: str) -> str | None:
-    """Return the name of ours that was probably meant; numbers in names are told apart."""
+    """Return the name of ours that was probably meant; numbers in names are told apart.
+
+    Lightning's own names, such as ``train_loss``, are the user's.
+    """
     close = nearest(name, METRICS, cutoff=_ALIKE)
+    if close is not None and name == close.replace("/", "_"):
+        return None
     return close if close and _numbers(close) == _numbers(name) else None
 
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import shlex
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -327,17 +328,23 @@ def _group_problems(override: Override) -> list[ConfigError]:
         listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
         return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
     options = group_options()[group]
+    if override.value() == []:
+        remedy = f"write {group}={_NONE_OF[group]}" if group in _NONE_OF else f"drop {line}"
+        return [ConfigError("names no option", where=group, found=line, remedy=remedy)]
     return [
         ConfigError(
             "unknown option",
             where=group,
             found=shown(value),
             expected=_expected_option(shown(value), options),
-            remedy=_option_remedy(group, nearest(shown(value), options)),
+            remedy=_option_remedy(group, shown(value), nearest(shown(value), options)),
         )
         for value in _options_given(override)
         if value not in options
     ]
+
+
+_NONE_OF = {"logger": "none", "callbacks": "minimal"}
 
 
 def _options_given(override: Override) -> list[Any]:
@@ -353,7 +360,13 @@ def _options_given(override: Override) -> list[Any]:
 _CLOSED = {"task", "sandbox"}  # a class of the user's has no place in these
 
 
-def _option_remedy(group: str, close: str | None) -> str:
+def _option_remedy(group: str, value: str, close: str | None) -> str:
+    if group == "model" and "/" in value:  # a directory, or an id of the hub
+        return f"write {group}=hf {group}.id={value}"
+    if group == "data" and PurePath(value).suffix:
+        return f"write {group}=jsonl {group}.path={value}"
+    if group == "data" and value.count("/") == 1:
+        return f"write {group}=hub {group}.id={value}"
     if close is not None:
         return f"write {group}={close}"
     if group in _CLOSED:

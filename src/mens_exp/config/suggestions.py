@@ -31,6 +31,7 @@ _ALL_KEYS = (
     "a key that python -m mens_exp --cfg job shows; docs/reference/configuration explains each"
 )
 _SURE = 0.75  # difflib's likeness of a key that is suggested for another group's; unverified guess
+_LIKE = 0.6  # of two names, above which one is proposed to be written (a rough choice)
 _ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".csv", ".csv.gz")
 
 
@@ -64,7 +65,12 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
             expected=f"{group}={' or '.join(owners)}, which {'have' if owners[1:] else 'has'} it",
             remedy=f"add {group}={owners[0]}, or drop {key}",
         )
-    known = _alias(key, found) or _inside_class(key, found) or _callback(key, found)
+    known = (
+        _class(key, found)
+        or _alias(key, found)
+        or _inside_class(key, found)
+        or _callback(key, found)
+    )
     if known is not None:
         return known
     expected, likely = _expected_key(key, leaves)
@@ -87,6 +93,19 @@ def _of_the_trainer(key: str, found: str, value: str) -> ConfigError | None:
         found=found,
         expected=f"{field}=<{'|'.join(options)}>",
         remedy=f"write {field}={'none' if off else '<one or a list of them>'}",
+    )
+
+
+def _class(key: str, found: str) -> ConfigError | None:
+    group, _, field = key.partition(".")
+    if field != "_target_":
+        return None
+    return ConfigError(
+        "a class is named by a file of yours",
+        where=key,
+        found=found,
+        expected=f"{group}=<name>, and its class in ./conf/{group}/<name>.yaml, under _target_",
+        remedy="see docs/how-to/extending.md",
     )
 
 
@@ -168,7 +187,8 @@ def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
         if peer is not None and peer.ours in beside:
             close = peer.ours
         told = f"{listed(beside)}{f'; the nearest is {close}' if close else ''}"
-        return told, [] if close is None else [close]
+        is_sure = close is not None and (peer is not None or _is_like(key, close))
+        return told, [close] if close is not None and is_sure else []
     last = key.rpartition(".")[2]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]
     if namesakes:
@@ -179,6 +199,10 @@ def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
     if near is not None:
         return f"a known name; the nearest is {names[near]}", [names[near]]
     return _ALL_KEYS, []
+
+
+def _is_like(key: str, close: str) -> bool:
+    return nearest(key.rpartition(".")[2], [close.rpartition(".")[2]], cutoff=_LIKE) is not None
 
 
 def options_with(group: str, field: str) -> list[str]:
@@ -217,7 +241,16 @@ def meant_by(text: str) -> str | None:
     if (Path(text).expanduser() / "manifest.json").is_file():
         return f"write path={text} and the task that reads it, or resume={text}"
     near = nearest(text, TASKS, cutoff=_SURE)
-    return None if near is None else f"write task={near}"
+    likely = f"write study={text}" if text.endswith((".yaml", ".yml")) else _WORDS.get(text)
+    return likely or ("see --help" if near is None else f"write task={near}")
+
+
+_WORDS = {
+    "help": "write --help",
+    "version": "write task=doctor",
+    "run": "write no word for it: python -m mens_exp trains",
+    "start": "write no word for it: python -m mens_exp trains",
+}
 
 
 def of_flag(flag: str, value: str | None) -> str | None:
@@ -235,6 +268,9 @@ def of_flag(flag: str, value: str | None) -> str | None:
         places = [name]
     if len(places) == 1:
         return f"write {places[0]}={given}"
+    chosen = [group for group, options in group_options().items() if name in options]
+    if len(chosen) == 1 and not inside:
+        return f"write {chosen[0]}={name}"
     peer = alias_of(name)
     if peer is not None:
         return (

@@ -351,6 +351,18 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
         )
     elif group in CLASS_GROUPS and "_target_" in values:
         yield from key_problems(values, where)
+    elif group in _REGISTERED and "_target_" in values:
+        yield ConfigError(
+            f"{_REGISTERED[group]} is registered by an installed package, and not by its class",
+            where=f"{where}: _target_",
+            found=values["_target_"],
+            expected="an entry point, a SPEC, and this file with /schema/… in its defaults",
+            remedy="see docs/how-to/extending.md, 'An installed suite, objective, …'; "
+            "pip install -e . of a folder with a pyproject.toml is enough",
+        )
+
+
+_REGISTERED = {"suite": "a suite", "quant": "a quantizer", "lora": "an adapter method"}
 
 
 def read_option(file: Path) -> dict[str, Any] | str:

@@ -203,6 +203,9 @@ def _json(text: str, where: str) -> object:
             where=where,
             found=text[:60],
             expected="one JSON object a line",
+            remedy=None
+            if text.lstrip().startswith(("{", "["))
+            else 'write texts as {"text": "…"}, one a line, or a table into a file named .csv',
         ) from error
     except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
         raise DataError(f"the line is not usable JSON: {error}", where=where) from error

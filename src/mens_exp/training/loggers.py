@@ -31,7 +31,7 @@ from mens_exp.artifacts.telemetry import own_results
 from mens_exp.config.logger import CsvLogger, OwnLogger, TensorboardLogger
 from mens_exp.config.logger import WandbLogger as WandbSettings
 from mens_exp.config.validate import settings_read
-from mens_exp.errors import SetupError
+from mens_exp.errors import RequestError, SetupError
 from mens_exp.training.wandb_mirror import WandbMirror
 from mens_exp.training.wandb_rendering import is_point, summary_of
 
@@ -173,6 +173,20 @@ class MirrorLogger(WandbLogger):
 
     def log_hyperparams(self, params: Any) -> None:
         """Do nothing: configuration and hyperparameters come through the record."""
+
+    def watch(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse: W&B's hooks write into its global run, which the mirror leaves to the user.
+
+        Raises:
+            RequestError: always.
+        """
+        del model, args, kwargs
+        raise RequestError(
+            "the mirror cannot watch a model: W&B's hooks write only into its global run",
+            where="WandbLogger.watch",
+            remedy='log histograms in a callback: logger.experiment.log({"gradients/<name>": '
+            "wandb.Histogram(…)}), or use Lightning's own WandbLogger (conf/logger/<name>.yaml)",
+        )
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Do nothing: training states stay in the run directory."""
