@@ -147,7 +147,8 @@ def answered(composed):
     """Return all nodes of a composition, or the words of its refusal."""
     try:
         return nodes(composed())
-    except (HydraException, OmegaConfBaseException) as error:
+    # Hydra 1.3 asserts where a group is deleted and one of its settings is given.
+    except (HydraException, OmegaConfBaseException, AssertionError) as error:
         return type(error), str(error)
 
 

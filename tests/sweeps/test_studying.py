@@ -523,6 +523,15 @@ def test_a_study_that_could_not_be_compared_is_not_registered(
     assert said in refused("study=ranks")
 
 
+def test_a_reference_may_be_named_as_the_file_names_its_arms(here, rows_file):
+    """The comparison has it under the name that it gives to arms."""
+    arms = {"small": ["lora.r=2"], "large": ["lora.r=8"]}
+    write(here, settings(rows_file, grid={}, arms=arms, reference="large"))
+    assert cli.main(["study=ranks", "hydra.launcher.n_jobs=1"]) == 0
+    place = here / "outputs" / "study" / "ranks"
+    assert Comparison.read(place / "comparison_1" / "compare.json").reference == "lora.r=8"
+
+
 def test_a_comparison_that_fails_is_an_error_and_its_page_answers_nothing(lab, capsys, monkeypatch):
     """No other comparison takes the place of the registered one."""
     record = record_of(lab)

@@ -371,6 +371,8 @@ class StudyConfig:
         0.0,
         "By how much, in the KPI's unit: the interval has to lie beyond it. A negative margin "
         "claims that an arm is no worse than the reference by as much (non-inferiority).",
+        ge=-1e9,
+        le=1e9,
         example="-0.05",
     )
     alpha: float = setting(

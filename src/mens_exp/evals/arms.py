@@ -365,7 +365,12 @@ def _value(trial: Trial, factor: str) -> str:
         return shown(trial.settings[factor])
     choice = trial.manifest.choices.get(factor)
     inside = {p: v for p, v in trial.settings.items() if p.startswith(f"{factor}.")}
-    return str(choice) if choice is not None else digest(inside)[:_DIGITS]
+    if choice is not None:
+        return str(choice)
+    return digest(inside)[:_DIGITS] if inside else _UNSET
+
+
+_UNSET = "unset"  # a setting that the chosen options do not have
 
 
 def _tell_apart(found: Mapping[tuple[Any, ...], Arm]) -> None:

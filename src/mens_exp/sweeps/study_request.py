@@ -187,7 +187,7 @@ def planned_runs(request: Request, *, is_new: bool = True) -> tuple[PlannedSweep
             found=", ".join(arm.name for arm in arms),
             expected=f"{arm_count(study)} arms",
         )
-    if is_new:
+    if is_new and study.reference not in study.arms:
         reference_arm(arms, study.reference, where="study.reference")
     return planned, arms
 

@@ -18,7 +18,7 @@ from mens_exp.artifacts.sweep import JobState, StudyRecord, SweepDir, SweepRecor
 from mens_exp.config.fields import plain, shown
 from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
-from mens_exp.config.promotion import Stopping, StudyConfig
+from mens_exp.config.promotion import CompareConfig, Stopping, StudyConfig
 from mens_exp.errors import MensError, Problems, RequestError
 from mens_exp.evals.study import conducted
 from mens_exp.report import comparison_view, sweep_view, terminal, wording
@@ -187,7 +187,8 @@ class Seeds:
         paths = [str(self._directory.path / job["directory"]) for job in self._record.jobs]
         try:
             factors = self._state["factors"]
-            made = conducted(paths, read_study(paths).runs, factors, self._study.compared(factors))
+            settings = _compare_settings(self._study, self._state)
+            made = conducted(paths, read_study(paths).runs, factors, settings)
         except MensError as error:
             terminal.say(f"{done} seeds are not compared yet: {error}", on=self._console)
             return False
@@ -313,6 +314,15 @@ def _conclude(
     return [*comparison_view.document(made, wording.path(place.path), study["ledger"]).steps]
 
 
+def _compare_settings(study: StudyConfig, state: StudyRecord) -> CompareConfig:
+    """Return the settings of the comparison; a reference may be the file's own name of an arm."""
+    settings = study.compared(state["factors"])
+    if settings.reference in study.arms:
+        _, cycle = cycles_of(read_ledger(Path(state["ledger"])))[state["name"]]
+        settings.reference = cycle["arms"][list(study.arms).index(settings.reference)]
+    return settings
+
+
 def _compared(
     request: Request, directory: SweepDir, study: StudyRecord, done: Sequence[SweepJob]
 ) -> RunDir:
@@ -325,7 +335,7 @@ def _compared(
             known = {(Path(run["path"]), run["manifest_sha256"]) for run in runs}
             if known == {(path, sha256_file(RunDir(path).manifest)) for path in paths}:
                 return before
-    settings = request.study.compared(study["factors"])
+    settings = _compare_settings(request.study, study)
     texts = ["task=compare", "logger=none", override_of("ledger", study["ledger"])]
     texts += [override_of("path", ",".join(map(str, paths)))]
     texts += [f"compare.factors=[{','.join(settings.factors)}]"]
