@@ -145,7 +145,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"mens_exp {__version__}")  # noqa: T201  # the requested output
         return 0
-    arguments = spelled_out(arguments)
+    arguments = spelled_out(arguments, multirun=bool({"-m", "--multirun"} & set(arguments)))
     parser = get_args_parser()
     parsed, rest = parser.parse_known_args(arguments)
     flags = [text for text in rest if text.startswith("-")]

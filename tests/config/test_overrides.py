@@ -230,7 +230,7 @@ def test_required_value_is_asked_for():
 def test_required_value_given_wrongly_is_not_asked_for_again():
     """One fault, one message."""
     assert "several values" in str(problem("data=jsonl", "data.path=a.jsonl,b.jsonl"))
-    told = problem("task=compare", "path=a,b")  # nothing about a path that is missing
+    told = problem("task=merge", "path=a,b")  # nothing about a path that is missing
     assert "'path=\"a,b\"'" in str(told)
 
 
@@ -378,3 +378,19 @@ def test_a_prompt_may_have_any_characters(question):
         "prompt=null",
         "prompt='quoted, already'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "multirun", "expected"),
+    [
+        (["task=compare", "path=a,b/*"], False, "path='a,b/*'"),
+        (["path=a,b", "task=sync"], False, "path='a,b'"),
+        (["task=compare", "path=[a,b]"], False, "path='a,b'"),
+        (["task=compare", 'path="a,b"'], False, 'path="a,b"'),
+        (["task=compare", "path=a,b"], True, "path=a,b"),
+        (["task=evaluate", "path=a,b"], False, "path=a,b"),
+    ],
+)
+def test_paths_need_no_quotes_where_a_task_reads_several(texts, multirun, expected):
+    """With -m, or where a task reads one path, a comma separates cells, as everywhere."""
+    assert expected in spelled_out(texts, multirun=multirun)

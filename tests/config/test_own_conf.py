@@ -8,6 +8,7 @@ from mens_exp.config import user_config
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.overrides import check
 from mens_exp.config.user_config import config_directory, group_options
+from mens_exp.errors import ConfigError
 
 
 @pytest.fixture
@@ -152,6 +153,16 @@ def test_a_file_that_would_do_nothing_is_refused(write, file, text, said):
     assert said in str(problem)
     assert problem.where == f"conf/{file}"
     assert problem.exit_code == 2
+
+
+def test_a_misspelled_key_in_an_experiment_names_the_nearest(write):
+    """With its file, which is where it has to be corrected."""
+    write("experiment/xbad.yaml", "# @package _global_\ntrainer: {max_stepps: 2}\n")
+    with pytest.raises(ConfigError) as raised:
+        check(["experiment=xbad"])
+    problem = raised.value
+    assert str(problem).startswith("conf/experiment/xbad.yaml: trainer.max_stepps: unknown key")
+    assert "the nearest is max_steps" in problem.expected
 
 
 @pytest.mark.parametrize(("group", "said"), [("suite", "a suite"), ("quant", "a quantizer")])

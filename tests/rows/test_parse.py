@@ -109,6 +109,14 @@ def test_json_of_a_conversation_is_read_back(turns, system):
         ([{"role": "user", "content": None}, *chat("b", first="assistant")], "must be a string"),
         ([{"role": "usr", "content": "a"}, *chat("b", first="assistant")], "the nearest is user"),
         ([{"content": "a"}, *chat("b", first="assistant")], "turn 1 has no known role"),
+        (
+            [{"role": "function", "name": "f", "content": "4"}, *chat("a", "b")],
+            "turn 1 is in OpenAI's older form of tool calls",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant"}],
+            "turn 1 holds image_url",
+        ),
         (["a", "b"], "turn 1 must be an object"),
         ([], "the turns must be a list that is not empty"),
         ("a", "the turns must be a list"),
@@ -185,7 +193,7 @@ def test_an_answer_of_weight_0_is_given_and_not_learned():
     ("turn", "said"),
     [
         ({"role": "assistant", "content": "b", "weight": [1]}, "another 'weight' than 0 and 1"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'content'"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "holds image_url"),
         ({"role": "user", "content": "a", "weight": 1}, "unknown key 'weight'"),
     ],
 )

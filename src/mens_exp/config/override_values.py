@@ -64,15 +64,22 @@ _ELEMENTS = {
 }
 
 
-def spelled_out(texts: Sequence[str]) -> list[str]:
+def spelled_out(texts: Sequence[str], *, multirun: bool = False) -> list[str]:
     """Expand short forms of overrides.
 
-    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, and
+    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, as does
+    ``path=a,b`` of a task that reads several paths (unless ``multirun``, where each is a cell), and
     ``experiment=null`` the ``~experiment`` that Hydra knows. A prompt needs no quotes besides those
     of the shell, whatever characters it has. ``trainer.strategy._target_=`` and arguments beside it
     become the mapping that this setting takes.
     """
+    if not multirun and _OF_SEVERAL & set(texts):
+        texts = [f"path=[{text[5:]}]" if _PATHS.fullmatch(text) else text for text in texts]
     return _by_class([_question(_unset(_listed(_of_adapter(text)))) for text in texts])
+
+
+_OF_SEVERAL = {f"task={name}" for name in ("compare", "sync", "promote")}
+_PATHS = re.compile(r"path=[^'\"\[]*,[^'\"]*")
 
 
 _INSIDE = re.compile(rf"\+{{0,2}}(trainer\.(?:{'|'.join(BY_CLASS)}))\.(\w+)=([^,]*)")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,14 @@ from mens_exp.config.user_config import (
     user_config_problems,
 )
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
-from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
+from mens_exp.errors import (
+    ConfigError,
+    MensError,
+    NoEffectError,
+    expected_name,
+    listed,
+    nearest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -121,7 +129,7 @@ def check(
     own = tuple(user_config_problems())
     if own:  # what ./conf adds is unknown until it is valid
         return Checked(cells=(), problems=own, general=own)
-    texts = spelled_out(texts)
+    texts = spelled_out(texts, multirun=multirun)
     secrets = tuple(error for text in texts for error in _credentials(text))
     if secrets:  # any other message would print the value
         return Checked(cells=(), problems=secrets, general=secrets)
@@ -392,12 +400,28 @@ def _split(overrides: Sequence[Override]) -> list[list[str]]:
     return [list(cell) for cell in itertools.product(*given.values())]
 
 
+def _unknown_in_file(error: BaseException) -> ConfigError | None:
+    """Return the error for a key of an option's file that does not exist; None for any other."""
+    cause, in_file = error.__cause__ or error.__context__, _IN_FILE.match(str(error))
+    if not (isinstance(cause, ConfigKeyError) and is_dataclass(cause.object_type) and in_file):
+        return None
+    return ConfigError(
+        "unknown key",
+        where=f"conf/{in_file[1]}.yaml: {cause.full_key}",
+        expected=expected_name(str(cause.key), [one.name for one in fields(cause.object_type)]),
+        remedy="correct the file",
+    )
+
+
+_IN_FILE = re.compile(r"In '([^']+)'")  # Hydra's words for the option that it composes
+
+
 def _references(groups: Sequence[Override]) -> list[Composed]:
     """Compose every combination of options, as references for checking the command's values."""
     try:
         return compose(_split([o for o in groups if not _is_hydra(o)]))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
+        raise _unknown_in_file(error) or ConfigError(
             "the chosen options do not go together",
             found=_of_composing(error.__cause__ or error),
             remedy="choose other options, or change the experiment's YAML",

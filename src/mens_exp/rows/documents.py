@@ -461,7 +461,9 @@ def with_answer(pair: TrainingPair, text: str) -> TrainingPair:
     return replace(pair, response=text, conversation=held)
 
 
-_COLUMNS: Final = "or leave it out: for TRL's columns, data.columns={prompt:prompt,response:"
+_COLUMNS: Final = (
+    "or leave it out: where TRL's rows have a prompt, data.columns={prompt:prompt,response:"
+)
 # For each judgement: a row that has it unread, and one that lacks it, with what to choose then.
 _JUDGEMENTS: Final = {
     REJECTED: (

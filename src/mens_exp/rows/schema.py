@@ -286,6 +286,7 @@ KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[str | None, str]]] = {
         None,
         "this is an older form of tool calls: write 'messages' whose turns have 'tool_calls'",
     ),
+    "images": (None, "a row is text: images are not trained on, and a text model cannot see them"),
     "question": ("prompt", ""),
     "answer": ("response", ""),
 }

@@ -174,25 +174,14 @@ def _turn(
         problems.add(f"{name} must be an object", f"{json_type(turn)} {shown(turn)}")
         return None
     spoken = turn.get(keys.role)
+    if _is_of_another_form(turn, spoken, turn.get(keys.content), name, problems):
+        return None
     role = keys.roles.get(spoken) if isinstance(spoken, str) else None
     extra = _EXTRA.get(role or "", ())
-    for key, value in turn.items():
-        if key == TURN_WEIGHT and role == "assistant":
-            _check_weight(value, name, problems)
-        elif key not in {keys.role, keys.content, *extra} and value is not None:
-            problems.add(
-                f"{name} has an unknown key {str(key)!r}",
-                shown(value),
-                f"only {', '.join(map(repr, (keys.role, keys.content, *extra)))}: what is left out "
-                "would not be learned",
-            )
+    known = (keys.role, keys.content, *extra)
+    _check_turn_keys(turn, role, known, name, problems)
     if role is None:
-        close = nearest(spoken, keys.roles) if isinstance(spoken, str) else None
-        problems.add(
-            f"{name} has no known role",
-            f"{keys.role!r}: {shown(spoken)}",
-            f"one of {', '.join(keys.roles)}{f'; the nearest is {close}' if close else ''}",
-        )
+        _add_unknown_role(spoken, keys, name, problems)
     label, said = f"{keys.content!r} of {name}", _text_of(turn.get(keys.content))
     if role == _CALL:
         calls = _calls(decoded(said), label, problems)
@@ -218,6 +207,64 @@ def _check_weight(value: object, name: str, problems: RowProblems) -> None:
             shown(value),
             "0 for an answer that is given and not learned, 1 or none for one that is learned",
         )
+
+
+def _check_turn_keys(
+    turn: Mapping[str, Any],
+    role: str | None,
+    known: Sequence[str],
+    name: str,
+    problems: RowProblems,
+) -> None:
+    for key, value in turn.items():
+        if key == TURN_WEIGHT and role == "assistant":
+            _check_weight(value, name, problems)
+        elif key not in known and value is not None:
+            problems.add(
+                f"{name} has an unknown key {str(key)!r}",
+                shown(value),
+                f"only {', '.join(map(repr, known))}: what is left out would not be learned",
+            )
+
+
+def _add_unknown_role(spoken: object, keys: TurnKeys, name: str, problems: RowProblems) -> None:
+    close = nearest(spoken, keys.roles) if isinstance(spoken, str) else None
+    problems.add(
+        f"{name} has no known role",
+        f"{keys.role!r}: {shown(spoken)}",
+        f"one of {', '.join(keys.roles)}{f'; the nearest is {close}' if close else ''}",
+    )
+
+
+def _is_of_another_form(
+    turn: Mapping[str, Any], spoken: object, content: object, name: str, problems: RowProblems
+) -> bool:
+    """Report a turn of a form that is known and not read, in one problem."""
+    if turn.get("function_call") is not None or spoken == "function":
+        problems.add(
+            f"{name} is in OpenAI's older form of tool calls",
+            shown(turn),
+            "'tool_calls' of the assistant, and role 'tool' for what the tool answers",
+        )
+        return True
+    kinds = _other_parts(content)
+    if kinds:
+        problems.add(
+            f"{name} holds {', '.join(kinds)}",
+            shown(content),
+            "text alone: other parts are not trained on",
+        )
+    return bool(kinds)
+
+
+def _other_parts(content: object) -> list[str]:
+    """Return the kinds of a content's parts that are no text, as OpenAI and others write them."""
+    parts = content if isinstance(content, list) else []
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
+    return sorted({kind for kind in kinds if kind.startswith(_MEDIA)})
+
+
+_MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file")
 
 
 def _text_of(content: object) -> object:
