@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -176,3 +178,11 @@ def test_groups_have_a_success_of_their_own():
     ]
     kpis, _ = summarise(events, items=3, samples=1, max_retries=0)
     assert (kpis["write_task_success"], kpis["repair_task_success"]) == (1.0, 0.5)
+
+
+def test_the_documentation_explains_every_kpi_of_a_scorecard():
+    """In the table of how-to/suites.md, under the scorecard's own name."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "suites.md").read_text("utf-8")
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    explained = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert set(SUMMARY_KPIS) <= explained

@@ -94,7 +94,7 @@ class CompareConfig:
         }
 
 
-# From the reference's rules (REFERENCE §10).
+# The limits of the mens trainer (REFERENCE §10).
 _FLOORS = {
     "strictness": 0.95,
     "compile_pass_1": 0.90,
@@ -139,11 +139,13 @@ class BurnProductionPolicy(PolicyConfig):
         ge=0,
     )
     floors: dict[str, float] = setting(
-        _FLOORS, "Least mean of the challenger, by KPI (REFERENCE §10).", example="{richness:0.3}"
+        _FLOORS,
+        "Least mean of the challenger, by KPI (the mens trainer's limit).",
+        example="{richness:0.3}",
     )
     ceilings: dict[str, float] = setting(
         _CEILINGS,
-        "Highest mean of the challenger, by KPI (REFERENCE §10).",
+        "Highest mean of the challenger, by KPI (the mens trainer's limit).",
         example="{placeholder_marker_hits:0.05}",
     )
     parity: bool = setting(
@@ -158,16 +160,16 @@ class QloraPlateauPolicy(PolicyConfig):
     name: str = "qlora_plateau"
     backend: str = setting("qlora", "Backend of the arms.", example="qlora")
     spread: float = setting(
-        0.05, "Task success of the arms lies within this (REFERENCE §10).", ge=0
+        0.05, "Task success of the arms lies within this (the mens trainer's limit).", ge=0
     )
     floors: dict[str, float] = setting(
         _FLOORS,
-        "Least mean that the best arm should have, by KPI (REFERENCE §10).",
+        "Least mean that the best arm should have, by KPI (the mens trainer's limit).",
         example="{richness:0.3}",
     )
     ceilings: dict[str, float] = setting(
         _CEILINGS,
-        "Highest mean that it should have, by KPI (REFERENCE §10).",
+        "Highest mean that it should have, by KPI (the mens trainer's limit).",
         example="{placeholder_marker_hits:0.05}",
     )
 
@@ -180,7 +182,9 @@ class BurnRndPolicy(PolicyConfig):
     challenger: str = setting("burn", "Backend under research.", example="burn")
     incumbent: str = setting("qlora", "Backend that it is held against.", example="qlora")
     margin: float = setting(
-        0.05, "Task success that its best arm has over the other's (REFERENCE §10).", ge=0
+        0.05,
+        "Task success that its best arm has over the other's (the mens trainer's limit).",
+        ge=0,
     )
 
 
@@ -202,19 +206,21 @@ class EvalGatePolicy(PolicyConfig):
             "anti_stub_pass": 0.92,
             "richness": 0.20,
         },
-        "Least mean, by KPI (REFERENCE §10).",
+        "Least mean, by KPI (the mens trainer's limit).",
         example="{task_success:0.5}",
     )
     ceilings: dict[str, float] = setting(
         {"truncated_frac": 0.50, **_CEILINGS},
-        "Highest mean, by KPI (REFERENCE §10).",
+        "Highest mean, by KPI (the mens trainer's limit).",
         example="{placeholder_marker_hits:0.05}",
     )
     tokens_per_s: float = setting(
         0.0, "Least training throughput, tokens/s; it depends on the device.", ge=0
     )
     regression: float = setting(
-        0.03, "How much worse the primary KPI may be than the reference's (REFERENCE §10).", ge=0
+        0.03,
+        "How much worse the primary KPI may be than the reference's (the mens trainer's limit).",
+        ge=0,
     )
 
 

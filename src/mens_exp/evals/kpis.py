@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class KpiGroup(StrEnum):
-    """The subject of a KPI; OTHER is for those that only a suite knows."""
+    """The subject of a KPI; OTHER is for those that only a suite knows.
+
+    It decides on promotions: ``policy=burn_production`` allows no KPI of the groups SYNTAX,
+    SEMANTIC and REPAIR to get worse.
+    """
 
     SYNTAX = "syntax"
     SEMANTIC = "semantic"
@@ -265,8 +269,8 @@ _MEANS: Final = {
     "tokens_in_mean": "tokens_in",
     "tokens_out_mean": "tokens_out",
 }
-# KPIs that are shares or times of their own; see `summarise`.
 _NO_K: Final = "eval.samples=1: there is no k above 1"
+# Besides the means, shares and times of their own; see `summarise`.
 SUMMARY_KPIS: Final = (
     *_MEANS,
     *(

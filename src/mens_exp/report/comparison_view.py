@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Verdict
+from mens_exp.evals.kpis import KPIS
 from mens_exp.report import wording
 from mens_exp.report.document import (
     Cell,
@@ -123,7 +124,7 @@ def headline(record: Comparison) -> str:
         kpi = one["kpis"][record.primary]
         confounded = " (confounded)" if one["confounded_by"] else ""
         said.append(f"{one['arm']}: {kpi['verdict']}{confounded}, {_interval(kpi)}.")
-    start = f"{record.primary} on {about(record)}, against {record.reference}"
+    start = f"{record.primary} {about(record)}, against {record.reference}"
     return f"{start}. {' '.join(said)}"
 
 
@@ -179,13 +180,15 @@ def _claim(direction: str, margin: float) -> str:
 
 
 def about(record: Comparison) -> str:
-    """Say which items the verdicts are about."""
-    return record.target.replace("_", " ")
+    """Say which items the verdicts are about; a KPI of a whole run has none."""
+    if all(one["kpis"][record.primary]["items"] is None for one in record.contrasts):
+        return "of whole runs"
+    return f"on {record.target.replace('_', ' ')}"
 
 
 def verdicts(record: Comparison) -> Section:
     """Return the verdicts on the primary KPI, and objections to their use as evidence."""
-    title = f"{record.primary} on {about(record)}: each arm minus {record.reference}"
+    title = f"{record.primary} {about(record)}: each arm minus {record.reference}"
     return Section(title, [verdict_table(record), *findings(record)], name="verdicts")
 
 
@@ -227,7 +230,7 @@ def kpis_table(contrast: ContrastRecord) -> Table:
         [
             name,
             kpi["group"],
-            "share" if kpi["unit"] == "1" else kpi["unit"],
+            kpi["unit"] if kpi["unit"] != "1" else "share" if name in KPIS else "",
             wording.figure(kpi["arm_mean"]),
             wording.figure(kpi["reference_mean"]),
             wording.figure(kpi["estimate"], signed=True),

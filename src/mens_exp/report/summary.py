@@ -223,7 +223,7 @@ def _of_the_user(records: Records) -> list[Pair]:
         if note is not None and name not in built_in:
             value = values.get(name)
             tuned = Cell("not finite" if value is None else f"{value:.6g}", label="tuned")
-            base = Cell(label="base", absent="not measured")
+            base = Cell("–", label="base")  # the base model is not trained
             unit = "" if about["unit"] == "1" else str(about["unit"])
             found.append(Pair(name, base, tuned, "", Tone.QUIET, note, unit))
     return found
