@@ -26,6 +26,25 @@ KINDS = {  # folder -> entry points, group of options
 }
 
 
+# A package with options of its own: a schedule of torch's, and a LightningModule.
+LAB = {
+    "__init__.py": "",
+    "options/__init__.py": "",
+    "options/schedule/halving.yaml": "# Half the rate after each two steps.\n"
+    "_target_: torch.optim.lr_scheduler.StepLR\nstep_size: 2\ngamma: 0.5\n",
+    "options/module/watched.yaml": "# Ours, and a metric.\n_target_: toy_lab.module.Watched\n",
+    "module.py": """
+from mens_exp.training.module import TrainingModule
+
+
+class Watched(TrainingModule):
+    def training_step(self, batch, index):
+        self.log("lab/index", float(index))
+        return super().training_step(batch, index)
+""",
+}
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
     """Install every toy; returns the directory that Python finds them in, and their options."""
@@ -42,6 +61,11 @@ def installed(tmp_path_factory):
         option = options / "conf" / option_group / "broken.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
         option.write_text(f"defaults: [/schema/{option_group}/broken@_here_, _self_]\n")
+    lab = site / "toy_lab"
+    for file, text in LAB.items():
+        (lab / file).parent.mkdir(parents=True, exist_ok=True)
+        (lab / file).write_text(text)
+    _install(site, "toy_lab", "[mens_exp.conf]\nlab = toy_lab.options\n")
     lines = [f"[{group}]\nbroken = no_such_module:SPEC\n" for group, _ in KINDS.values()]
     _install(site, "broken", "".join(lines))
     return site, options

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.config import user_config
 from mens_exp.config.data_sources import SOURCES
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.objective import OBJECTIVES
@@ -21,6 +25,7 @@ from mens_exp.errors import SetupError
 HERE = Path(__file__).parent
 GROUPS = {
     "adapter": "mens_exp.adapter_methods",
+    "quantizer": "mens_exp.quantizers",
     "source": "mens_exp.sources",
     "suite": "mens_exp.suites",
 }
@@ -124,6 +129,7 @@ SHOWN = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILI
         ("suite", "conf/suite/letters.yaml", "task=evaluate path=base suite=letters suite.items=5"),
         ("adapter", "conf/lora/gains.yaml", "lora=gains lora.start=0.9"),
         ("source", "conf/data/tables.yaml", "data=tables data.upto=9"),
+        ("quantizer", "conf/quant/steps.yaml", "quant=steps"),
     ],
 )
 def test_the_page_shows_what_the_tests_install(typed, kind, option, command):
@@ -143,3 +149,29 @@ def test_the_page_shows_what_the_tests_install(typed, kind, option, command):
         rows = [] if kind == "source" else ["data=tables", "data.upto=4"]
         tiny += [*rows, "suite=none", "trainer.max_steps=2", "schedule=constant"]
     typed(*words, *tiny)
+
+
+def test_a_package_brings_options_of_its_own(typed, tmp_path):
+    """A schedule and a module by entry point: no file is written into ./conf."""
+    tiny = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "trainer.max_steps=4"]
+    own = ["schedule=halving", "module=watched", "data=tables", "data.upto=6"]
+    typed(*tiny, *own, "optim.lr=1e-3", "hydra.run.dir=run")
+    run = RunDir(tmp_path / "run")
+    rates = [e["payload"]["optim/lr"] for e in read_events(run.telemetry) if e["event"] == "step"]
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4]
+    manifest = Manifest.read(run.manifest)
+    assert "lab/index" in manifest.facts["metrics"]
+    targets = manifest.provenance["own_classes"]["targets"]
+    assert {"toy_lab.module.Watched", "torch.optim.lr_scheduler.StepLR"} <= set(targets)
+
+
+def test_a_package_without_its_options_is_named(monkeypatch):
+    """The installation is at fault."""
+    broken = EntryPoint(name="lab", value="no_such_package.conf", group=user_config.PACKAGES)
+    monkeypatch.setattr(user_config, "entry_points", lambda group: [broken])
+    user_config.package_directories.cache_clear()
+    try:
+        with pytest.raises(SetupError, match=r"options are not there.*no_such_package.conf"):
+            user_config.package_directories()
+    finally:
+        user_config.package_directories.cache_clear()

@@ -14,6 +14,8 @@ import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +35,11 @@ from mens_exp.config.optim import OptimizerConfig
 from mens_exp.config.root import MOVED
 from mens_exp.config.schedule import OwnSchedule
 from mens_exp.config.trainer import REFUSED, CallbackConfig, ModuleConfig
-from mens_exp.errors import ConfigError, DataError, Problems, nearest
+from mens_exp.errors import ConfigError, DataError, Problems, SetupError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from importlib.metadata import EntryPoint
 
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.config_source import ConfigResult
@@ -231,7 +234,41 @@ def user_directories() -> tuple[Path, ...]:
     if _frozen is not None:
         return _frozen
     own = user_directory()
-    return (*([] if own is None else [own]), *_sources.directories)
+    return (*([] if own is None else [own]), *_sources.directories, *package_directories())
+
+
+@functools.cache
+def package_directories() -> tuple[Path, ...]:
+    """Return the directories of options that installed packages add, by entry point.
+
+    Raises:
+        SetupError: a package names a directory that it does not have.
+    """
+    return tuple(
+        _directory_of(one)
+        for one in sorted(entry_points(group=PACKAGES), key=lambda one: (one.name, one.value))
+    )
+
+
+PACKAGES = "mens_exp.conf"
+"""The entry point group of packages that hold options, each named by an importable package."""
+
+
+def _directory_of(offer: EntryPoint) -> Path:
+    try:
+        spec = find_spec(offer.value)
+    except ImportError:
+        spec = None
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not places:
+        raise SetupError(
+            "an installed package's options are not there",
+            where=f"entry point {offer.name} of {PACKAGES}",
+            found=offer.value,
+            expected="a package that holds a directory for each group, as ./conf does",
+            remedy=f"repair or uninstall {offer.dist.name if offer.dist else 'the package'}",
+        )
+    return Path(places[0])
 
 
 @contextmanager
