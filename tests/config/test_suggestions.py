@@ -28,6 +28,7 @@ MISTAKES = {
     "mine.yaml": ("not an override found mine.yaml", "write study=mine.yaml"),
     "whatever": ("not an override found whatever", "see --help"),
     "--wandb": ("there is no such flag found --wandb", "write logger=wandb"),
+    "logger=[wandb,csvv]": ("logger: unknown option found csvv", "write logger=[wandb,csv]"),
     "logger=[]": ("logger: names no option", "write logger=none"),
     "data=some/rows.jsonl": ("data: unknown option", "write data=jsonl data.path=some/rows.jsonl"),
     "data=me/rows": ("data: unknown option", "write data=hub data.id=me/rows"),

@@ -339,15 +339,18 @@ def _group_problems(override: Override) -> list[ConfigError]:
     if override.value() == []:
         remedy = f"write {group}={_NONE_OF[group]}" if group in _NONE_OF else f"drop {line}"
         return [ConfigError("names no option", where=group, found=line, remedy=remedy)]
+    given = _options_given(override)
     return [
         ConfigError(
             "unknown option",
             where=group,
             found=shown(value),
             expected=_expected_option(shown(value), options),
-            remedy=_option_remedy(group, shown(value), nearest(shown(value), options)),
+            remedy=_option_remedy(group, shown(value), nearest(shown(value), options))
+            if len(given) == 1 or not isinstance(override.value(), list)
+            else _list_remedy(group, given, value, nearest(shown(value), options)),
         )
-        for value in _options_given(override)
+        for value in given
         if value not in options
     ]
 
@@ -380,6 +383,12 @@ def _option_remedy(group: str, value: str, close: str | None) -> str:
     if group in _CLOSED:
         return f"write {group}=<one of them>"
     return f"write {group}=<one of them>, or add your own as ./conf/{group}/<name>.yaml"
+
+
+def _list_remedy(group: str, given: Sequence[Any], value: Any, close: str | None) -> str:
+    """Return the list with the nearest option in the place of the unknown one, or without it."""
+    others = [close if one == value else shown(one) for one in given]
+    return f"write {group}=[{','.join(one for one in others if one is not None)}]"
 
 
 def _expected_option(value: str, options: Sequence[str]) -> str:
