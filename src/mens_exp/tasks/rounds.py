@@ -17,6 +17,7 @@ Singh et al. 2023 (ReST-EM, arXiv:2312.06585).
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -201,8 +202,10 @@ def _rows(commands: RoundCommands, number: int) -> tuple[list[TrainingPair], int
     new = {_identity(row) for row in each[-1]} - known
     if commands.config.rejection_sampling.rows is RoundRows.newest:
         return each[-1], len(new)
-    distinct = {_identity(row): row for rows in reversed(each) for row in reversed(rows)}
-    return list(reversed(distinct.values())), len(new)
+    distinct: dict[tuple[str | None, str], TrainingPair] = {}
+    for row in itertools.chain(*each):  # the first of each stays
+        distinct.setdefault(_identity(row), row)
+    return list(distinct.values()), len(new)
 
 
 def _step(directory: Path, texts: list[str], what: str) -> Manifest:
