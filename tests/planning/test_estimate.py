@@ -17,7 +17,7 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.corpus.generator import generate
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
-from mens_exp.planning import machine
+from mens_exp.planning import estimate, machine
 from mens_exp.planning.estimate import make_plan, steps_of
 from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
@@ -75,8 +75,17 @@ def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
     }
 
 
-def test_cold_plan_of_a_file_estimates_and_says_so(on_rows, cache):
+def test_cold_plan_of_a_file_encodes_some_rows(on_rows, tiny_base, cache):
+    """Its rows are alike, so that a few of them tell the tokens of all, to the token."""
+    data = make_plan(on_rows("data.seq_len=500"), cache)["data"]
+    assert not data["exact"]
+    assert "encoded rows; the others not encoded yet" in data["basis"]
+    assert data["train_tokens"] == data["train_rows"] * ROW_TOKENS
+
+
+def test_cold_plan_without_a_tokenizer_estimates_and_says_so(on_rows, cache, monkeypatch):
     """Rows are counted; tokens come from their characters, none over the limit."""
+    monkeypatch.setattr(estimate, "ready_directory", lambda *_: None)
     config = on_rows("data.seq_len=64", "objective=causal")
     data = make_plan(config, cache)["data"]
     assert not data["exact"]

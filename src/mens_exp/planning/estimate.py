@@ -6,6 +6,7 @@ and each figure states its basis. A figure that cannot be estimated is null, wit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from mens_exp.config.model import HfModel
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
-from mens_exp.corpus.source import cache_key, load_rows
+from mens_exp.corpus.source import cache_key, labelling_of, load_rows
 from mens_exp.corpus.split import Side, asked
-from mens_exp.errors import ModelFileError
+from mens_exp.corpus.token_counts import drawn
+from mens_exp.errors import MensError, ModelFileError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of
@@ -42,6 +44,7 @@ from mens_exp.planning.memory import (
 )
 from mens_exp.planning.planner import environment_of, execution_plan, readers_of_names
 from mens_exp.rows.cache import peek
+from mens_exp.rows.encode import encode
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
@@ -69,7 +72,10 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows per byte of source read
 
 
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
-    """Count tokens: exactly from a warm cache, else estimated from characters or file sizes."""
+    """Count tokens: exactly from a warm cache, else estimated.
+
+    Estimates are of characters, of some encoded rows if the tokenizer is at hand, or of file sizes.
+    """
     data = config.data
     is_whole = not asked(data.filter)
     if is_whole and isinstance(data, StdlibData) and not stdlib.is_cached(cache):
@@ -78,22 +84,23 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         return _of_generator(data)
     rows = load_rows(config.data, cache, keep=True)
     if rows.streamed:
-        return _of_stream(rows, data.seq_len)
+        return _of_stream(config, rows, cache)
     about = rows.record()
     exact = _cached_counts(config, rows, cache)
     if exact is not None:
         basis = "counted, from the cache"
         return {"source": rows.source, **about, **exact, "exact": True, "basis": basis}
-    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len)
+    scale, basis = _sampled(config, rows, cache)
+    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len, scale)
     return {
         "source": rows.source,
         **about,
         "train_rows": len(rows.train),
         "train_tokens": round(sum(train)),
-        "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len, scale),
         **_lengths(train),
         "exact": False,
-        "basis": "estimated from the rows' characters; not encoded yet",
+        "basis": basis,
     }
 
 
@@ -129,22 +136,23 @@ def _of_generator(data: SyntheticData) -> dict[str, Any]:
     }
 
 
-def _of_stream(rows: Rows, seq_len: int) -> dict[str, Any]:
+def _of_stream(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]:
     """Estimate from the first rows, scaled by the fraction of the files that they make up."""
+    seq_len, (per_estimate, _) = config.data.seq_len, _sampled(config, rows, cache)
     about = rows.record()
     files, read = about["streaming"].get("file_bytes", {}), about["streaming"]["first_rows"]
     scale, basis = 1.0, f"of the first {read['rows']} rows, estimated; the others are not read"
     if files and read["bytes"] and all(name.endswith(".jsonl") for name in files):
         scale = max(sum(files.values()) / read["bytes"], 1.0)
         basis = f"estimated from the first {read['rows']} rows and the sizes of the files"
-    train = _document_tokens(rows, Side.TRAIN, seq_len)
+    train = _document_tokens(rows, Side.TRAIN, seq_len, per_estimate)
     return {
         "source": rows.source,
         **about,
         "train_rows": round(len(rows.train) * scale),
         "heldout_rows": len(rows.heldout),  # of the first rows alone, as those to validate on
         "train_tokens": round(round(sum(train)) * scale),
-        "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len),
+        "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len, per_estimate),
         **_lengths(train),
         "exact": False,
         "basis": basis,
@@ -192,13 +200,37 @@ def _contract(config: RunConfig, cache: Path, key: CacheKey, counts: TokenCounts
     }
 
 
-def _estimate_tokens(rows: Rows, side: Side, seq_len: int) -> int:
-    return round(sum(_document_tokens(rows, side, seq_len)))
+def _estimate_tokens(rows: Rows, side: Side, seq_len: int, scale: float) -> int:
+    return round(sum(_document_tokens(rows, side, seq_len, scale)))
 
 
-def _document_tokens(rows: Rows, side: Side, seq_len: int) -> array[float]:
+def _document_tokens(rows: Rows, side: Side, seq_len: int, scale: float) -> array[float]:
     """Estimate the document lengths of a side; for rows on disk this reads them."""
-    return array("d", (min(estimated_tokens(pair), seq_len) for pair in getattr(rows, side.value)))
+    pairs = getattr(rows, side.value)
+    return array("d", (min(estimated_tokens(pair) * scale, seq_len) for pair in pairs))
+
+
+_SAMPLED_ROWS = 32  # encoded by a plan; takes hundredths of a second (a rough choice)
+
+
+def _sampled(config: RunConfig, rows: Rows, cache: Path) -> tuple[float, str]:
+    """Encode some rows; return tokens per token estimated from characters, and the basis."""
+    basis = "estimated from the rows' characters; not encoded yet"
+    directory = ready_directory(config.model, cache)
+    some = list(drawn(rows.train, len(rows.train), _SAMPLED_ROWS))
+    about = sum(map(estimated_tokens, some))
+    if directory is None or not about:
+        return 1.0, basis
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, directory)
+        endless = dataclasses.replace(labelling_of(config), seq_len=_ENDLESS)
+        tokens = int(encode(some, tokenizer, endless).lengths.sum())
+    except MensError:  # the run reports it
+        return 1.0, basis
+    return tokens / about, f"estimated from {len(some)} encoded rows; the others not encoded yet"
+
+
+_ENDLESS = 2**31  # tokens; no document is cut
 
 
 def _lengths(documents: Sequence[float]) -> dict[str, int]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.comparison import Verdict
-from mens_exp.evals.kpis import KPIS
 from mens_exp.report import wording
 from mens_exp.report.document import (
     Cell,
@@ -230,7 +229,7 @@ def kpis_table(contrast: ContrastRecord) -> Table:
         [
             name,
             kpi["group"],
-            kpi["unit"] if kpi["unit"] != "1" else "share" if name in KPIS else "",
+            kpi["unit"] if kpi["unit"] != "1" else "" if kpi["group"] == "other" else "share",
             wording.figure(kpi["arm_mean"]),
             wording.figure(kpi["reference_mean"]),
             wording.figure(kpi["estimate"], signed=True),
