@@ -179,6 +179,8 @@ def test_every_value_enters_the_digest():
     base.ledger, base.promote.open_cycle, base.promote.seeds = "l", "c", [1]
     base.promote.parity, base.promote.suite_digest, base.promote.factor = "p", "s", "f"
     base.callbacks.scorecard.every_n_steps = 2
+    rounds = base.rejection_sampling
+    rounds.output, rounds.hours, rounds.sample = "o", 1.0, ["s"]
     base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.merge.meta, base.adapter.file = "b", "j", "s"
     base.sweep.resume, base.trainer.device_gib, base.trainer.class_gib = "d", 80.0, 24.0
