@@ -75,6 +75,19 @@ def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
     }
 
 
+def test_a_split_by_few_prompts_is_told(tiny_config, cache, tmp_path):
+    """Four prompts for a hundred rows: at most two of them can train."""
+    lines = [{"prompt": f"Where is item {n % 4}?", "response": f"Shelf {n}."} for n in range(100)]
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    made = make_plan(tiny_config("data=jsonl", f"data.path={file}", "data.val_frac=0.1"), cache)
+    trained = made["data"]["train_rows"]
+    assert trained <= 50
+    [said] = [one for one in made["warnings"] if "rows are trained on" in one]
+    assert said.startswith(f"{trained} of 100 rows are trained on, and not 8")
+    assert "data.val_path" in said
+
+
 def test_cold_plan_of_a_file_encodes_some_rows(on_rows, tiny_base, cache):
     """Its rows are alike, so that a few of them tell the tokens of all, to the token."""
     data = make_plan(on_rows("data.seq_len=500"), cache)["data"]

@@ -85,7 +85,7 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     rows = load_rows(config.data, cache, keep=True)
     if rows.streamed:
         return _of_stream(config, rows, cache)
-    about = rows.record()
+    about = {**rows.record(), **_lopsided(config, rows)}
     exact = _cached_counts(config, rows, cache)
     if exact is not None:
         basis = "counted, from the cache"
@@ -323,10 +323,36 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
             *expert_warnings(config, shape),
             *rate_warnings(config, shape),
             *_heldout_warnings(config, data),
+            *_split_warnings(data),
             *warnings,
         ],
         "measured": None,
     }
+
+
+_LOPSIDED = 0.15  # of the rows, by which a split may miss its fractions (a rough choice)
+
+
+def _lopsided(config: RunConfig, rows: Rows) -> dict[str, Any]:
+    """Return the shares of a split that leaves far fewer rows to train on than was asked for."""
+    own_val = getattr(config.data, "val_path", None) is not None or config.data.validates_apart
+    left = 1 - config.data.heldout_frac - (0 if own_val else config.data.val_frac)
+    others = len(rows.heldout) + (0 if own_val else len(rows.val))
+    total = len(rows.train) + others
+    if not total or len(rows.train) / total >= left - _LOPSIDED:
+        return {}
+    return {"lopsided": {"rows": total, "train_rows": len(rows.train), "expected_frac": left}}
+
+
+def _split_warnings(data: dict[str, Any]) -> Iterator[str]:
+    """Yield a warning if few different prompts make a split miss its fractions."""
+    if split := data.get("lopsided"):
+        yield (
+            f"{split['train_rows']} of {split['rows']} rows are trained on, and not "
+            f"{split['expected_frac']:.0%}: rows with the same prompt, or of one group, stay on "
+            "one side of the split, and few are different. Next: give more prompts, or name the "
+            "rows to validate on with data.val_path"
+        )
 
 
 def _heldout_warnings(config: RunConfig, data: dict[str, Any]) -> Iterator[str]:
