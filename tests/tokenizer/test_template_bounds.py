@@ -159,11 +159,8 @@ def fewer(monkeypatch):
 
 @pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
 def test_a_template_that_does_too_much_is_refused(source, fewer):
-    """Of a tenth of the steps, each attack may take a tenth of ten seconds and of a gigabyte.
-
-    Two seconds more are for the fork of a test process that holds much memory.
-    """
-    end = attack(rendered, source, cpu_s=3, memory_mib=102)
+    """Of a tenth of the steps, each attack may take a tenth of ten seconds and of a gigabyte."""
+    end = attack(rendered, source, cpu_s=1, memory_mib=102)
     assert end.how == "refused", end
     assert "the chat template refuses a conversation" in end.message
     assert "MemoryError" not in end.message

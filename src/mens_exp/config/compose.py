@@ -414,13 +414,15 @@ def study_in(path: Path) -> StudyConfig:
     except DataError as error:
         raise ConfigError("cannot be read", where=str(path), found=error.found) from error
     except OSError as error:
-        raise ConfigError("cannot be read", where=str(path), found=error.strerror) from error
-    except ConfigKeyError as error:
-        keys = [one.name for one in dataclasses.fields(StudyConfig)]
-        unknown = str(error.full_key)
         raise ConfigError(
-            "unknown key", where=f"{path}: {unknown}", expected=expected_name(unknown, keys)
+            "cannot be read",
+            where=str(path),
+            found=error.strerror,
+            expected="the file of a study, or study=<name> of ./conf/study/<name>.yaml",
+            remedy="correct the path",
         ) from error
+    except ConfigKeyError as error:
+        raise unknown_key_in(str(path), error) from error
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(
@@ -433,6 +435,23 @@ def study_in(path: Path) -> StudyConfig:
         raise ConfigError("is no study", where=str(path), found=f"no {', '.join(missing)}")
     assert isinstance(study, StudyConfig)
     return study
+
+
+def unknown_key_in(file: str, error: ConfigKeyError) -> ConfigError:
+    """Return the error for a key of a file that its schema does not have.
+
+    Args:
+        file: for the message.
+        error: OmegaConf's, of a dataclass.
+    """
+    assert error.object_type is not None, "the schema that lacks the key"
+    known = [one.name for one in dataclasses.fields(error.object_type)]
+    return ConfigError(
+        "unknown key",
+        where=f"{file}: {error.full_key}",
+        expected=expected_name(str(error.key), known),
+        remedy="correct the file",
+    )
 
 
 def _mapping_in(path: Path) -> DictConfig:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import shlex
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mens_exp.artifacts.credentials import looks_like_one
-from mens_exp.config.compose import Composed, compose, typed
+from mens_exp.config.compose import Composed, compose, typed, unknown_key_in
 from mens_exp.config.fields import shown
 from mens_exp.config.override_values import (
     MAY_BE_UNSET,
@@ -45,14 +45,7 @@ from mens_exp.config.user_config import (
     user_config_problems,
 )
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
-from mens_exp.errors import (
-    ConfigError,
-    MensError,
-    NoEffectError,
-    expected_name,
-    listed,
-    nearest,
-)
+from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -337,7 +330,8 @@ def _group_problems(override: Override) -> list[ConfigError]:
         return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
     options = group_options()[group]
     if override.value() == []:
-        remedy = f"write {group}={_NONE_OF[group]}" if group in _NONE_OF else f"drop {line}"
+        off = {**_OFF, "callbacks": "minimal"}.get(group)
+        remedy = f"drop {line}" if off is None else f"write {group}={off}"
         return [ConfigError("names no option", where=group, found=line, remedy=remedy)]
     given = _options_given(override)
     return [
@@ -353,9 +347,6 @@ def _group_problems(override: Override) -> list[ConfigError]:
         for value in given
         if value not in options
     ]
-
-
-_NONE_OF = {"logger": "none", "callbacks": "minimal"}
 
 
 def _options_given(override: Override) -> list[Any]:
@@ -376,7 +367,7 @@ def _option_remedy(group: str, value: str, close: str | None) -> str:
         return f"write {group}=hf {group}.id={value}"
     if group == "data" and PurePath(value).suffix:
         return f"write {group}=jsonl {group}.path={value}"
-    if group == "data" and value.count("/") == 1:
+    if group == "data" and value.count("/") == 1 and value[0] not in "./~":
         return f"write {group}=hub {group}.id={value}"
     if close is not None:
         return f"write {group}={close}"
@@ -414,12 +405,7 @@ def _unknown_in_file(error: BaseException) -> ConfigError | None:
     cause, in_file = error.__cause__ or error.__context__, _IN_FILE.match(str(error))
     if not (isinstance(cause, ConfigKeyError) and is_dataclass(cause.object_type) and in_file):
         return None
-    return ConfigError(
-        "unknown key",
-        where=f"conf/{in_file[1]}.yaml: {cause.full_key}",
-        expected=expected_name(str(cause.key), [one.name for one in fields(cause.object_type)]),
-        remedy="correct the file",
-    )
+    return unknown_key_in(f"conf/{in_file[1]}.yaml", cause)
 
 
 _IN_FILE = re.compile(r"In '([^']+)'")  # Hydra's words for the option that it composes

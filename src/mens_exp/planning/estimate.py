@@ -18,7 +18,6 @@ from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
 from mens_exp.corpus.source import cache_key, labelling_of, load_rows
 from mens_exp.corpus.split import Side, asked
-from mens_exp.corpus.token_counts import drawn
 from mens_exp.errors import MensError, ModelFileError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
@@ -217,10 +216,11 @@ def _sampled(config: RunConfig, rows: Rows, cache: Path) -> tuple[float, str]:
     """Encode some rows; return tokens per token estimated from characters, and the basis."""
     basis = "estimated from the rows' characters; not encoded yet"
     directory = ready_directory(config.model, cache)
-    some = list(drawn(rows.train, len(rows.train), _SAMPLED_ROWS))
-    about = sum(map(estimated_tokens, some))
-    if directory is None or not about:
+    if directory is None or not len(rows.train):
         return 1.0, basis
+    step = -(-len(rows.train) // _SAMPLED_ROWS)
+    some = [rows.train[row] for row in range(0, len(rows.train), step)]
+    about = sum(map(estimated_tokens, some))
     try:
         tokenizer = load_tokenizer(config.tokenizer, directory)
         endless = dataclasses.replace(labelling_of(config), seq_len=_ENDLESS)

@@ -7,7 +7,7 @@ trust it, what it cost, and what to type next.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mens_exp.config.suite import title_of
 from mens_exp.report import attribution_view, sections, summary, wording
@@ -29,7 +29,7 @@ from mens_exp.report.document import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.artifacts.attribution import Attribution
     from mens_exp.report.summary import Records
@@ -222,16 +222,10 @@ def steps(records: Records) -> list[Step]:
     if records.attribution is not None:
         return list(_after_attribution(m.overrides, records.attribution))
     if m.facts.get("rounds"):
-        return list(_after_rounds(m.facts["rounds"]))
+        last = wording.path(Path(m.facts["rounds"][-1]["train"]))
+        command = wording.command("task=chat", ("path", last))
+        return [Step(command, "ask base and last model something")]
     return _after_training(records) if m.task == "train" else []
-
-
-def _after_rounds(rounds: Sequence[Mapping[str, Any]]) -> Iterator[Step]:
-    first, last = (wording.path(Path(rounds[at]["train"])) for at in (0, -1))
-    yield Step(wording.command("task=chat", ("path", last)), "ask base and last model something")
-    if first != last and rounds[-1]["kpi"] is not None:
-        both = ("path", f"{first},{last}")
-        yield Step(wording.command("task=compare", both), "compare the first and the last round")
 
 
 def _after_attribution(typed: Sequence[str], found: Attribution) -> Iterator[Step]:

@@ -120,9 +120,9 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 
 _CONDITIONS = ("base", "tuned")
-_WITHOUT_TRAINING = {
-    *("evaluate", "plan", "compare", "promote", "attribute", "rejection_sampling"),
-}
+_WITHOUT_TRAINING = frozenset(
+    ("evaluate", "plan", "compare", "promote", "attribute", "rejection_sampling")
+)
 
 
 @dataclass(frozen=True, slots=True)
