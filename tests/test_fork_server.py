@@ -190,6 +190,19 @@ def test_what_is_read_at_import_has_a_server_of_its_own():
     assert key({**usual, "ATEN_CPU_CAPABILITY": "default"}) != key(usual)
 
 
+def test_a_server_reads_no_configuration_of_the_test_that_starts_it(tmp_path, monkeypatch):
+    """The first test that asks may stand in a directory whose conf/ is broken on purpose."""
+    broken = tmp_path / "conf" / "lora" / "mine.yaml"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("- not: [yaml", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    server = fork_server.ForkServer.start(dict(os.environ), tmp_path / "log")
+    try:
+        server.wait_until_ready()
+    finally:
+        server.close()
+
+
 def test_shells_fork_commands_of_mens_exp_and_execute_others(tmp_path):
     """Output, exit codes and signals pass through."""
     stubs = tmp_path / "bin"

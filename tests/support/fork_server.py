@@ -121,6 +121,7 @@ class ForkServer:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
+                cwd="/",  # not the asking test's: its conf/ may be broken on purpose
                 env={
                     **DEFAULTS,
                     **{k: v for k, v in environment.items() if not k.startswith("COVERAGE")},
@@ -142,10 +143,10 @@ class ForkServer:
         """Wait for the end of the imports.
 
         Raises:
-            RuntimeError: the server has ended; its log says why.
+            RuntimeError: the server has ended; the message ends with the end of its log.
         """
         if not self._is_ready and self._connection.recv(_MESSAGE) != b"ready":
-            raise RuntimeError("the fork server has ended; see fork_server.log")
+            raise _ended()
         self._is_ready = True
 
     def close(self):
@@ -172,7 +173,7 @@ class ForkServer:
             finally:
                 libc.prctl(_SUBREAPER, 0, 0, 0, 0)
         if not answer:
-            raise RuntimeError("the fork server has ended; see fork_server.log")
+            raise _ended()
         return int(answer)
 
 
@@ -194,6 +195,11 @@ def execute_before_each(source):
     """Let each process that this one forks, and those that they fork, execute this text first."""
     global _before_each  # as above
     _before_each = source
+
+
+def _ended():
+    said = _log.read_text("utf-8", errors="replace") if _log.is_file() else ""
+    return RuntimeError(f"the fork server has ended:\n{said[-2000:]}")
 
 
 def server_for(environment):
