@@ -17,7 +17,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from mens_exp.config.compose import VERSION_BASE, compose, prepare_hydra
-from mens_exp.config.user_config import config_directory, primary_config
+from mens_exp.config.option_files import config_directory, primary_config
 
 QUESTION = "How long does it take to compose one cell of a sweep?"
 ROUNDS = 5

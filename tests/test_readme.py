@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mens_exp.artifacts.manifest import Manifest, Status
-from mens_exp.config.user_config import our_options
+from mens_exp.config.option_files import our_options
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -136,9 +136,9 @@ def _refuse_under_torchrun(argument: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
+    from mens_exp.config.option_files import reading
     from mens_exp.config.override_values import spelled_out
     from mens_exp.config.overrides import sources_in
-    from mens_exp.config.user_config import reading
 
     if "--version" in arguments:
         from mens_exp import __version__
@@ -421,7 +421,7 @@ def _hydra(arguments: list[str], cells: list[Cell]) -> int:
     from hydra.core.hydra_config import HydraConfig
 
     from mens_exp.config.compose import VERSION_BASE, prepare_hydra
-    from mens_exp.config.user_config import config_directory, primary_config
+    from mens_exp.config.option_files import config_directory, primary_config
     from mens_exp.errors import ConfigError
     from mens_exp.tasks.run import CANCELLED, run_task
 
@@ -459,7 +459,7 @@ def _frozen(groups: Path, *, is_sweep: bool) -> Iterator[Path]:
     if not is_sweep:
         yield groups
         return
-    from mens_exp.config.user_config import frozen_as, user_directories
+    from mens_exp.config.option_files import frozen_as, user_directories
 
     with tempfile.TemporaryDirectory(prefix="mens_exp_conf_") as copy:
         own = enumerate(user_directories())

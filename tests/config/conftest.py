@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from mens_exp.config.compose import compose
-from mens_exp.config.user_config import group_options
+from mens_exp.config.option_files import group_options
 
 NEEDS = {
     "quant=none": ["backend=lora"],

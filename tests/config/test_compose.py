@@ -22,7 +22,7 @@ from mens_exp.config.compose import (
 )
 from mens_exp.config.evaluation import NoSandbox
 from mens_exp.config.model import HfModel
-from mens_exp.config.user_config import group_options
+from mens_exp.config.option_files import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
 from mens_exp.planning.contract import learned_settings

@@ -17,8 +17,8 @@ from hydra.core.global_hydra import GlobalHydra
 import mens_exp
 from mens_exp import cli
 from mens_exp.config.compose import VERSION_BASE, compose, prepare_hydra
+from mens_exp.config.option_files import config_directory, group_options
 from mens_exp.config.overrides import check
-from mens_exp.config.user_config import config_directory, group_options
 
 HELP = yaml.safe_load((config_directory() / "hydra/help/mens_exp.yaml").read_text("utf-8"))
 TEXT = HELP["template"]

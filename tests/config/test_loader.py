@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mens_exp.config import compose as composing
 from mens_exp.config.compose import compose
 from mens_exp.config.loader import SET_BY_OPTION, declarations
-from mens_exp.config.user_config import group_options
+from mens_exp.config.option_files import group_options
 
 
 def plainly(overrides):

@@ -9,9 +9,9 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mens_exp.config.data import JsonlData
+from mens_exp.config.option_files import config_directory
 from mens_exp.config.overrides import check, spelled_out
 from mens_exp.config.schedule import ScheduleKind
-from mens_exp.config.user_config import config_directory
 from mens_exp.errors import ConfigError
 
 # Override, the place its message names, and what the message holds besides.

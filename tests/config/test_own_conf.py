@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from mens_exp.config import user_config
+from mens_exp.config import option_files
 from mens_exp.config.compose import compose, typed
+from mens_exp.config.option_files import config_directory, group_options
 from mens_exp.config.overrides import check
-from mens_exp.config.user_config import config_directory, group_options
 from mens_exp.errors import ConfigError
 
 
@@ -37,14 +37,14 @@ def only(*overrides):
 
 def test_without_a_conf_folder_the_options_are_ours(write):
     """In an empty directory nothing is added."""
-    assert group_options() == user_config.our_options()
-    assert user_config.user_directory() is None
+    assert group_options() == option_files.our_options()
+    assert option_files.user_directory() is None
 
 
 def test_our_own_conf_is_not_the_users(monkeypatch):
     """In a checkout ./conf is ours, and nothing changes."""
     monkeypatch.chdir(config_directory().parent)
-    assert user_config.user_directory() is None
+    assert option_files.user_directory() is None
 
 
 @pytest.mark.usefixtures("print_every")
@@ -165,13 +165,12 @@ def test_a_misspelled_key_in_an_experiment_names_the_nearest(write):
     assert "the nearest is max_steps" in problem.expected
 
 
-@pytest.mark.parametrize(("group", "said"), [("suite", "a suite"), ("quant", "a quantizer")])
-def test_a_class_where_only_packages_register_is_refused(write, group, said):
-    """With the way that leads there."""
-    write(f"{group}/mine.yaml", "_target_: mine.Thing\n")
+@pytest.mark.parametrize("group", ["suite", "quant", "lora"])
+def test_a_file_that_names_a_spec_inherits_from_no_other(write, group):
+    """The schema comes from the spec; values of another would be under a schema of their own."""
+    write(f"{group}/mine.yaml", "defaults: [other, _self_]\n_target_: mine.SPEC\n")
     problem = only("seed=1")
-    assert str(problem).startswith(f"conf/{group}/mine.yaml: _target_: {said} is registered by")
-    assert "entry point" in problem.expected
+    assert str(problem).startswith(f"conf/{group}/mine.yaml: defaults: a file that names a spec")
     assert "extending.md" in problem.remedy
 
 
@@ -198,7 +197,7 @@ def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(write, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "conf", copy)
     file.write_text("# o\n_target_: m.O\nlr: 0.75\n", encoding="utf-8")
-    with user_config.frozen_as([copy]):
+    with option_files.frozen_as([copy]):
         assert compose([["optim=mine"]])[0].values.optim.lr == 0.25
     assert compose([["optim=mine"]])[0].values.optim.lr == 0.75
-    assert user_config.user_directory() == tmp_path / "conf"
+    assert option_files.user_directory() == tmp_path / "conf"

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from mens_exp.config.option_files import group_options
 from mens_exp.config.overrides import check
 from mens_exp.config.root import RunConfig
 from mens_exp.config.suggestions import ALIASES, alias_of
-from mens_exp.config.user_config import group_options
 
 
 def said(override):

@@ -9,9 +9,9 @@ import pytest
 
 from mens_exp.config import reference_page
 from mens_exp.config.loader import SCHEMAS
+from mens_exp.config.option_files import our_options
 from mens_exp.config.overrides import check
 from mens_exp.config.root import RunConfig
-from mens_exp.config.user_config import our_options
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "reference" / "configuration"
 ENTRY = re.compile(

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mens_exp import MensError, cli, compose
-from mens_exp.config import user_config
+from mens_exp.config import option_files
 from mens_exp.config.overrides import check
 
 
@@ -50,7 +50,7 @@ def test_another_directory_adds_options(capsys, arguments):
     assert shown(capsys, *arguments, "lora=imagenet").lora.r == 5
     assert cli.main(["--cfg", "job", "lora=imagenet"]) == 2
     assert "lora: unknown option" in capsys.readouterr().err
-    assert user_config.primary_config() == "config"
+    assert option_files.primary_config() == "config"
 
 
 def test_a_primary_config_of_ones_own_has_a_searchpath(here, capsys, monkeypatch):

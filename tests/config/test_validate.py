@@ -9,9 +9,9 @@ import pytest
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import range_problems
 from mens_exp.config.lora import LoraInit
+from mens_exp.config.option_files import group_options
 from mens_exp.config.suite import HeldoutSyntaxSuite, LmEvalSuite, MiniPythonSuite, NoSuite
 from mens_exp.config.trainer import EarlyStoppingConfig, ScorecardConfig, Selection
-from mens_exp.config.user_config import group_options
 from mens_exp.config.validate import (
     TASK_READS,
     ineffective_overrides,

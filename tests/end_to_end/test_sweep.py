@@ -10,7 +10,7 @@ import pytest
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
-from mens_exp.config import compose, user_config
+from mens_exp.config import compose, option_files, user_config
 from mens_exp.config.compose import config_digest, from_yaml
 
 
@@ -107,11 +107,11 @@ def groups(tmp_path, monkeypatch):
     """A copy of the config groups that may be edited."""
     copy = tmp_path / "conf"
     shutil.copytree(compose.config_directory(), copy)
-    for module in (compose, user_config):
+    for module in (compose, option_files, user_config):
         monkeypatch.setattr(module, "config_directory", lambda: copy)
-    user_config.our_options.cache_clear()
+    option_files.our_options.cache_clear()
     yield copy
-    user_config.our_options.cache_clear()
+    option_files.our_options.cache_clear()
 
 
 @pytest.mark.parametrize("edit", ["  r: 4", "  - not: [yaml"], ids=["other value", "broken"])

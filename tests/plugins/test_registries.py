@@ -14,7 +14,7 @@ import yaml
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config import user_config
+from mens_exp.config import option_files
 from mens_exp.config.data_sources import SOURCES
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.objective import OBJECTIVES
@@ -87,6 +87,20 @@ def test_several_of_one_name_are_refused(offered, others):
     what = f"several {registry.kind}s are called {name}"
     with pytest.raises(SetupError, match=what):
         registry.known(name)
+
+
+def test_a_file_and_a_package_of_one_name_are_refused(offered, tmp_path, monkeypatch):
+    """A file of ./conf replaces nothing in silence either."""
+    registry = offered(thirds=["one:SPEC"])
+    if registry.options is None:
+        assert registry.named_in_conf() == {}  # its files name classes
+        return
+    file = tmp_path / "conf" / registry.options / "thirds.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("_target_: mine.SPEC\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SetupError, match=f"several {registry.kind}s are called thirds"):
+        registry.known("thirds")
 
 
 def test_only_names_that_a_setting_can_have_are_offered(offered):
@@ -167,11 +181,11 @@ def test_a_package_brings_options_of_its_own(typed, tmp_path):
 
 def test_a_package_without_its_options_is_named(monkeypatch):
     """The installation is at fault."""
-    broken = EntryPoint(name="lab", value="no_such_package.conf", group=user_config.PACKAGES)
-    monkeypatch.setattr(user_config, "entry_points", lambda group: [broken])
-    user_config.package_directories.cache_clear()
+    broken = EntryPoint(name="lab", value="no_such_package.conf", group=option_files.PACKAGES)
+    monkeypatch.setattr(option_files, "entry_points", lambda group: [broken])
+    option_files.package_directories.cache_clear()
     try:
         with pytest.raises(SetupError, match=r"options are not there.*no_such_package.conf"):
-            user_config.package_directories()
+            option_files.package_directories()
     finally:
-        user_config.package_directories.cache_clear()
+        option_files.package_directories.cache_clear()

@@ -27,6 +27,8 @@ from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.loader import (
     SCHEMAS,
     CachingLoader,
+    absent_specs,
+    admit_named,
     copied,
     is_installed,
     register,
@@ -35,19 +37,13 @@ from mens_exp.config.loader import (
 )
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
+from mens_exp.config.option_files import config_directory, group_options, primary_config
 from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.trainer import steps_beside
 from mens_exp.config.untrusted_config import our_targets, refuse_untrusted
-from mens_exp.config.user_config import (
-    CLASS_GROUPS,
-    config_directory,
-    group_options,
-    primary_config,
-    read_user_config,
-    user_schema,
-)
-from mens_exp.errors import ConfigError, DataError, SetupError, expected_name
+from mens_exp.config.user_config import CLASS_GROUPS, read_user_config, user_schema
+from mens_exp.errors import ConfigError, DataError, Problems, SetupError, expected_name
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -377,6 +373,8 @@ def from_yaml(path: Path) -> DictConfig:
     try:
         stored = _mapping_in(path)
         refuse_untrusted(OmegaConf.to_container(stored), path)
+        _move_keys(stored)
+        Problems.raise_if(list(absent_specs(stored, str(path))))
         root = _under_schemas(stored)
         missing = OmegaConf.missing_keys(root)
     except DataError as error:
@@ -482,7 +480,7 @@ def _move_keys(stored: DictConfig) -> None:
 
 def _under_schemas(stored: DictConfig) -> DictConfig:
     """Put stored values under the schemas that their groups' discriminators name."""
-    _move_keys(stored)
+    admit_named()
     root = copied(_structured(RunConfig))
     assert isinstance(root, DictConfig)
     for group in stored:

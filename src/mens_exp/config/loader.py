@@ -54,10 +54,11 @@ from mens_exp.config import (
     trainer,
 )
 from mens_exp.config.fields import Declaration, Effect, declared
-from mens_exp.config.user_config import user_fingerprint
+from mens_exp.config.option_files import user_fingerprint
+from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hydra._internal.config_repository import IConfigRepository
     from hydra.core.config_search_path import ConfigSearchPath
@@ -132,7 +133,7 @@ DISCRIMINATORS = {
     "policy": "name",
 }
 
-# Groups of which installed packages add schemas; each spec has its own.
+# Groups to which installed packages and ./conf add schemas; each spec has its own.
 REGISTRIES: dict[str, Registry[Any]] = {
     "data": data_sources.SOURCES,
     "lora": lora.ADAPTERS,
@@ -232,7 +233,7 @@ _SCHEME = "mens-installed"
 
 
 class InstalledSource(ConfigSource):
-    """Config source of the schemas that installed packages add; one is imported when it is read."""
+    """Config source of the schemas that specs bring; a spec is imported when its schema is read."""
 
     @staticmethod
     def scheme() -> str:
@@ -244,7 +245,7 @@ class InstalledSource(ConfigSource):
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the schema of an installed object."""
+        """Return the schema of a spec."""
         group, name = _schema_at(config_path) or ("", "")
         node = _open(_schema_in(REGISTRIES[group].named(name)))
         return ConfigResult(
@@ -252,36 +253,36 @@ class InstalledSource(ConfigSource):
         )
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether an installed package adds such a schema."""
+        """Return whether a package or ``./conf`` adds such a schema."""
         return _schema_at(config_path) is not None
 
     def is_group(self, config_path: str) -> bool:
         """Return whether these are the schemas of a group that has some."""
         group = config_path.removeprefix("schema/")
-        return group in REGISTRIES and bool(REGISTRIES[group].installed_names())
+        return group in REGISTRIES and bool(REGISTRIES[group].added_names())
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the schemas of a group."""
         group = config_path.removeprefix("schema/")
         if results_filter is ObjectType.GROUP or group not in REGISTRIES:
             return []
-        return sorted(REGISTRIES[group].installed_names())
+        return sorted(REGISTRIES[group].added_names())
 
 
 def _schema_at(config_path: str) -> tuple[str, str] | None:
-    """Return the group and the name of an installed schema."""
+    """Return the group and the name of an added schema."""
     first, _, rest = config_path.removesuffix(".yaml").partition("/")
     group, _, name = rest.partition("/")
     is_one = first == "schema" and group in REGISTRIES
-    return (group, name) if is_one and name in REGISTRIES[group].installed_names() else None
+    return (group, name) if is_one and name in REGISTRIES[group].added_names() else None
 
 
 class InstalledSearchPath(SearchPathPlugin):
-    """Search-path plugin that adds the schemas of installed packages."""
+    """Search-path plugin that adds the schemas of packages and of ``./conf``."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add them, if there are any."""
-        if any(registry.installed_names() for registry in REGISTRIES.values()):
+        if any(registry.added_names() for registry in REGISTRIES.values()):
             search_path.append("installed", f"{_SCHEME}://")
 
 
@@ -297,11 +298,31 @@ def _map_where_interpolated(
     return OmegaConf.create()
 
 
+def admit_named() -> None:
+    """Let settings take the names of the specs that ``./conf`` adds, of which it may have others.
+
+    The members of an enumeration are fixed when its class is made. A member that is added stays in
+    this process, and the registry refuses its name where no file adds it.
+    """
+    registries: list[tuple[Any, Registry[Any]]] = [
+        (quant.QuantType, quant.QUANTIZERS),
+        (lora.LoraVariant, lora.ADAPTERS),
+    ]
+    for choices, registry in registries:
+        for name in registry.added_names():
+            if name not in choices.__members__:
+                member = object.__new__(choices)
+                member._name_ = member._value_ = name
+                choices._member_names_.append(name)
+                choices._member_map_[name] = choices._value2member_map_[name] = member
+
+
 _LAST = "root"  # registered last, so its presence means that all are registered
 
 
 def register() -> None:
     """Add every schema to Hydra's config store once; called before each composition."""
+    admit_named()
     hydra_defaults._create_interpolation_map = _map_where_interpolated  # noqa: SLF001
     store = ConfigStore.instance()
     if f"{_LAST}.yaml" in store.repo.get("schema", {}):
@@ -347,11 +368,28 @@ def is_open(node: Any) -> bool:
     return annotated.key_type is str and not dataclasses.is_dataclass(annotated.element_type)
 
 
+_NAMED_BY = {"lora": "variant", "quant": "quant_type", "suite": "name"}
+
+
+def absent_specs(stored: DictConfig, where: str) -> Iterator[ConfigError]:
+    """Yield the errors of a stored configuration whose specs nothing here has.
+
+    Args:
+        stored: the values of the file.
+        where: the file, for messages.
+    """
+    for group, key in _NAMED_BY.items():
+        registry = quant.QUANTIZERS if group == "quant" else REGISTRIES[group]
+        name = OmegaConf.select(stored, f"{group}.{key}")
+        if isinstance(name, str) and name not in {*registry.built_in, *registry.added_names()}:
+            yield registry.absent(name, where=f"{where}: {group}.{key}")
+
+
 def is_installed(group: str, values: dict[str, Any]) -> bool:
-    """Return whether stored ``values`` of ``group`` are of an object that a package adds."""
+    """Return whether stored ``values`` of ``group`` are of an added spec."""
     if group not in REGISTRIES or group not in DISCRIMINATORS:
         return False
-    return values.get(DISCRIMINATORS[group]) in REGISTRIES[group].installed_names()
+    return values.get(DISCRIMINATORS[group]) in REGISTRIES[group].added_names()
 
 
 def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) -> type:
@@ -365,6 +403,7 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
     Raises:
         KeyError: no known schema matches the values.
         SetupError: an installed package claims the name, and what it offers cannot be used.
+        ConfigError: the same of a file of ``./conf``.
     """
     schemas = SCHEMAS[group]
     if group == "callbacks":

@@ -215,6 +215,7 @@ ADAPTERS = Registry(
     group="mens_exp.adapter_methods",
     spec=AdapterSpec,
     built_in=_BUILT_IN,
+    options="lora",
 )
 
 # Keys of PEFT's LoRA configuration that select one of ours.

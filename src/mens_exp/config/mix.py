@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.config.data import DataConfig, MixData, WrittenData
 from mens_exp.config.data_sources import SOURCES
-from mens_exp.config.user_config import group_options
+from mens_exp.config.option_files import group_options
 from mens_exp.errors import ConfigError, MensError, Problems, expected_name
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.config.fields import shown
 from mens_exp.config.loader import SET_BY_OPTION, is_open
+from mens_exp.config.option_files import group_options, hydra_options
 from mens_exp.config.root import MOVED, moved_to
 from mens_exp.config.suggestions import options_with, unknown_key
 from mens_exp.config.sweep import (
@@ -39,7 +40,6 @@ from mens_exp.config.sweep import (
     LocalLauncher,
 )
 from mens_exp.config.trainer import BY_CLASS
-from mens_exp.config.user_config import group_options, hydra_options
 from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})

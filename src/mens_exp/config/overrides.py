@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.config.compose import Composed, compose, typed, unknown_key_in
 from mens_exp.config.fields import shown
+from mens_exp.config.option_files import Sources, group_options, sources_of
 from mens_exp.config.override_values import (
     MAY_BE_UNSET,
     exists,
@@ -38,12 +39,7 @@ from mens_exp.config.override_values import (
 from mens_exp.config.root import RunConfig
 from mens_exp.config.suggestions import meant_by
 from mens_exp.config.sweep import IN_ORDER, sweeper_of
-from mens_exp.config.user_config import (
-    Sources,
-    group_options,
-    sources_of,
-    user_config_problems,
-)
+from mens_exp.config.user_config import user_config_problems
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 

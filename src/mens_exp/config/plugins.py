@@ -1,10 +1,10 @@
-"""Registries of what installed packages add, and the import of what a setting names.
+"""Registries of what packages and ``./conf`` add, and the import of what a setting names.
 
 The kinds are quantizers, adapter methods, objectives, suites and data sources. Each kind has a
 spec, a torch-free object that planning, rules, records and reports ask. It names an
 object of the torch side by ``module:name``, which is imported only where it is used. A package adds
-a spec under the kind's entry point group: the name of the entry point is that of the spec, which is
-imported only when a run asks for it.
+a spec under the kind's entry point group, and a file of ``./conf`` by its ``_target_``: the name of
+the entry point or file is that of the spec, which is imported only when a run asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mens_exp.errors import ConfigError, SetupError, nearest
+from mens_exp.config.option_files import named_specs
+from mens_exp.errors import ConfigError, SetupError, listed, nearest
 
 _NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # a choice of the schema
 
@@ -36,45 +37,74 @@ ObjectT = TypeVar("ObjectT")
 
 @dataclass(kw_only=True)
 class Registry(Generic[SpecT]):
-    """The specs of one kind by name: ours, and those of installed packages.
+    """The specs of one kind by name: ours, those of installed packages, and those of ``./conf``.
 
     Attributes:
         kind: the kind in words, such as ``quantizer``.
         group: its entry point group.
         spec: the class of its specs.
         built_in: our own specs by name.
+        options: the config group whose files may name a spec; None if they name classes.
     """
 
     kind: str
     group: str
     spec: type[SpecT]
     built_in: dict[str, SpecT]
+    options: str | None = None
     _offers: dict[str, list[EntryPoint]] | None = field(default=None, init=False)
-    _known: dict[str, SpecT | None] = field(default_factory=dict, init=False)
+    _known: dict[Any, SpecT | None] = field(default_factory=dict, init=False)
 
     def installed_names(self) -> tuple[str, ...]:
         """Return the names that installed packages add to ours; nothing of them is imported."""
         return tuple(sorted(self._installed().keys() - self.built_in.keys()))
+
+    def added_names(self) -> tuple[str, ...]:
+        """Return the names that installed packages and ``./conf`` add; nothing is imported."""
+        added = self._installed().keys() | self.named_in_conf().keys()
+        return tuple(sorted(added - self.built_in.keys()))
+
+    def named_in_conf(self) -> dict[str, tuple[Path, str]]:
+        """Return the specs that files of ``./conf`` name: name -> the file, and ``module.SPEC``."""
+        found = named_specs(self.options) if self.options else {}
+        return {name: place for name, place in found.items() if _NAME.fullmatch(name)}
 
     def known(self, name: str) -> SpecT | None:
         """Return the spec of a name, as a record has it; None if there is none here.
 
         Raises:
             SetupError: an installed package claims the name, and what it offers cannot be used.
+            ConfigError: a file of ``./conf`` claims it, and what it names cannot be used.
         """
-        if name not in self._known:
-            self._known[name] = self._found(name)
-        return self._known[name]
+        own = self.named_in_conf().get(name)
+        key = name if own is None else (name, *own)
+        if key not in self._known:
+            self._known[key] = self._found(name, own)
+        return self._known[key]
 
     def named(self, name: str) -> SpecT:
         """Return the spec of a name that the schema accepts.
 
         Raises:
             SetupError: an installed package claims the name, and what it offers cannot be used.
+            ConfigError: a file of ``./conf`` claims it, and what it names cannot be used; or one
+                claimed it, and is gone.
         """
         spec = self.known(name)
-        assert spec is not None, "the schema accepts no other name"
+        if spec is None:
+            raise self.absent(name, where=self.options or self.group)
         return spec
+
+    def absent(self, name: str, *, where: str) -> ConfigError:
+        """Return the error for a name that is none of ours, and that nothing here adds."""
+        return ConfigError(
+            f"there is no such {self.kind} here",
+            where=where,
+            found=name,
+            expected=listed([*self.built_in, *self.added_names()]),
+            remedy=f"install the package that has {name}"
+            + (f", or start where conf/{self.options}/{name}.yaml is" if self.options else ""),
+        )
 
     def _installed(self) -> dict[str, list[EntryPoint]]:
         if self._offers is None:
@@ -84,20 +114,40 @@ class Registry(Generic[SpecT]):
                     self._offers.setdefault(one.name, []).append(one)
         return self._offers
 
-    def _found(self, name: str) -> SpecT | None:
+    def _found(self, name: str, own: tuple[Path, str] | None) -> SpecT | None:
         offers = self._installed().get(name, [])
         sources = [f"{one.value} of {one.dist.name if one.dist else 'a package'}" for one in offers]
+        if own is not None:
+            sources.append(f"{own[1]} of {own[0]}")
         if name in self.built_in:
             sources.insert(0, "mens_exp")
         if len(sources) > 1:
             raise SetupError(
                 f"several {self.kind}s are called {name}",
-                where=f"entry points of {self.group}",
+                where=f"entry points of {self.group}" if own is None else f"{own[0]}: _target_",
                 found=", ".join(sources),
                 expected="one",
-                remedy="uninstall the other packages, or rename their entry points",
+                remedy="uninstall the other packages, or rename their entry points"
+                if own is None
+                else "rename the file and its spec",
             )
+        if own is not None:
+            return self._named(name, own[1])
         return self._loaded(offers[0]) if offers else self.built_in.get(name)
+
+    def _named(self, name: str, target: str) -> SpecT:
+        assert self.options is not None
+        spec = target_at(self.options, target)
+        if isinstance(spec, self.spec) and spec.name == name:
+            return spec
+        is_spec = isinstance(spec, self.spec)
+        raise ConfigError(
+            "has another name than its file" if is_spec else "is of another kind",
+            where=f"{self.options}._target_",
+            found=f"{target}, {spec.name if is_spec else repr(spec)}",
+            expected=f"a {self.spec.__module__}.{self.spec.__name__} with the name {name}",
+            remedy="see docs/how-to/extending.md",
+        )
 
     def _loaded(self, offer: EntryPoint) -> SpecT:
         where = f"entry point {offer.name} of {self.group}"
@@ -162,7 +212,7 @@ def _unusable(place: str, base: type[Any], of: str, found: str) -> SetupError:
         where=place,
         found=found,
         expected=f"a class that extends {base.__module__}.{base.__qualname__}, or an object of one",
-        remedy="repair or uninstall the package that registers it",
+        remedy="repair it, or uninstall the package that registers it",
     )
 
 

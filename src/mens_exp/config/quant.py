@@ -220,7 +220,11 @@ BUILT_IN: dict[str, QuantizerSpec] = {
 
 
 QUANTIZERS = Registry(
-    kind="quantizer", group="mens_exp.quantizers", spec=QuantizerSpec, built_in=BUILT_IN
+    kind="quantizer",
+    group="mens_exp.quantizers",
+    spec=QuantizerSpec,
+    built_in=BUILT_IN,
+    options="quant",
 )
 
 

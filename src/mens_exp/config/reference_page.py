@@ -31,6 +31,7 @@ from mens_exp.config.fields import (
     shown,
 )
 from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, effect_of
+from mens_exp.config.option_files import config_directory, our_options
 from mens_exp.config.override_values import (
     spelled_out,
     sweep_override_problems,
@@ -40,7 +41,6 @@ from mens_exp.config.overrides import parsed_override
 from mens_exp.config.root import RunConfig
 from mens_exp.config.sweep import LAUNCHERS, OPTUNA, OptunaSweeper
 from mens_exp.config.trainer import EarlyStoppingConfig
-from mens_exp.config.user_config import config_directory, our_options
 from mens_exp.config.validate import TASK_READS
 
 if TYPE_CHECKING:

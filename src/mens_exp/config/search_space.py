@@ -9,8 +9,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from mens_exp.artifacts.sweep import Dimension
+from mens_exp.config.option_files import group_options
 from mens_exp.config.overrides import parsed_override
-from mens_exp.config.user_config import group_options
 from mens_exp.errors import ConfigError, MensError
 
 _TAGS = frozenset({"log"})

@@ -328,6 +328,7 @@ SUITES = Registry(
     kind="suite",
     group="mens_exp.suites",
     spec=SuiteSpec,
+    options="suite",
     built_in={
         spec.name: spec
         for spec in (

@@ -11,12 +11,8 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.user_config import (
-    CLASS_GROUPS,
-    config_directory,
-    read_option,
-    user_directories,
-)
+from mens_exp.config.option_files import config_directory, read_option, user_directories
+from mens_exp.config.user_config import CLASS_GROUPS
 from mens_exp.errors import ConfigError, Problems
 
 if TYPE_CHECKING:

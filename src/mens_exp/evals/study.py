@@ -17,7 +17,7 @@ from mens_exp.artifacts.comparison import (
 )
 from mens_exp.artifacts.scorecard import UNSAFE, Condition
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.user_config import user_directories
+from mens_exp.config.option_files import user_directories
 from mens_exp.errors import ConfigError, RequestError, expected_name
 from mens_exp.evals.arms import (
     Arm,

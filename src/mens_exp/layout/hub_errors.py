@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mens_exp.config.user_config import config_directory
+from mens_exp.config.option_files import config_directory
 from mens_exp.errors import ConfigError, DataError, MensError, ModelFileError, SetupError, nearest
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import BACKEND_SPECS, BackendSpec
+from mens_exp.config.option_files import group_options
 from mens_exp.config.quant import BUILT_IN, names_that_read
-from mens_exp.config.user_config import group_options
 from mens_exp.layout.families import FAMILIES
 from mens_exp.planning.contract import (
     AdapterPart,

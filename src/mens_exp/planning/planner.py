@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import BACKEND_SPECS, PROXY, BackendSpec, spec_for
 from mens_exp.config.model import HfModel
-from mens_exp.config.user_config import group_options
+from mens_exp.config.option_files import group_options
 from mens_exp.errors import MensError
 from mens_exp.layout import hub
 from mens_exp.layout.families import FAMILIES

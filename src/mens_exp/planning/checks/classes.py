@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.metrics import METRICS, mistaken
+from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.optim import OPTIMIZERS
 from mens_exp.config.plugins import target_at
+from mens_exp.config.quant import QUANTIZERS
+from mens_exp.config.suite import SUITES
 from mens_exp.config.trainer import Promise, Refusal
 from mens_exp.config.untrusted_config import our_targets
 from mens_exp.config.user_config import CLASS_GROUPS
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Set as AbstractSet
 
+    from mens_exp.config.plugins import Registry
     from mens_exp.config.root import RunConfig
 
 # Of the settings that every optimizer has, only the rate is an argument of its class.
@@ -193,6 +197,11 @@ def check(config: RunConfig) -> Iterator[MensError]:
     """Yield the problems of user-defined classes, and of Lightning's that are not accepted."""
     for group in CLASS_GROUPS:
         yield from check_group(config, group)
+    for group, _, place in _specs_of_conf(config):
+        try:
+            target_at(group, place)
+        except MensError as error:
+            yield error
     for place, values in _trainer_nodes(config):
         if place != "trainer.strategy" or not config.trainer.is_single_device:  # has its own rule
             yield from _trainer_problems(place, values)
@@ -309,6 +318,7 @@ def record(config: RunConfig) -> dict[str, Any] | None:
     """
     named = {node._target_ for group in CLASS_GROUPS for _, node in _own_nodes(config, group)}
     named |= {source.target for source in given_in(config.data)}  # installed ones too
+    named |= {target for _, target, _ in _specs_of_conf(config)}
     targets = sorted(named | {values["_target_"] for _, values in _trainer_nodes(config)})
     if not targets:
         return None
@@ -322,6 +332,20 @@ def record(config: RunConfig) -> dict[str, Any] | None:
         if not module.__name__.startswith("mens_exp") and path.is_file():
             files[path.relative_to(here).as_posix()] = sha256_file(path)
     return {"targets": targets, "files": dict(sorted(files.items()))}
+
+
+def _specs_of_conf(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the specs of ``./conf`` in use: group, the spec's place, and that of its object."""
+    quantizers = dict.fromkeys([config.quant.quant_type, *config.quant.type_pattern.values()])
+    used: list[tuple[Registry[Any], str, str | None]] = [
+        *((QUANTIZERS, one.value, one.spec.binding) for one in quantizers),
+        (ADAPTERS, config.lora.variant.value, config.lora.variant.spec.method),
+        (SUITES, config.suite.name, config.suite.spec.suite),
+    ]
+    for registry, name, place in used:
+        named = registry.named_in_conf().get(name)
+        if named is not None and place is not None:
+            yield str(registry.options), named[1], place.replace(":", ".")
 
 
 def _own_nodes(config: RunConfig, group: str) -> Iterator[tuple[str, Any]]:
