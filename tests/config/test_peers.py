@@ -43,7 +43,7 @@ def test_no_name_of_theirs_is_one_of_ours():
             ["optim.lr, as it is called here", "write optim.lr=1e-4", "Axolotl"],
         ),
         ("+num_train_epochs=3", ["write trainer.max_epochs=3", "Transformers"]),
-        ("cutoff_len=512", ["write data.seq_len=512", "LLaMA-Factory calls it"]),
+        ("cutoff_len=512", ["write data.seq_len=512", "a name used in LLaMA-Factory"]),
         ("lora_rank=8", ["write lora.r=8"]),
         ("lora.rank=8", ["the nearest is lora.r ", "write lora.r=8"]),
         ("load_in_4bit=true", ["the group backend", "write backend=qlora"]),

@@ -58,7 +58,7 @@ MISTAKES = {
     "study=zz": ("study: unknown option", "or add your own as ./conf/study/<name>.yaml"),
     "trainer.logger=false": ("the Trainer gets it from the group logger", "write logger=none"),
     "trainer.callbacks=[]": ("the Trainer gets it from the group callbacks", "write callbacks="),
-    "trainer.gpus=1": ("trainer.gpus: is what Lightning 1 calls it", "write trainer.devices=1"),
+    "trainer.gpus=1": ("trainer.gpus: is a name used in Lightning 1", "write trainer.devices=1"),
     "trainer.devices=auto": ("trainer.devices: wrong type", "CUDA_VISIBLE_DEVICES"),
     "trainer.devices=[0]": ("trainer.devices: wrong type", "CUDA_VISIBLE_DEVICES"),
     "trainer.max_time={days:1,hours:2}": (

@@ -151,7 +151,7 @@ def _alias(key: str, found: str) -> ConfigError | None:
     peer = alias_of(key)
     if peer is None:
         return None
-    what = f"is what {peer.used_by} call{'' if ' and ' in peer.used_by else 's'} it"
+    what = f"is a name used in {peer.used_by}"
     if peer.ours is None:
         what, remedy = f"{what}; it is not offered here", f"drop {key}"
         return ConfigError(what, where=key, found=found, remedy=remedy)

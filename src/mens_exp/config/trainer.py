@@ -217,7 +217,7 @@ class TrainerConfig:
         "both, the one that is reached first ends the run.",
         ge=-1,
         contract=("exec.max_steps",),
-        aliases={"max_steps_per_epoch": "torchtune"},
+        aliases={"max_steps_per_epoch": "torchtune", "steps": "shorter command lines"},
     )
     max_epochs: int = setting(
         -1,

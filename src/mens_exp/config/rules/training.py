@@ -199,7 +199,7 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
         )
     elif trainer.sharing is Strategy.one:
         for name in ("devices", "num_nodes"):
-            if getattr(trainer, name) != 1:
+            if getattr(trainer, name) > 1:  # others are out of range
                 yield ConfigError(
                     "one process trains",
                     where=f"trainer.{name}",
