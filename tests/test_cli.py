@@ -119,6 +119,20 @@ def test_a_shell_completes_options_and_keys(shell_path, tmp_path, shell, program
         terminal.wait_for("lora.alpha_pattern")
 
 
+@pytest.mark.parametrize("flag", ["--config-dir {}", "--config-dir={}", "-cd {}"])
+def test_completion_offers_the_options_of_a_typed_directory(tmp_path, monkeypatch, capsys, flag):
+    """As the command would read them; one that is not there is an error, which shells hide."""
+    option = tmp_path / "theirs" / "lora" / "narrow.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("# A narrow one.\ndefaults: [all_linear, _self_]\nr: 2\n", "utf-8")
+    line = f"mens-exp {flag.format(tmp_path / 'theirs')} lora=na"
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.split() == ["lora=narrow"]
+    monkeypatch.setenv("COMP_LINE", line.replace("theirs", "others"))
+    assert cli.main(["-sc", "query=bash"]) == 2
+
+
 class Terminal:
     """A program on a terminal of its own."""
 

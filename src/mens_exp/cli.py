@@ -261,6 +261,7 @@ _UNDONE = {
     "fish": "complete -e -c mens-exp; complete -e -c python; complete -e -c python3",
 }
 _MODULE = re.compile(r"^\s*\S+\s+-m\s+mens_exp(?=\s)")
+_DIRECTORY = re.compile(r"\s(?:--config-dir|-cd)[=\s]\s*(\S+)\s")
 
 
 def _complete(arguments: list[str], asked: Sequence[str]) -> int:
@@ -269,14 +270,18 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
     Raises:
         ConfigError: there is no such shell.
     """
+    from mens_exp.config.option_files import reading
+    from mens_exp.config.overrides import sources_in
     from mens_exp.errors import ConfigError
 
     action, _, shell = (asked[0] if asked else "").partition("=")
     if action == "query":
         # Hydra knows one word for a program; what it offers is the same for both.
         line = _MODULE.sub("mens-exp", os.environ.get("COMP_LINE", ""))
-        os.environ["COMP_LINE"] = line
-        return _hydra(arguments, [])
+        found = _DIRECTORY.search(line)
+        os.environ["COMP_LINE"] = _DIRECTORY.sub(" ", line)
+        with reading(sources_in([], name=None, directory=found and found[1])):
+            return _hydra(arguments, [])
     scripts = {"install": _SCRIPTS, "uninstall": _UNDONE}.get(action, {})
     if shell not in scripts:
         raise ConfigError(
