@@ -36,7 +36,7 @@ COMMANDS = {
     "backend.burn": ["backend=burn"],
     "optim.adamw_8bit": ["optim=adamw_8bit"],
     "optim.paged_adamw_8bit": ["optim=paged_adamw_8bit"],
-    **{f"optim.{one}": [f"optim={one}"] for one in ("lion", "muon", "adafactor", "sgd")},
+    **{f"optim.{one}": [f"optim={one}"] for one in ("lion", "muon", "prodigy", "adafactor", "sgd")},
     "optim.schedule_free": ["optim=schedule_free", "schedule=constant"],
     **{
         f"schedule.{one}": [f"schedule={one}"] for one in ("linear", "constant", "wsd", "one_cycle")

@@ -297,6 +297,8 @@ def test_memory_is_the_sum_of_its_components(on_rows, cache):
         ("lion", 4),
         ("muon", 4),
         ("schedule_free schedule=constant", 12),
+        ("prodigy", 16),
+        ("prodigy optim.slice_p=4", 10),
         ("sgd", 4),
         ("sgd optim.momentum=0", 0),
     ],

@@ -183,6 +183,7 @@ CHOICES = {
     "lora plus": ("optim.loraplus_lr_ratio=8",),
     "muon": ("optim=muon", "lora.variant=dora", "schedule=wsd"),
     "schedule_free": ("optim=schedule_free", "schedule=constant"),
+    "prodigy": ("optim=prodigy",),
     "adafactor": ("optim=adafactor", "schedule=one_cycle"),
     "ia3": ("lora=ia3", "optim=sgd"),
     "loha": ("lora=loha",),

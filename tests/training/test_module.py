@@ -436,6 +436,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(fit, tm
         ["optim.loraplus_lr_ratio=16"],
         ["optim=muon"],
         ["optim=schedule_free"],
+        ["optim=prodigy"],
         ["optim=adafactor"],
         ["optim=sgd"],
     ],

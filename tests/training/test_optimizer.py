@@ -108,7 +108,8 @@ def test_a_paged_optimizer_is_refused_on_cpu(tiny_config):
 
 
 @pytest.mark.parametrize(
-    "option", ["adamw", "adamw_8bit", "lion", "muon", "schedule_free", "adafactor", "sgd"]
+    "option",
+    ["adamw", "adamw_8bit", "lion", "muon", "schedule_free", "prodigy", "adafactor", "sgd"],
 )
 def test_state_survives_saving_and_loading(tiny_config, option):
     """Three steps, saved, and two more are the five of an optimizer that was never saved."""
@@ -267,9 +268,49 @@ def test_a_warm_up_of_ours_is_the_package_s_own(tiny_config):
     assert (found - expected).abs().max() < 1e-8
 
 
+def prodigy_by_hand(steps, *, decay):
+    """Algorithm 4 of arXiv:2306.06101 towards zero, in f64: the estimates and the point."""
+    beta1, beta2, d, d0, r = 0.9, 0.999, 1e-4, 1e-4, 0.0
+    beta3 = np.sqrt(beta2)
+    x = start().detach().double().numpy()
+    x0, m, v, s, estimates = x.copy(), 0 * x, 0 * x, 0 * x, []
+    for _ in range(steps):
+        g = x  # of |x|^2 / 2
+        m = beta1 * m + (1 - beta1) * d * g
+        v = beta2 * v + (1 - beta2) * d**2 * g**2
+        r = beta3 * r + d**2 / d0 * np.vdot(g, x0 - x)
+        s = beta3 * s + d**2 / d0 * g
+        after = max(d, r / np.abs(s).sum())
+        x = x * (1 - d * decay) - d * m / (np.sqrt(v) + after * 1e-8)
+        d = after
+        estimates.append(d)
+    return estimates, x
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_prodigy_follows_the_paper(tiny_config, decay):
+    """Its estimate grows from the first one, and its steps are the paper's; f32 rounding apart."""
+    config = tiny_config("optim=prodigy", "optim.d0=1e-4", f"optim.weight_decay={decay}")
+    parameter = start()
+    optimizer = build_optimizer(config.optim, {"l0.q.lora_a": parameter})
+    found = []
+    for _ in range(12):
+        parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        found.append(optimizer.param_groups[0]["d"])
+    estimates, expected = prodigy_by_hand(12, decay=decay)
+    assert estimates[-1] > 10 * estimates[0]
+    assert found == pytest.approx(estimates, rel=1e-3)
+    moved = np.abs(expected - start().detach().numpy()).mean()
+    assert moved > 0.1
+    assert np.abs(parameter.detach().numpy() - expected).mean() < 1e-4 * moved
+
+
 @pytest.mark.parametrize(
     ("overrides", "where", "words"),
     [
+        (["optim=prodigy", "optim.betas=[0.9]"], "optim.betas", "two decay rates"),
+        (["optim=prodigy", "optim.slice_p=0"], "optim.slice_p", "a value >= 1"),
         (["optim=muon", "backend=full"], "optim", "matrices of adapters"),
         (["optim=schedule_free", "schedule=cosine"], "schedule", "averages its steps"),
         (

@@ -67,7 +67,7 @@ _TABLE = (
         direction="none",
         reduction="last",
         alias=("lr", "learning_rate"),
-        note="learning rate the step was taken with",
+        note="learning rate the step was taken with; Prodigy's times its estimate",
     ),
     Metric(
         name="data/tokens",

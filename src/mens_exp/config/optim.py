@@ -223,6 +223,40 @@ class ScheduleFreeConfig(AdamwConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class ProdigyConfig(OptimizerConfig):
+    """Prodigy (arXiv:2306.06101): Adam whose rate is estimated from the distance to the start.
+
+    Needs the prodigyopt package, whose defaults these are, except for safeguard_warmup.
+    """
+
+    name: str = setting("prodigy", "The option's name; set by the option.")
+    lr: float = setting(
+        1.0, "Multiple of the estimated rate at the peak of the schedule; leave it at 1.", gt=0
+    )
+    betas: list[float] = setting([0.9, 0.999], "Decay of the two averages.", example="[0.9,0.99]")
+    eps: float = setting(1e-8, "Added to the denominator, times the estimate.", gt=0)
+    weight_decay: float = setting(
+        0.0, "Decoupled decay (0: adapters are small, B starts at 0).", ge=0
+    )
+    d0: float = setting(1e-6, "First estimate, which only grows.", gt=0)
+    d_coef: float = setting(
+        1.0, "Multiple of each new estimate; the package advises 0.5 to 2 to tune the method.", gt=0
+    )
+    use_bias_correction: bool = setting(False, "Correct the averages of the first steps, as Adam.")
+    safeguard_warmup: bool = setting(
+        True, "Keep the low rates of a warm-up out of the estimate; built-in schedules have one."
+    )
+    slice_p: int = setting(
+        1, "Estimate from every n-th element alone, for less memory; the package names 11.", ge=1
+    )
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of two averages, and of the start and a sum, in f32."""
+        del sides
+        return 2.0 * _F32 * parameters * (1 + 1 / self.slice_p)
+
+
+@dataclass(kw_only=True, slots=True)
 class AdafactorConfig(OptimizerConfig):
     """Adafactor (arXiv:1804.04235): a second moment of row and column sums, and no first one.
 
@@ -298,6 +332,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "lion": LionConfig,
     "muon": MuonConfig,
     "schedule_free": ScheduleFreeConfig,
+    "prodigy": ProdigyConfig,
     "adafactor": AdafactorConfig,
     "sgd": SgdConfig,
 }

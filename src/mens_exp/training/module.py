@@ -334,7 +334,8 @@ class TrainingModule(LightningModule):
         for name, value in step.metrics.items():
             self.record(f"train/{name}", value)
         self.record("train/grad_norm", step.grad_norm)
-        self.record("optim/lr", optimizer.param_groups[0]["lr"])
+        group = optimizer.param_groups[0]
+        self.record("optim/lr", group["lr"] * group.get("d", 1.0))  # Prodigy's estimate
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
         self._step = _Sums()

@@ -56,11 +56,14 @@ def test_muon_needs_a_torch_that_has_it(monkeypatch, tiny_config):
     assert list(check_optimizer(tiny_config("optim=muon"))) == []
 
 
-def test_schedule_free_needs_its_package(monkeypatch, tiny_config):
+@pytest.mark.parametrize(
+    ("option", "extra"), [("schedule_free", "schedule-free"), ("prodigy", "prodigy")]
+)
+def test_an_optimizer_of_another_package_needs_it(monkeypatch, tiny_config, option, extra):
     """The message has the extra's name."""
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    (problem,) = check_optimizer(tiny_config("optim=schedule_free", "schedule=constant"))
-    assert "mens-exp[schedule-free]" in (problem.remedy or "")
+    (problem,) = check_optimizer(tiny_config(f"optim={option}", "schedule=constant"))
+    assert f"mens-exp[{extra}]" in (problem.remedy or "")
 
 
 OF_8B = ("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base
 from mens_exp.config.fields import plain, shown
-from mens_exp.config.optim import MuonConfig, OptimConfig, ScheduleFreeConfig
+from mens_exp.config.optim import MuonConfig, OptimConfig, ProdigyConfig, ScheduleFreeConfig
 from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, WsdConfig, warmup_steps
 from mens_exp.errors import ConfigError
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 
+_WITH_BETAS = OptimConfig | MuonConfig | ProdigyConfig
+
+
 def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `optim`; a user-defined optimizer checks its own values."""
     optim = config.optim
-    betas = getattr(optim, "betas", None) if isinstance(optim, OptimConfig | MuonConfig) else None
+    betas = getattr(optim, "betas", None) if isinstance(optim, _WITH_BETAS) else None
     if betas is not None and (len(betas) != 2 or not all(0 <= one < 1 for one in betas)):  # noqa: PLR2004
         yield ConfigError(
             "two decay rates are needed",

@@ -13,7 +13,12 @@ from packaging.version import Version
 from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
-from mens_exp.config.optim import MuonConfig, PagedAdamw8bitConfig, ScheduleFreeConfig
+from mens_exp.config.optim import (
+    MuonConfig,
+    PagedAdamw8bitConfig,
+    ProdigyConfig,
+    ScheduleFreeConfig,
+)
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
@@ -184,18 +189,33 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
             expected=f"torch {_HAS_MUON} or newer",
             remedy="install a newer torch, or choose optim=adamw",
         )
-    if isinstance(config.optim, ScheduleFreeConfig) and find_spec("schedulefree") is None:
+    package, extra = _PACKAGES.get(type(config.optim), (None, None))
+    if package is not None and find_spec(package) is None:
         yield MissingExtra(
-            "schedulefree is not installed",
+            f"{package} is not installed",
             where="optim",
             found=config.optim.name,
-            expected="the package schedulefree, or another optimizer, such as optim=adamw",
-            remedy="pip install 'mens-exp[schedule-free]'",
+            expected=f"the package {package}, or another optimizer, such as optim=adamw",
+            remedy=f"pip install 'mens-exp[{extra}]'",
         )
+
+
+# Optimizers of another package: its name, and the extra that has it.
+_PACKAGES: dict[type, tuple[str, str]] = {
+    ProdigyConfig: ("prodigyopt", "prodigy"),
+    ScheduleFreeConfig: ("schedulefree", "schedule-free"),
+}
 
 
 def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
     """Yield a warning if an adapter's peak rate is far from those of published runs."""
+    if isinstance(config.optim, ProdigyConfig):
+        if not 1 / _FAR <= config.optim.lr <= _FAR:
+            yield (
+                f"optim.lr={config.optim.lr:g} multiplies the rate that Prodigy estimates, and is "
+                "no rate itself. Next: leave optim.lr at 1, and tune optim.d_coef"
+            )
+        return
     if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
         return
     published = _RATE if shape.parameters < _MANY else _RATE_OF_MANY
