@@ -39,7 +39,8 @@ COMMANDS = {
     **{f"optim.{one}": [f"optim={one}"] for one in ("lion", "muon", "prodigy", "adafactor", "sgd")},
     "optim.schedule_free": ["optim=schedule_free", "schedule=constant"],
     **{
-        f"schedule.{one}": [f"schedule={one}"] for one in ("linear", "constant", "wsd", "one_cycle")
+        f"schedule.{one}": [f"schedule={one}"]
+        for one in ("linear", "constant", "wsd", "one_cycle", "lr_range")
     },
     "logger.csv": ["logger=csv"],
     "logger.tensorboard": ["logger=tensorboard"],

@@ -184,6 +184,7 @@ CHOICES = {
     "muon": ("optim=muon", "lora.variant=dora", "schedule=wsd"),
     "schedule_free": ("optim=schedule_free", "schedule=constant"),
     "prodigy": ("optim=prodigy",),
+    "lr_range": ("schedule=lr_range", "schedule.warmup_steps=null"),
     "adafactor": ("optim=adafactor", "schedule=one_cycle"),
     "ia3": ("lora=ia3", "optim=sgd"),
     "loha": ("lora=loha",),

@@ -309,6 +309,13 @@ def test_prodigy_follows_the_paper(tiny_config, decay):
 @pytest.mark.parametrize(
     ("overrides", "where", "words"),
     [
+        (["optim=prodigy", "schedule=lr_range"], "schedule", "estimates its rate"),
+        (["schedule=lr_range", "schedule.lowest=100"], "schedule.lowest", "rises"),
+        (
+            ["schedule=lr_range", "schedule.warmup_steps=2"],
+            "schedule.warmup_steps",
+            "with schedule=lr_range",
+        ),
         (["optim=prodigy", "optim.betas=[0.9]"], "optim.betas", "two decay rates"),
         (["optim=prodigy", "optim.slice_p=0"], "optim.slice_p", "a value >= 1"),
         (["optim=muon", "backend=full"], "optim", "matrices of adapters"),

@@ -3,11 +3,13 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from mens_exp.config.schedule import (
     DecayShape,
+    LrRangeConfig,
     OneCycleConfig,
     ScheduleConfig,
     ScheduleKind,
@@ -152,3 +154,11 @@ def test_one_cycle_rises_over_three_tenths_unless_told_otherwise():
     found = [OneCycleConfig().multiple(step, 40) for step in range(40)]
     assert found.index(max(found)) == 11
     assert found[0] == pytest.approx(1 / 25)
+
+
+@pytest.mark.parametrize("total", [2, 30])
+def test_a_range_test_grows_by_one_factor(total):
+    """NumPy's geometric progression from the lowest multiple to the highest."""
+    schedule = LrRangeConfig(lowest=1e-4, highest=10.0)
+    found = [schedule.multiple(step, total) for step in range(total)]
+    assert found == pytest.approx(np.geomspace(1e-4, 10, total))

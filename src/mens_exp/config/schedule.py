@@ -8,7 +8,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Condition, setting
 
 DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60
 _DECIMALS = 9  # precision of fraction * steps: 0.07 * 100 is 7.000000000000001
@@ -22,6 +22,7 @@ class ScheduleKind(Enum):
     constant = "constant"
     wsd = "wsd"
     one_cycle = "one_cycle"
+    lr_range = "lr_range"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,6 +187,49 @@ class OneCycleConfig(ScheduleConfig):
         return _between(1.0, 1 / (self.div_factor * self.final_div_factor), share)
 
 
+_WARMS_UP = Condition(
+    holds=lambda config: not isinstance(config.schedule, LrRangeConfig),
+    words=lambda _: "with schedule=lr_range, which begins at its lowest rate",
+    needs="another schedule",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class LrRangeConfig(ScheduleConfig):
+    """A range test of learning rates (arXiv:1506.01186, section 3.3): the rate grows geometrically.
+
+    The record names the rate of the lowest loss and proposes one. The run ends when the loss
+    diverges; its adapter is of no use.
+    """
+
+    kind: ScheduleKind = setting(ScheduleKind.lr_range, "Shape of the schedule; set by the option.")
+    warmup_steps: int | None = setting(
+        None, "Optimizer steps of a warm-up.", ge=0, only_if=_WARMS_UP, idle=None
+    )
+    warmup_frac: float | None = setting(
+        None, "The same as a share of the run.", ge=0, lt=1, only_if=_WARMS_UP, idle=None
+    )
+    lowest: float = setting(1e-3, "The first step's rate, as a multiple of optim.lr.", gt=0)
+    highest: float = setting(100.0, "The last step's rate, as a multiple of optim.lr.", gt=0)
+    divergence: float = setting(
+        4.0,
+        "The run ends when the smoothed loss is more than this multiple of its lowest value "
+        "(fastai's and Lightning's default).",
+        gt=1,
+    )
+
+    @property
+    def usual_warmup_frac(self) -> float:
+        """It has none."""
+        return 0.0
+
+    def multiple(self, step: int, total_steps: int) -> float:
+        """Return the rate of a step as a multiple of optim.lr."""
+        share = min(step / max(total_steps - 1, 1), 1.0)
+        found: float = self.lowest * (self.highest / self.lowest) ** share
+        return found
+
+
 def _between(first: float, last: float, share: float) -> float:
     """Return a value on half a cosine from one to another."""
     return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
@@ -197,6 +241,7 @@ SCHEDULES: dict[str, type[ScheduleConfig]] = {
     "constant": ConstantConfig,
     "wsd": WsdConfig,
     "one_cycle": OneCycleConfig,
+    "lr_range": LrRangeConfig,
 }
 
 

@@ -62,6 +62,7 @@ def draw(records: Records) -> list[Plot]:
         records: the run; ``step`` and ``validation`` events of its telemetry are drawn.
     """
     return [
+        *_lr_range(records),
         _loss(records),
         _single(records, "lr", "Learning rate", "optim/lr", "learning rate", _scientific),
         _single(records, "grad_norm", "Gradient norm", "train/grad_norm", "norm, before clipping"),
@@ -158,6 +159,29 @@ def _loss(records: Records) -> Plot:
         )
 
     return drawn("loss", title, caption, (10.4, 3.9), paint)
+
+
+def _lr_range(records: Records) -> list[Plot]:
+    """Draw the loss over the rate, if the run was a range test."""
+    found = records.manifest.results.get("lr_range")
+    seen = [p for p in records.payloads("step") if p.get("optim/lr") and p.get("train/loss")]
+    if found is None or not found["smoothed"] or len(seen) != len(found["smoothed"]):
+        return []
+    rates, losses = [p["optim/lr"] for p in seen], [p["train/loss"] for p in seen]
+    caption = "Training loss of each step over its learning rate, thin, and smoothed."
+
+    def paint(axes: Axes) -> None:
+        axes.set_xscale("log")
+        axes.plot(rates, losses, color=_INK, alpha=0.35, linewidth=0.9)
+        axes.plot(rates, found["smoothed"], color=_INK, linewidth=1.9)
+        for rate, label in ((found["proposed"], "proposed"), (found["lowest_loss_at"], "lowest")):
+            if rate is not None:
+                axes.axvline(rate, color=_TUNED, linewidth=1.3, linestyle=(0, (5, 3)))
+                axes.text(rate, 1.01, label, color=_TUNED, transform=axes.get_xaxis_transform())
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel(f"loss ({wording.loss_unit(records.manifest)})")
+
+    return [drawn("lr_range", "Loss over learning rate", caption, (10.4, 3.4), paint)]
 
 
 def _paint_validation(axes: Axes, records: Records) -> None:

@@ -29,7 +29,8 @@ from mens_exp.report.document import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
 
     from mens_exp.artifacts.attribution import Attribution
     from mens_exp.report.summary import Records
@@ -57,7 +58,8 @@ def document(records: Records) -> Document:
         parts += [sections.rounds(rounds, stopped), next_steps(steps(records))]
         headline = f"Rounds of rejection sampling: {len(rounds)}."
     else:
-        parts += [questions(records), results(records), *_training(records), answers(records)]
+        parts += [*sections.lr_range(records), questions(records), results(records)]
+        parts += [*_training(records), answers(records)]
         parts.append(sections.planned(records))
         headline = summary.headline(records)
     parts += [
@@ -248,6 +250,8 @@ def _after_attribution(typed: Sequence[str], found: Attribution) -> Iterator[Ste
 
 def _after_training(records: Records) -> list[Step]:
     m, place = records.manifest, records.place
+    if (tested := m.results.get("lr_range")) is not None:
+        return [*_after_range_test(m.overrides, tested)]
     if m.inputs.get("base_source") == "random":
         return [Step(wording.command(), "fine-tune a real model")]
     kept = [text for text in m.overrides if not text.startswith(("seed=", "hydra."))]
@@ -264,6 +268,13 @@ def _after_training(records: Records) -> list[Step]:
             "make one model of base and adapter",
         ),
     ]
+
+
+def _after_range_test(typed: Sequence[str], found: Mapping[str, Any]) -> Iterator[Step]:
+    kept = [text for text in typed if not text.startswith(("schedule", "optim.lr=", "hydra."))]
+    if found["proposed"] is not None:
+        rate = f"optim.lr={found['proposed']:.2g}"
+        yield Step(wording.command(*kept, rate), "train at the proposed rate")
 
 
 def results(records: Records, *, notes: bool = True) -> Section:
@@ -331,7 +342,8 @@ def outcome(records: Records, *, most: int) -> list[Part]:
     is_noise = records.manifest.inputs.get("base_source") == "random"
     found = [] if is_noise else [part for part in section.parts if isinstance(part, Item)][:most]
     shown = [Section(section.title, found, lead=section.lead)] if found else []
-    return [*shown, results(records, notes=False), *questions(records).parts[:-1]]
+    tested = [*sections.lr_range(records)]
+    return [*shown, *tested, results(records, notes=False), *questions(records).parts[:-1]]
 
 
 def _answers_title(records: Records) -> str:

@@ -71,6 +71,34 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
     return Section("Rounds", [Table(heads, rows), *notes], name="rounds", lead=lead)
 
 
+def lr_range(records: Records) -> Iterator[Section]:
+    """Yield the outcome of a range test of learning rates, if the run was one."""
+    found = records.manifest.results.get("lr_range")
+    if found is None:
+        return
+    why = found["why_none"]
+    if why is None:
+        said = Note(f"Proposed: optim.lr={found['proposed']:.2g}.", Tone.GOOD)
+    else:
+        said = Note(f"No rate is proposed: {why}.", Tone.WARN)
+    ended = "the loss diverged" if found["diverged"] else "the last step"
+    rows = [
+        ("Rate of the lowest loss", _as_rate(found["lowest_loss_at"])),
+        ("Rates tried", f"{_as_rate(found['from_rate'])} to {_as_rate(found['to_rate'])}"),
+        ("Ended by", ended),
+    ]
+    lead = (
+        "Each step had a higher rate than the one before. The proposal is a tenth of the rate at "
+        "which the smoothed loss was lowest."
+    )
+    parts: list[Part] = [said, Table(("", ""), rows)]
+    yield Section("Range test of learning rates", parts, name="lr-range", lead=lead)
+
+
+def _as_rate(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2g}"
+
+
 def _rate(value: float | None) -> str:
     return "unknown" if value is None else wording.percent(value)
 

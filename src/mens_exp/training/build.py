@@ -34,6 +34,7 @@ from mens_exp.artifacts.digest import (
 from mens_exp.artifacts.metrics import declare
 from mens_exp.backends.frozen_base import Teacher
 from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.schedule import LrRangeConfig
 from mens_exp.config.trainer import ScorecardConfig, Selection
 from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.shape import shape_of
@@ -405,6 +406,10 @@ def _callbacks(
         metric = config.adapter.metric
         best = BestAdapter(run, metric if metric == "val/loss" else f"eval/{metric}")
         callbacks.insert(0, best)  # it must run before the adapter is written
+    if isinstance(config.schedule, LrRangeConfig):
+        from mens_exp.training.callbacks.lr_range import LrRange
+
+        callbacks.append(LrRange(run, config.schedule.divergence))
     return callbacks
 
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from mens_exp.config.backend import has_frozen_base
 from mens_exp.config.fields import plain, shown
 from mens_exp.config.optim import MuonConfig, OptimConfig, ProdigyConfig, ScheduleFreeConfig
-from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, WsdConfig, warmup_steps
+from mens_exp.config.schedule import (
+    LrRangeConfig,
+    ScheduleConfig,
+    ScheduleKind,
+    WsdConfig,
+    warmup_steps,
+)
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +87,9 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
     schedule, trainer = config.schedule, config.trainer
     if not isinstance(schedule, ScheduleConfig):
         return  # a class of the user's checks its own values
-    if schedule.warmup_steps is not None and schedule.warmup_frac is not None:
+    if isinstance(schedule, LrRangeConfig):
+        yield from _range_problems(config, schedule)
+    elif schedule.warmup_steps is not None and schedule.warmup_frac is not None:
         yield ConfigError(
             "warm-up is set twice",
             where="schedule.warmup_frac",
@@ -91,6 +99,24 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     elif trainer.max_steps > 0 and trainer.max_epochs <= 0:
         yield from warmup_problems(config, trainer.max_steps, "trainer.max_steps")
+
+
+def _range_problems(config: RunConfig, schedule: LrRangeConfig) -> Iterator[ConfigError]:
+    if schedule.lowest >= schedule.highest:
+        yield ConfigError(
+            "the rate of a range test rises",
+            where="schedule.lowest",
+            found=schedule.lowest,
+            expected=f"less than schedule.highest ({schedule.highest:g})",
+        )
+    if isinstance(config.optim, ProdigyConfig):
+        yield ConfigError(
+            "Prodigy estimates its rate, and a range test looks for one",
+            where="schedule",
+            found="lr_range with optim=prodigy",
+            expected="another optimizer, or another schedule",
+            remedy="choose schedule=cosine",
+        )
 
 
 def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator[ConfigError]:

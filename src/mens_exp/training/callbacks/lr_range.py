@@ -1,0 +1,134 @@
+"""The range test of learning rates: its end, and the rate that it proposes.
+
+Source: Smith 2015, arXiv:1506.01186, section 3.3. Like fastai's and Lightning's finders, it smooths
+the loss of each step by an exponential moving average; like fastai, it proposes a tenth of the rate
+at which that is lowest.
+"""
+
+# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from lightning import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning import Trainer
+
+    from mens_exp.training.module import RunRecord, TrainingModule
+
+_KEEP = 0.9  # of the average, at each step
+_SHARE = 10.0  # the rate of the lowest loss over the one that is proposed
+_FEWEST = 5  # steps of a test that can propose a rate
+
+
+class LrRangeResult(TypedDict):
+    """The outcome of a range test, ``results.lr_range`` of the manifest.
+
+    Attributes:
+        proposed: the rate to train with; None if the test shows none.
+        lowest_loss_at: the rate at which the smoothed loss was lowest; None before any step.
+        from_rate: the rate of the first step.
+        to_rate: the rate of the last step.
+        smoothed: the smoothed loss of each step, in nats a token.
+        diverged: whether the test ended because the loss diverged.
+        why_none: the reason why no rate is proposed; None if one is.
+    """
+
+    proposed: float | None
+    lowest_loss_at: float | None
+    from_rate: float | None
+    to_rate: float | None
+    smoothed: list[float]
+    diverged: bool
+    why_none: str | None
+
+
+class LrRange(Callback):
+    """Ends a range test when the loss diverges, and records what it shows."""
+
+    def __init__(self, run: RunRecord, divergence: float) -> None:
+        """Attach to ``run``.
+
+        Args:
+            run: the record.
+            divergence: multiple of the lowest smoothed loss above which the test ends.
+        """
+        self.run, self.divergence = run, divergence
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Stop at once where a resumed test had diverged."""
+        del pl_module
+        trainer.should_stop = trainer.should_stop or self._has_diverged
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, *_: Any, **__: Any
+    ) -> None:
+        """Add a step, and ask for the end where the loss diverges."""
+        if not pl_module.at_step_boundary:
+            return
+        self.rates.append(pl_module.step_metrics["optim/lr"])
+        self.losses.append(pl_module.step_metrics["train/loss"])
+        trainer.should_stop = trainer.should_stop or self._has_diverged
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Record the proposal."""
+        del trainer, pl_module
+        found = proposal(self.rates, self.losses, diverged=self._has_diverged)
+        self.run.manifest.results["lr_range"] = found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps so far, for checkpoints."""
+        return {"rates": self.rates, "losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the steps before a checkpoint."""
+        self.rates, self.losses = [*state_dict["rates"]], [*state_dict["losses"]]
+
+    @property
+    def _has_diverged(self) -> bool:
+        smoothed = _smoothed(self.losses)
+        return bool(smoothed) and smoothed[-1] > self.divergence * min(smoothed)
+
+
+def proposal(rates: Sequence[float], losses: Sequence[float], *, diverged: bool) -> LrRangeResult:
+    """Propose a learning rate from the steps of a range test.
+
+    Args:
+        rates: the rate of each step, ascending.
+        losses: the loss of each step, in nats a token.
+        diverged: whether the test ended because the loss diverged.
+    """
+    smoothed = _smoothed(losses)
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__, default=0)
+    why_none = None
+    if len(smoothed) < _FEWEST:
+        why_none = f"it has {len(smoothed)} steps; {_FEWEST} are the fewest"
+    elif lowest == 0:
+        why_none = "the loss never fell: lower schedule.lowest, or take more steps"
+    elif lowest == len(smoothed) - 1:
+        why_none = "the loss still fell at the highest rate: raise schedule.highest"
+    return {
+        "proposed": None if why_none else rates[lowest] / _SHARE,
+        "lowest_loss_at": rates[lowest] if smoothed else None,
+        "from_rate": rates[0] if rates else None,
+        "to_rate": rates[-1] if rates else None,
+        "smoothed": smoothed,
+        "diverged": diverged,
+        "why_none": why_none,
+    }
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the exponential moving average, corrected for its start."""
+    found, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total, weight = _KEEP * total + loss, _KEEP * weight + 1
+        found.append(total / weight)
+    return found

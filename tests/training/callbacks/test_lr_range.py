@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mens_exp import cli
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.artifacts.telemetry import read_events
+from mens_exp.training.callbacks.lr_range import proposal
+
+RATES = [10.0**exponent for exponent in np.linspace(-6, 0, 61)]
+
+
+def smoothed(losses):
+    """Return the weighted means whose weights fall by a tenth for each step back."""
+    found = []
+    for last in range(len(losses)):
+        weights = 0.9 ** np.arange(last, -1, -1)
+        found.append(float(np.average(losses[: last + 1], weights=weights)))
+    return found
+
+
+def test_a_tenth_of_the_rate_of_the_lowest_smoothed_loss_is_proposed():
+    """A loss that falls from a millionth on and rises from a hundredth on, with noise."""
+    noise = np.random.default_rng(0).normal(0, 0.02, len(RATES))
+    losses = [3 + abs(math.log10(rate) + 2) / 4 for rate in RATES] + noise
+    found = proposal(RATES, list(losses), diverged=False)
+    expected = smoothed(losses)
+    assert found["smoothed"] == pytest.approx(expected)
+    lowest = RATES[int(np.argmin(expected))]
+    assert found["lowest_loss_at"] == lowest
+    assert 1e-2 < lowest < 1e-1  # the average lags behind
+    assert found["proposed"] == pytest.approx(lowest / 10)
+    assert (found["from_rate"], found["to_rate"]) == (RATES[0], RATES[-1])
+
+
+@pytest.mark.parametrize(
+    ("losses", "why"),
+    [
+        ([3.0] * 4, "it has 4 steps"),
+        (list(np.linspace(3, 4, 61)), "never fell"),
+        (list(np.linspace(4, 3, 61)), "still fell at the highest rate"),
+        ([], "it has 0 steps"),
+    ],
+)
+def test_a_test_that_shows_no_rate_proposes_none(losses, why):
+    """With the reason, and what would show one."""
+    found = proposal(RATES[: len(losses)], losses, diverged=False)
+    assert found["proposed"] is None
+    assert why in found["why_none"]
+
+
+def outcome(tiny_run, tmp_path, *words):
+    """Run a range test of at most fourteen steps; return its directory and its outcome."""
+    usual = {word.partition("=")[0]: word for word in tiny_run}
+    usual.pop("schedule.warmup_steps")
+    chosen = {"schedule": "schedule=lr_range", "trainer.max_steps": "trainer.max_steps=14"}
+    place = tmp_path / "run"
+    assert cli.main([*(usual | chosen).values(), f"hydra.run.dir={place}", *words]) == 0
+    run = RunDir(place)
+    return run, json.loads(run.manifest.read_text("utf-8"))["results"]["lr_range"]
+
+
+@pytest.mark.draws
+def test_a_run_records_what_each_rate_did_and_says_what_to_type(tiny_run, tmp_path, capsys):
+    """The steps of the telemetry are those of the outcome, which the page draws."""
+    run, found = outcome(tiny_run, tmp_path, "optim.lr=1e-2", "schedule.highest=1000")
+    steps = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
+    rates = [step["optim/lr"] for step in steps]
+    assert rates == pytest.approx(np.geomspace(1e-5, 10, 14)[: len(rates)])
+    losses = [step["train/loss"] for step in steps]
+    assert found == proposal(rates, losses, diverged=found["diverged"])
+    page = run.report.read_text("utf-8")
+    assert "Range test of learning rates" in page
+    assert "Loss over learning rate" in page
+    said = capsys.readouterr().out
+    if found["proposed"] is not None:
+        assert f"optim.lr={found['proposed']:.2g}" in said
+        assert "schedule=lr_range" not in said.rpartition("Next")[2]
+
+
+def test_a_loss_that_diverges_ends_the_test(tiny_run, tmp_path):
+    """At the first step whose smoothed loss is beyond the multiple; the run has succeeded."""
+    run, found = outcome(tiny_run, tmp_path, "schedule.highest=1e7", "schedule.divergence=1.001")
+    assert found["diverged"]
+    last = found["smoothed"][-1]
+    assert last > 1.001 * min(found["smoothed"])
+    assert all(
+        one <= 1.001 * min(found["smoothed"][: number + 1])
+        for number, one in enumerate(found["smoothed"][:-1])
+    )
+    assert len(found["smoothed"]) < 14
+    assert json.loads(run.manifest.read_text("utf-8"))["status"] == "succeeded"
