@@ -179,6 +179,7 @@ def _lr_range(records: Records) -> list[Plot]:
                 axes.axvline(rate, color=_TUNED, linewidth=1.3, linestyle=(0, (5, 3)))
                 axes.text(rate, 1.01, label, color=_TUNED, transform=axes.get_xaxis_transform())
         axes.set_xlabel("learning rate")
+        axes.xaxis.set_major_formatter(lambda rate, _: _scientific(rate, None))
         axes.set_ylabel(f"loss ({wording.loss_unit(records.manifest)})")
 
     return [drawn("lr_range", "Loss over learning rate", caption, (10.4, 3.4), paint)]

@@ -125,6 +125,8 @@ def _learned(records: Records) -> Section:
     if records.status != "succeeded":
         text = f"Unknown: the run {'failed' if records.status == 'failed' else 'was cancelled'}."
         return Section(title, [Note(text)], tone=Tone.BAD)
+    if records.manifest.results.get("lr_range") is not None:
+        return Section(title, [Note("Not asked: the adapter of a range test is of no use.")])
     known = [pair for pair in summary.pairs(records) if pair.change]
     if not known:
         return Section(title, [Note("Unknown: nothing was measured of both models.")])

@@ -76,6 +76,8 @@ def test_a_run_records_what_each_rate_did_and_says_what_to_type(tiny_run, tmp_pa
     page = run.report.read_text("utf-8")
     assert "Range test of learning rates" in page
     assert "Loss over learning rate" in page
+    assert "mathdefault" not in page
+    assert "a range test is of no use" in page
     said = capsys.readouterr().out
     if found["proposed"] is not None:
         assert f"optim.lr={found['proposed']:.2g}" in said
