@@ -125,6 +125,7 @@ def test_a_weight_takes_the_bits_of_the_papers():
     assert bits("int8") == 8 + 32 / 512
     assert bits("none") == 16
     assert (bits("nf2"), bits("nf3"), bits("int4")) == (2.5, 4.5, 4.5)  # as they are stored
+    assert (bits("uint2"), bits("uint4"), bits("uint8")) == (3, 5, 9)  # with a zero point
 
 
 def test_a_format_with_its_own_block_has_no_other():

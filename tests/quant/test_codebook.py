@@ -80,6 +80,14 @@ def test_values_are_those_of_torchao(name, block):
     assert torch.equal(book.dequantize(*book.quantize(known["x"], block)), known[name])
 
 
+@pytest.mark.parametrize("name", ["uint2", "uint3", "uint4", "uint8"])
+def test_integers_with_a_zero_point_are_those_of_torchao(name):
+    """Of weights of both signs and of one; the file's metadata says how made."""
+    known = load_file(Path(__file__).with_name("torchao_0_18_affine.safetensors"))
+    book = BINDINGS[name].book
+    assert torch.equal(book.dequantize(*book.quantize(known["x"], 32)), known[name])
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_integers_are_rounded_to_the_nearest(bits):
     """As numpy rounds, of a scale that takes the largest magnitude to the largest integer."""
@@ -101,10 +109,12 @@ def test_a_code_is_the_nearest_level(name, monkeypatch):
     packed, scales = book.quantize(weight, 16)
     found = book.dequantize(packed, scales)
     levels = torch.tensor(book.levels)
-    scaled = weight.reshape(48, -1, 16) / scales[..., None]
-    nearest = (scaled[..., None] - levels).abs().amin(-1)
-    distance = (found.reshape(48, -1, 16) / scales[..., None] - scaled).abs()
-    torch.testing.assert_close(distance, nearest, atol=1e-5, rtol=1e-5)
+    scale, zero = (scales, 0 * scales) if scales.ndim == 2 else scales.unbind(-1)
+    scaled = weight.reshape(48, -1, 16) / scale[..., None]
+    nearest = (scaled[..., None] - (levels - zero[..., None, None])).abs().amin(-1)
+    distance = (found.reshape(48, -1, 16) / scale[..., None] - scaled).abs()
+    f32 = max(1e-5, 1e-7 * len(levels))
+    torch.testing.assert_close(distance, nearest, atol=f32, rtol=1e-5)
     assert packed.shape == (48, 128 * book.stored_bits // 8)
     monkeypatch.setattr(codebook, "_PIECE", 5 * 128)
     assert all(map(torch.equal, book.quantize(weight, 16), (packed, scales)))

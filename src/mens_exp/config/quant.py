@@ -165,6 +165,7 @@ class _Codebook(QuantizerSpec):
     is_made_again: bool = True
     settings: frozenset[str] = frozenset({"block_size", "skip", "type_pattern"})
     weights_per_core_s: float | None = 1.8e7  # measured: NVFP4, the slowest, on one EPYC core
+    scale_bits: int = _F32  # of a block: its scale, and its zero point if it has one
 
     def bits_per_weight(
         self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
@@ -172,7 +173,7 @@ class _Codebook(QuantizerSpec):
         """Return the bits of a code as it is stored, and a share of the block's scale in f32."""
         del compute_bits, double_quant, rows_per_weight
         assert self.code_bits is not None, "of every codebook"
-        return self.code_bits + _F32 / block
+        return self.code_bits + self.scale_bits / block
 
 
 def _codebook(name: str, stored_bits: int, **more: Any) -> _Codebook:
@@ -212,6 +213,10 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _codebook("int2", 2),
         _codebook("int3", 4),
         _codebook("int4", 4),
+        *(
+            _codebook(f"uint{bits}", stored, scale_bits=2 * _F32)
+            for bits, stored in ((2, 2), (3, 4), (4, 4), (8, 8))
+        ),
         _codebook("mxfp4", 4, settings=_OF_FORMAT, usual_block=32),
         _codebook("nvfp4", 4, settings=_OF_FORMAT, usual_block=16),
         _Unquantized(name="none"),
@@ -255,6 +260,10 @@ class QuantType(Enum):
     int2 = "int2"
     int3 = "int3"
     int4 = "int4"
+    uint2 = "uint2"
+    uint3 = "uint3"
+    uint4 = "uint4"
+    uint8 = "uint8"
     mxfp4 = "mxfp4"
     nvfp4 = "nvfp4"
     none = "none"
@@ -312,8 +321,8 @@ class QuantConfig:
     quant_type: QuantType = setting(
         UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
-        "nf3, nf8, int2, int3, int4, mxfp4 (OCP) or nvfp4 (NVIDIA), references in plain torch for "
-        "comparisons; none leaves the weights in the compute format.",
+        "nf3, nf8, int2, int3, int4, uint2, uint3, uint4, uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), "
+        "references in plain torch for comparisons; none leaves the weights in the compute format.",
         contract=("quant.base",),
         read_by=_READ,
         aliases={"quantize": "LitGPT", "bnb_4bit_quant_type": "Transformers and bitsandbytes"},

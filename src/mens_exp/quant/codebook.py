@@ -1,9 +1,9 @@
 """Weights as codes of a list of levels, with a scale for each block of them, in plain torch.
 
-NormalFloat of k bits (QLoRA, arXiv:2305.14314, section 3), symmetric integers, and the 4-bit
-floats of OCP's microscaling formats (MXFP4, v1.0, sections 5.3 and 6.3) and of NVIDIA (NVFP4: a
-block of 16, scales in E4M3 and one f32 scale a tensor). Every device of torch computes them; they
-are a reference, slower than a kernel.
+NormalFloat of k bits (QLoRA, arXiv:2305.14314, section 3), symmetric integers, integers with a zero
+point (arXiv:1712.05877, section 2.1), and the 4-bit floats of OCP's microscaling formats (MXFP4,
+v1.0, sections 5.3 and 6.3) and of NVIDIA (NVFP4: a block of 16, scales in E4M3 and one f32 scale a
+tensor). Every device of torch computes them; they are a reference, slower than a kernel.
 
 Shapes: O outputs and I inputs of a layer, N blocks of a row, C codes of a byte.
 """
@@ -70,6 +70,7 @@ def _e4m3(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> torch.Tenso
 
 MAGNITUDE = Scaling(name="f32", find=_by_magnitude)
 POWER_OF_TWO = Scaling(name="e8m0", find=_power_of_two)
+WITH_ZERO = Scaling(name="f32, and a zero point", find=_by_magnitude)
 TWO_LEVEL = Scaling(name="e4m3, and f32 of the tensor", find=_e4m3)
 
 
@@ -122,7 +123,7 @@ class Codebook:
 
         Returns:
             Codes packed into bytes, uint8 ``[O, I / C]``, the first in the highest bits, and
-            scales, f32 ``[O, N]``.
+            scales, f32 ``[O, N]``; with zero points, ``[O, N, 2]``.
         """
         pieces = _pieces(*shape)
         of_all = torch.stack([read(*one).abs().amax() for one in pieces]).amax().float()
@@ -133,16 +134,31 @@ class Codebook:
     def _quantized(
         self, weight_OI: torch.Tensor, of_all: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = weight_OI.float().reshape(len(weight_OI), -1, block)
-        most_ON = blocks.abs().amax(-1)
-        scales_ON = self.scaling.find(most_ON, of_all, self.levels[-1])
-        scales_ON = torch.where(most_ON > 0, scales_ON, torch.ones_like(scales_ON))
-        codes_OI = self.nearest(blocks / scales_ON[..., None]).flatten(1).to(torch.uint8)
+        codes, scales_ON = self.coded(weight_OI.float().reshape(len(weight_OI), -1, block), of_all)
+        codes_OI = codes.flatten(1).to(torch.uint8)
         together = codes_OI.reshape(len(codes_OI), -1, _BITS_OF_BYTE // self.stored_bits)
         packed = together[..., 0]
         for place in range(1, together.shape[-1]):
             packed = (packed << self.stored_bits) | together[..., place]
         return packed, scales_ON
+
+    def coded(
+        self, blocks: torch.Tensor, of_all: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes of blocks ``[O, N, block]``, int64, and their scales.
+
+        Args:
+            blocks: weights, f32.
+            of_all: the largest magnitude of the whole tensor.
+        """
+        most_ON = blocks.abs().amax(-1)
+        scales_ON = self.scaling.find(most_ON, of_all, self.levels[-1])
+        scales_ON = torch.where(most_ON > 0, scales_ON, torch.ones_like(scales_ON))
+        return self.nearest(blocks / scales_ON[..., None]), scales_ON
+
+    def valued(self, levels: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
+        """Return what levels ``[O, N, block]`` stand for under the scales of their blocks."""
+        return levels * scales_ON[..., None]
 
     def unpacked(self, packed: torch.Tensor) -> torch.Tensor:
         """Take codes out of bytes, uint8 ``[O, I]``."""
@@ -164,9 +180,35 @@ class Codebook:
         for first, last in _pieces(rows, width):
             scales = scales_ON[first:last]
             levels = torch.nn.functional.embedding(packed[first:last].int(), table)
-            piece = levels.reshape(*scales.shape, -1) * scales[..., None]
+            piece = self.valued(levels.reshape(*scales.shape[:2], -1), scales)
             values_OI[first:last] = piece.flatten(1)
         return values_OI
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affine(Codebook):
+    """Integers from zero on; each block has a scale and the integer that stands for zero.
+
+    The scales are f32 ``[O, N, 2]``: a scale and a zero point. A block's range includes zero.
+    """
+
+    def coded(
+        self, blocks: torch.Tensor, of_all: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes of blocks, and their scales and zero points."""
+        del of_all
+        top = self.levels[-1]
+        low_ON, high_ON = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+        scale_ON = (high_ON - low_ON) / top
+        scale_ON = torch.where(scale_ON > 0, scale_ON, torch.ones_like(scale_ON))
+        zero_ON = (-torch.round(low_ON / scale_ON)).clamp(0, top)
+        steps = torch.round(blocks * (1 / scale_ON)[..., None]) + zero_ON[..., None]
+        return steps.clamp(0, top).long(), torch.stack([scale_ON, zero_ON], -1)
+
+    def valued(self, levels: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
+        """Return what integers stand for."""
+        scale_ON, zero_ON = scales_ON.unbind(-1)
+        return (levels - zero_ON[..., None]) * scale_ON[..., None]
 
 
 def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
@@ -207,6 +249,10 @@ def integers(bits: int) -> tuple[float, ...]:
     """Return the levels of symmetric integers, from -1 to 1: one code of 2^k is never used."""
     most = 2 ** (bits - 1) - 1
     return tuple(number / most for number in range(-most, most + 1))
+
+
+def _unsigned(bits: int) -> Affine:
+    return Affine(levels=tuple(map(float, range(2**bits))), scaling=WITH_ZERO)
 
 
 E2M1: Final = tuple(-one for one in _MAGNITUDES[:0:-1]) + _MAGNITUDES
@@ -350,5 +396,9 @@ NF8 = _Codes("nf8", Codebook(levels=normal_float(8), to_even=False))
 INT2 = _Codes("int2", Codebook(levels=integers(2)))
 INT3 = _Codes("int3", Codebook(levels=integers(3)))
 INT4 = _Codes("int4", Codebook(levels=integers(4)))
+UINT2 = _Codes("uint2", _unsigned(2))
+UINT3 = _Codes("uint3", _unsigned(3))
+UINT4 = _Codes("uint4", _unsigned(4))
+UINT8 = _Codes("uint8", _unsigned(8))
 MXFP4 = _Codes("mxfp4", Codebook(levels=E2M1, scaling=POWER_OF_TWO))
 NVFP4 = _Codes("nvfp4", Codebook(levels=E2M1, scaling=TWO_LEVEL))
