@@ -24,6 +24,7 @@ from mens_exp.export.adapter import find, read, write
 from mens_exp.export.certificate import CARD_NAME, hashes_of
 from mens_exp.export.gguf import GGUF_FILE as GGUF
 from mens_exp.export.gguf import export_gguf
+from mens_exp.export.gguf_layout import refuse_unwritable
 from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write_vllm
 from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
@@ -371,6 +372,8 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, St
             config, merge=dataclasses.replace(config.merge, dtype=MergeDtype.f32)
         )
     merging = _merged(config, run)
+    assert merging.inputs.base is not None, "a whole model has one"
+    refuse_unwritable(merging.inputs.base.directory)  # a base that was made just now
     with atomic.scratch(directory.parent) as folder:
         source = folder / "merged"
         source.mkdir()

@@ -119,7 +119,7 @@ def _pin_path(cell: Cell) -> list[MensError]:
         _put_path(cell, str(model_directory(config.path)))
         return [*leaving_problems(config), *occupied(config.out)]
     if _merges(config):
-        return [*_pin_merge(cell), *leaving_problems(config)]
+        return _pin_merge(cell) or leaving_problems(config)
     if config.task.name == "export" and config.format is not ExportFormat.bundle:
         return _pin_adapter(cell)
     return _pin_subject(cell)
