@@ -50,7 +50,7 @@ def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
     expected = logits(tiny_base, finished.peft)
     np.testing.assert_allclose(logits(tiny_base, there), expected, atol=1e-5, rtol=0)
     assert (there / "chat_template.jinja").is_file()
-    assert "v3 to peft: 14 layers" in said
+    assert "The adapter in schema v3 is now in PEFT's form: 14 layers" in said
     record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
     assert record.inputs["subject"] == str(finished.adapter)
     assert record.results["form"] == "peft"
