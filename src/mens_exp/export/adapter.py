@@ -95,7 +95,8 @@ def find(directory: Path) -> AdapterPlace:
         found=f"{directory}{'' if directory.exists() else ', which does not exist'}",
         expected=f"a run directory, latest, or a directory with {adapter_v3.MANIFEST_NAME}, "
         f"{adapter_v2.META_NAME} or adapter_config.json",
-        remedy="write path=latest for the newest training run, or name one of outputs/train/*/*",
+        remedy="write path=latest for the newest training run, or name the directory of a run: one "
+        "of outputs/train/*/*, or what hydra.run.dir named",
     )
 
 
