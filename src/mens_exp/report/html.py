@@ -60,9 +60,7 @@ def _rendered(template: str, link: str, **values: Any) -> str:
     A fragment has no list of words to link to.
     """
     terms, pattern, heads = _terms()
-    used: dict[
-        str, tuple[str, str]
-    ] = {}  # the terms that occurred, which a page explains at its end
+    used: dict[str, tuple[str, str]] = {}  # terms that occurred, which a page explains at its end
 
     def explained(text: str, *, head: bool = False) -> Markup:
         """Link and explain our terms in our own words, each the first time that it occurs.
