@@ -52,6 +52,11 @@ def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
     said = " ".join(shown.split())
     assert "look 3 at these runs, as far as there are records here" in said
     assert "is wrong in 12% of studies without a difference" in said
+    assert "compare.sequential=always_valid" in said
+    record.looks[contrast["arm"]]["false"] = 0.049
+    (safe,) = [note for note in findings(record) if "look 3" in note.text]
+    assert safe.text.endswith("is wrong in 4.9% of studies without a difference, which α allows.")
+    assert safe.tone == ""
     record.cycle = "one"
     (said,) = [note.text for note in findings(record) if "look 3" in note.text]
     assert said.endswith("cycle one registered these seeds before any run.")
