@@ -108,6 +108,9 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
         (["path={run}", "export.double_quant=true"], "no effect with format=bundle"),
         (["path={run}", "format=gguf7"], "gguf7"),
         (["path={run}", "format=v3", "out={run}"], "is there already"),
+        (["path={run}", "format=v3", "out=."], "is there already"),
+        (["path={run}", "format=hf", "out=."], "is there already"),
+        (["path=base", "format=hf", "model=tiny_llama", "out=."], "is there already"),
         (
             ["path={run}", "format=v3", "export.base_quant=none", "export.double_quant=true"],
             "contradicts export.base_quant=none",

@@ -212,7 +212,7 @@ def write(
 
 def out_problems(out: Path) -> Iterator[RequestError]:
     """Yield a problem if writing a directory would overwrite existing content."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not is_free(out):
         yield RequestError(
             "is there already",
             where="out",
@@ -220,6 +220,13 @@ def out_problems(out: Path) -> Iterator[RequestError]:
             expected="a directory that does not exist, or is empty",
             remedy="choose another, or remove it",
         )
+
+
+def is_free(out: Path) -> bool:
+    """Return whether a directory can be put there; the working directory cannot be replaced."""
+    if not out.exists():
+        return True
+    return out.is_dir() and not any(out.iterdir()) and not out.samefile(".")
 
 
 def config_of_adapter(
