@@ -130,7 +130,7 @@ def refuse_unwritable(source: Path) -> None:
     """Refuse a model whose graph or tokenizer has no equal in GGUF, without reading weights.
 
     Args:
-        source: a model directory, or that of the base that an adapter is to be merged into.
+        source: directory of the base that an adapter is to be merged into.
 
     Raises:
         ModelFileError: a file is missing.

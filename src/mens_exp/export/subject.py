@@ -147,9 +147,9 @@ def leaving_problems(config: RunConfig) -> list[MensError]:
         return []
     try:
         require_gguf()
-        model = _ready_model(config)
-        if model is not None:
-            refuse_unwritable(model)
+        base = None if reads_a_model(config) else _ready_base(config)
+        if base is not None:
+            refuse_unwritable(base)
     except Problems as several:
         return list(several.problems)
     except MensError as error:
@@ -157,11 +157,9 @@ def leaving_problems(config: RunConfig) -> list[MensError]:
     return []
 
 
-def _ready_model(config: RunConfig) -> Path | None:
-    """Return the model to write, or the base to merge into; None if it is still to be made."""
+def _ready_base(config: RunConfig) -> Path | None:
+    """Return the base that an adapter is to be merged into; None if it is still to be made."""
     assert config.path is not None, "validation has asked for it"
-    if (Path(config.path) / "config.json").is_file():
-        return Path(config.path)
     return ready_directory(_model(config, adapter_place(config.path)), cache_root())
 
 
