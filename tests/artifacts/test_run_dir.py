@@ -62,12 +62,30 @@ def test_a_run_without_checkpoints_has_no_last_one(tmp_path):
 
 def test_latest_is_the_run_that_started_last(tmp_path):
     """At any depth, by the record and not by the file's time; a damaged record is passed over."""
-    make_run(tmp_path / "train" / "b", "2026-11-20T05:58:01.123Z")
-    newest = make_run(tmp_path / "train" / "sweep" / "1", "2026-11-21T00:00:00.000Z")
-    make_run(tmp_path / "plan" / "c", "2026-11-20T23:59:59.999Z")
-    damaged = make_run(tmp_path / "z", "")
+    outputs = tmp_path / "outputs"
+    make_run(outputs / "train" / "b", "2026-11-20T05:58:01.123Z")
+    newest = make_run(outputs / "train" / "sweep" / "1", "2026-11-21T00:00:00.000Z")
+    make_run(outputs / "plan" / "c", "2026-11-20T23:59:59.999Z")
+    damaged = make_run(outputs / "z", "")
     (damaged / "manifest.json").write_text("{")
     assert resolve("latest", tmp_path).path == newest
+
+
+@pytest.mark.parametrize("name", ["tickets", "sweep/0_seed"])
+def test_a_run_that_hydra_put_elsewhere_is_known(tmp_path, name):
+    """hydra.run.dir=tickets, hydra.sweep.dir=sweep; neither others' files nor what is in a run."""
+    make_run(tmp_path / "outputs" / "train" / "b", "2026-11-20T05:58:01.123Z")
+    newest = make_run(tmp_path / name, "2026-11-21T00:00:00.000Z")
+    make_run(newest / "inside", "2026-11-23T00:00:00.000Z")
+    make_run(tmp_path / "a" / "b" / "c", "2026-11-23T00:00:00.000Z")
+    make_run(tmp_path / ".hidden", "2026-11-23T00:00:00.000Z")
+    for number, text in enumerate(('{"name": "an app"}', "[]", "{", '{"started_utc": 7}')):
+        (tmp_path / f"app{number}").mkdir()
+        (tmp_path / f"app{number}" / "manifest.json").write_text(text)
+    assert resolve("latest", tmp_path).path == newest
+    with pytest.raises(RequestError) as caught:
+        resolve(f"{newest}x", tmp_path)
+    assert f"the nearest is {newest.as_posix()}" in str(caught.value)
 
 
 def test_latest_is_refused_where_there_is_no_run(tmp_path):
@@ -79,12 +97,12 @@ def test_latest_is_refused_where_there_is_no_run(tmp_path):
 def test_a_directory_with_a_manifest_is_a_run(tmp_path):
     """It need not lie under the outputs."""
     path = make_run(tmp_path / "elsewhere", "")
-    assert resolve(str(path), tmp_path / "outputs") == RunDir(path)
+    assert resolve(str(path), tmp_path / "here") == RunDir(path)
 
 
 def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path):
     """One wrong digit still finds the run that was meant."""
-    path = make_run(tmp_path / "train" / "20261120_abcd", "")
+    path = make_run(tmp_path / "outputs" / "train" / "20261120_abcd", "")
     with pytest.raises(RequestError) as caught:
         resolve(str(path.with_name("20261120_abce")), tmp_path)
     assert "no such run directory" in str(caught.value)
@@ -94,6 +112,6 @@ def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path):
 def test_a_directory_without_a_manifest_is_refused(tmp_path):
     """With no run anywhere, it is said that one has to be trained first."""
     with pytest.raises(RequestError, match=r"no manifest.json in this directory") as caught:
-        resolve(str(tmp_path), tmp_path / "outputs")
+        resolve(str(tmp_path), tmp_path / "here")
     assert "there is none under" in str(caught.value)
     assert "train first: python -m mens_exp" in str(caught.value)

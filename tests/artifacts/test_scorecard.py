@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from item_events import item_event
 
 from mens_exp.artifacts.scorecard import (
     Condition,
@@ -12,41 +13,27 @@ from mens_exp.artifacts.scorecard import (
 )
 from mens_exp.errors import DataError, MensError, Problems
 
-EVENT = {
-    "version": 3,
-    "item_id": "bisect.insort",
-    "condition": Condition.BASE,
-    "sample": 0,
-    "group": "",
-    "prompt": "Write it.",
-    "reference": "def f(): ...",
-    "completion": "def f(:\u2028",
-    "parses": False,
-    "finished": True,
-    "error": "invalid syntax",
-    "tokens_in": 3,
-    "tokens_out": 5,
-    "attempts": 2,
-    "compile_pass_1": False,
-    "compile_pass_n": False,
-    "canonical_pass": False,
-    "strictness": True,
-    "pass_1": None,
-    "task_success": None,
-    "semantic_task_success": None,
-    "repair_depth": None,
-    "repair_stalled": True,
-    "error_count": 2,
-    "latency_ms": 12.5,
-    "time_to_first_valid_ms": None,
-    "placeholder_marker_hits": 0,
-    "trivial_placeholder_output": False,
-    "richness": 0.2,
-    "anti_stub_pass": True,
-    "outcome": None,
-    "style": "last block",
-    "unknown": {"task_success": "the suite runs nothing"},
-}
+EVENT = item_event(
+    item_id="bisect.insort",
+    condition=Condition.BASE,
+    completion="def f(:\u2028",
+    parses=False,
+    error="invalid syntax",
+    tokens_in=3,
+    tokens_out=5,
+    attempts=2,
+    compile_pass_1=False,
+    compile_pass_n=False,
+    canonical_pass=False,
+    repair_depth=None,
+    repair_stalled=True,
+    error_count=2,
+    latency_ms=12.5,
+    time_to_first_valid_ms=None,
+    richness=0.2,
+    style="last block",
+    unknown={"task_success": "the suite runs nothing"},
+)
 EVENT_OF_1 = {
     "item_id": "bisect.insort",
     "condition": "tuned",

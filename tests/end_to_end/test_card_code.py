@@ -1,8 +1,10 @@
-"""The code of a run's own card loads the PEFT directory that the run wrote."""
+"""The code of a run's own card loads the PEFT directory that the run wrote, on its base."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 
 import peft
 import pytest
@@ -20,8 +22,10 @@ def code_of(card):
 
 
 def loaded(block, monkeypatch, place):
-    """Execute a block in a directory; return its model and its tokenizer."""
+    """Write the base with the command in a block, execute the block; return model and tokenizer."""
     monkeypatch.chdir(place)
+    [command] = re.findall(r"^# python -m mens_exp (.*)$", block, re.MULTILINE)
+    assert cli.main([*shlex.split(command), "hydra.run.dir=record"]) == 0
     names = {}
     exec(block, names)
     model, tokenizer = names["model"], names["tokenizer"]
@@ -31,16 +35,13 @@ def loaded(block, monkeypatch, place):
 
 
 @pytest.mark.parametrize("overrides", [[], ["backend=lora"]], ids=["qlora", "lora"])
-def test_the_code_of_the_card_runs_as_it_stands(finished_with, tiny_base, monkeypatch, overrides):
-    """But for the base, which is local and said to be; the model is the run's, within bf16."""
+def test_the_code_of_the_card_runs_as_it_stands(finished_with, tmp_path, monkeypatch, overrides):
+    """After the command that it names has written the base; the model is the run's within bf16."""
     run = finished_with(*overrides)
-    inputs = Manifest.read(run.manifest).inputs
     block = code_of(run.model_card)
-    line = f'base_name = "{inputs["base_model"]}"  # no id of the hub: write its directory here'
-    assert line in block
-    assert inputs["base_weights_sha256"][:12] in block
-    block = block.replace(line, f"base_name = {str(tiny_base.directory)!r}  #")
-    model, tokenizer = loaded(block, monkeypatch, run.path)
+    assert Manifest.read(run.manifest).inputs["base_weights_sha256"][:12] in block
+    shutil.copytree(run.peft, tmp_path / "adapter" / "peft")
+    model, tokenizer = loaded(block, monkeypatch, tmp_path)
     assert tokenizer.chat_template == run.chat_template.read_text("utf-8")
     asked = [{"role": "user", "content": "Add 3."}]
     ids = tokenizer.apply_chat_template(
@@ -55,15 +56,16 @@ def test_the_code_of_the_card_runs_as_it_stands(finished_with, tiny_base, monkey
     assert float((found - base).abs().max()) > 1e-3
 
 
-def test_the_card_of_an_export_loads_its_directory(finished, tiny_base, tmp_path, monkeypatch):
+def test_the_card_of_an_export_loads_its_directory(finished, tmp_path, monkeypatch, capsys):
     """With the tokenizer and the template that are in it, wherever it is moved."""
     out = tmp_path / "out"
     words = ["task=export", "format=peft", f"path={finished.path}", f"out={out}"]
     assert cli.main([*words, f"hydra.run.dir={tmp_path / 'export'}"]) == 0
+    said = capsys.readouterr().out
+    assert "All 14 tensors were read back" in said
+    assert "task=export path=base format=hf model=tiny_llama out=tiny_llama" in said
     out = out.rename(tmp_path / "elsewhere")
-    block, base = code_of(out / "README.md"), Manifest.read(finished.manifest).inputs["base_model"]
-    assert f'base_name = "{base}"  # no id of the hub' in block
-    block = block.replace(f'base_name = "{base}"', f"base_name = {str(tiny_base.directory)!r}")
+    block = code_of(out / "README.md")
     model, tokenizer = loaded(block, monkeypatch, out)
     assert tokenizer.chat_template == finished.chat_template.read_text("utf-8")
     ids = torch.tensor([[5, 6, 7, 8]])

@@ -5,39 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+from item_events import item_event
 
 from mens_exp.evals.kpis import SUMMARY_KPIS, pass_at_k, percentile, summarise
 
 
 def event(**changes):
     """One attempt that does the task at once."""
-    return {
-        "item_id": "a",
-        "group": "",
-        "parses": True,
-        "finished": True,
-        "compile_pass_1": True,
-        "compile_pass_n": True,
-        "canonical_pass": True,
-        "strictness": True,
-        "pass_1": True,
-        "task_success": True,
-        "semantic_task_success": True,
-        "repair_depth": 0,
-        "repair_stalled": False,
-        "error_count": 0,
-        "latency_ms": 10.0,
-        "time_to_first_valid_ms": 12.0,
-        "placeholder_marker_hits": 0,
-        "trivial_placeholder_output": False,
-        "richness": 1.0,
-        "anti_stub_pass": True,
-        "attempts": 1,
-        "tokens_in": 5,
-        "tokens_out": 7,
-        "unknown": {},
-        **changes,
-    }
+    solved = dict.fromkeys(("pass_1", "task_success", "semantic_task_success"), True)
+    return item_event(**{**solved, "time_to_first_valid_ms": 12.0, **changes})
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 1, 6), (3, 2, 2)])

@@ -113,3 +113,25 @@ def test_a_missing_library_is_told_before_a_run_is_opened(
     assert cli.main(["task=export", "format=gguf", f"path={model}"]) == 3
     assert "pip install 'mens-exp[gguf]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [model]
+
+
+@pytest.mark.parametrize("base", ["ready", "to be made"])
+def test_a_tokenizer_without_merges_is_refused_before_the_merge(
+    finished, base, tmp_path, monkeypatch, capsys
+):
+    """tiny_llama has one token a byte; where its base is ready, no run is opened either."""
+
+    def merged(*arguments):
+        raise AssertionError("the merge was computed")
+
+    monkeypatch.setattr("mens_exp.export.merge.write_directory", merged)
+    if base == "to be made":
+        monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    command = ["task=export", "format=gguf", f"path={finished.path}", f"out={tmp_path / 'out'}"]
+    assert cli.main([*command, f"hydra.run.dir={tmp_path / 'record'}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "tokenizer has no merges" in said
+    assert "found BPE without merges expected BPE with merges" in said
+    assert "format=hf" in said
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "record").exists() is (base == "to be made")

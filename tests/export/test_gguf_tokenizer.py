@@ -238,7 +238,7 @@ def with_more_tokens(tokenizer):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_merges, "its merges"),
+        (without_merges, "has no merges"),
         (with_lowercase, "its normalizer"),
         (with_another_splitting, "its pre-tokenizer"),
         (with_a_prefix, "its pre-tokenizer"),

@@ -153,4 +153,12 @@ def test_the_card_shows_every_figure():
     tensors = card_section(of_tensors(0.001))
     assert "**Worst of 1 tensors, against W + ΔW in f64**" in tensors
     assert "| a | 1 | 0.001 |" in tensors
+    equal = of_tensors(0.001)
+    equal.tensors["b"] = TensorError(max_abs=0.0, relative=0.0)
+    assert "| b |" not in card_section(equal)
+    equal.tensors["a"] = equal.tensors["b"]
+    text = card_section(equal)
+    assert "All 2 tensors were read back and compared in f64" in text
+    assert "they are equal" in text
+    assert "largest error" not in text
     assert verdict(of_graphs()) == "within the budget"

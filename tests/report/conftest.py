@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from item_events import item_event
 
 from mens_exp.artifacts.atomic import write_json, write_text
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -101,43 +102,16 @@ def make_plan():
 
 def make_item(condition, completion, **changes):
     """One completion; both conditions of an item share its name."""
-    event = {
-        "version": 3,
+    named = {
         "item_id": "textwrap.py::indent",
         "condition": Condition(condition),
-        "sample": 0,
-        "group": "",
         "prompt": "Write `indent`.",
         "reference": "def indent(): ...",
         "completion": completion,
-        "parses": True,
-        "finished": True,
-        "error": None,
         "tokens_in": 8,
         "tokens_out": 12,
-        "attempts": 1,
-        "compile_pass_1": True,
-        "compile_pass_n": True,
-        "canonical_pass": True,
-        "strictness": True,
-        "pass_1": None,
-        "task_success": None,
-        "semantic_task_success": None,
-        "repair_depth": 0,
-        "repair_stalled": False,
-        "error_count": 0,
-        "latency_ms": 10.0,
-        "time_to_first_valid_ms": 10.0,
-        "placeholder_marker_hits": 0,
-        "trivial_placeholder_output": False,
-        "richness": 1.0,
-        "anti_stub_pass": True,
-        "outcome": None,
-        "style": None,
-        "unknown": {},
     }
-    event.update(changes)
-    return event
+    return item_event(**{**named, **changes})
 
 
 def scorecard():

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.report import comparison_view, terminal
+from mens_exp.report import comparison_view, html, terminal
 from mens_exp.report.comparison_view import findings, verdict_table
-from mens_exp.report.document import as_cell
+from mens_exp.report.document import Note, Section, Table, as_cell
 from mens_exp.report.study_plots import comparison_drawings
 
 pytestmark = pytest.mark.draws
@@ -52,9 +52,41 @@ def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
     said = " ".join(shown.split())
     assert "look 3 at these runs, as far as there are records here" in said
     assert "is wrong in 12% of studies without a difference" in said
+    assert "compare.sequential=always_valid" in said
+    record.looks[contrast["arm"]]["false"] = 0.049
+    (safe,) = [note for note in findings(record) if "look 3" in note.text]
+    assert safe.text.endswith("is wrong in 4.9% of studies without a difference, which α allows.")
+    assert safe.tone == ""
     record.cycle = "one"
     (said,) = [note.text for note in findings(record) if "look 3" in note.text]
     assert said.endswith("cycle one registered these seeds before any run.")
+
+
+def _tables(parts):
+    for part in parts:
+        if isinstance(part, Table):
+            yield part
+        elif isinstance(part, Section):
+            yield from _tables(part.parts)
+
+
+def test_every_head_of_a_column_and_every_label_is_explained():
+    """But for the names of arms; what only a head means is no link in a sentence."""
+    record = Comparison.read(SHIPPED)
+    made = comparison_view.document(record)
+    heads = {head for table in _tables(made.parts) for head in table.heads} - {
+        arm["name"] for arm in record.arms
+    }
+    assert {"found at 80%", "paired ÷ unpaired", "sd between reruns", "unit"} <= heads
+    scorecard = {"KPI", "base", "tuned"}
+    for head in heads | scorecard | {"look"}:
+        assert "<abbr title=" in html.fragment(Table([head], [["x"]])), head
+    page = html.page(made)
+    labels = [cell.label for cell in made.meta]
+    assert labels == ["Primary KPI", "Reference", "Factors", "Test", "Condition"]
+    for word in ("kpi", "reference", "factor", "test", "condition"):
+        assert f'<dt id="word-{word}">' in page
+    assert "<abbr" not in html.fragment(Note("Look at this unit; the difference is a test."))
 
 
 def test_forests_say_their_level_and_which_way_is_better():

@@ -119,10 +119,11 @@ def test_a_term_in_code_is_left_alone():
 def test_every_term_has_a_meaning_and_a_page():
     """And is spelled as it is looked up."""
     text = files("mens_exp.report").joinpath("templates/terms.yaml").read_text("utf-8")
-    for term, (meaning, page) in yaml.safe_load(text).items():
+    for term, (meaning, page, *rest) in yaml.safe_load(text).items():
         assert term == term.lower()
         assert not meaning.endswith(".")
         assert (DOCS / page).is_file()
+        assert rest in ([], ["head"])
 
 
 def test_markdown_has_one_table_row_a_row_and_no_markup_of_others():

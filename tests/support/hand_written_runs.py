@@ -11,6 +11,7 @@ import json
 import shutil
 
 import yaml
+from item_events import item_event
 
 SEEDS = {"one": [1, 2, 3], "two": [4, 5, 6]}
 OPENED, STARTED = "2126-01-01T00:00:00.000Z", "2126-01-02T00:00:00.000Z"
@@ -77,41 +78,26 @@ def line(item, condition, *, is_right):
     why = dict.fromkeys(("tokens_in", "latency_ms"), "nobody counted")
     if not is_right:
         why |= dict.fromkeys(("repair_depth", "time_to_first_valid_ms"), "no attempt is valid")
-    return {
-        "version": 3,
-        "item_id": f"t{item}",
-        "condition": condition,
-        "sample": 0,
-        "group": "",
-        "prompt": asked(item),
-        "reference": task(item)["canonical_solution"],
-        "completion": answer(item, is_right=is_right),
-        "parses": True,
-        "finished": True,
-        "error": None if is_right else "This test fails",
-        "tokens_in": None,
-        "tokens_out": 30,
-        "attempts": 1,
-        "compile_pass_1": True,
-        "compile_pass_n": True,
-        "canonical_pass": True,
-        "strictness": True,
-        "pass_1": is_right,
-        "task_success": is_right,
-        "semantic_task_success": is_right,
-        "repair_depth": 0 if is_right else None,
-        "repair_stalled": False,
-        "error_count": 0 if is_right else 1,
-        "latency_ms": None,
-        "time_to_first_valid_ms": 5.0 if is_right else None,
-        "placeholder_marker_hits": 0,
-        "trivial_placeholder_output": False,
-        "richness": 1.0,
-        "anti_stub_pass": True,
-        "outcome": "passed" if is_right else "assertion",
-        "style": "whole",
-        "unknown": why,
-    }
+    return item_event(
+        item_id=f"t{item}",
+        condition=condition,
+        prompt=asked(item),
+        reference=task(item)["canonical_solution"],
+        completion=answer(item, is_right=is_right),
+        error=None if is_right else "This test fails",
+        tokens_in=None,
+        tokens_out=30,
+        pass_1=is_right,
+        task_success=is_right,
+        semantic_task_success=is_right,
+        repair_depth=0 if is_right else None,
+        error_count=0 if is_right else 1,
+        latency_ms=None,
+        time_to_first_valid_ms=5.0 if is_right else None,
+        outcome="passed" if is_right else "assertion",
+        style="whole",
+        unknown=why,
+    )
 
 
 def does(backend, seed, item):

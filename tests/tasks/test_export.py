@@ -50,7 +50,7 @@ def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
     expected = logits(tiny_base, finished.peft)
     np.testing.assert_allclose(logits(tiny_base, there), expected, atol=1e-5, rtol=0)
     assert (there / "chat_template.jinja").is_file()
-    assert "v3 to peft: 14 layers" in said
+    assert "The adapter in schema v3 is now in PEFT's form: 14 layers" in said
     record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
     assert record.inputs["subject"] == str(finished.adapter)
     assert record.results["form"] == "peft"
@@ -108,6 +108,9 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
         (["path={run}", "export.double_quant=true"], "no effect with format=bundle"),
         (["path={run}", "format=gguf7"], "gguf7"),
         (["path={run}", "format=v3", "out={run}"], "is there already"),
+        (["path={run}", "format=v3", "out=."], "is there already"),
+        (["path={run}", "format=hf", "out=."], "is there already"),
+        (["path=base", "format=hf", "model=tiny_llama", "out=."], "is there already"),
         (
             ["path={run}", "format=v3", "export.base_quant=none", "export.double_quant=true"],
             "contradicts export.base_quant=none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from dataclasses import dataclass
@@ -268,26 +269,29 @@ class RunDir:
         return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
-def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = None) -> RunDir:
+_OUTPUTS = "outputs"
+
+
+def resolve(text: str, here: Path = Path(), *, task: str | None = None) -> RunDir:
     """Find the run that `text` names.
 
     Args:
         text: ``latest``, the run that started last, or a run directory. A task that opens a new
             run must resolve ``latest`` before it does.
-        outputs: directory that contains the runs, at any depth.
+        here: directory whose runs are known, as `runs_near` finds them.
         task: restrict ``latest`` to runs of this task.
 
     Raises:
         RequestError: there is no such run; the message suggests the nearest one.
     """
     if text == "latest":
-        return _latest(outputs, task)
+        return _latest(here, task)
     run = RunDir(Path(text).expanduser())
     if run.manifest.is_file():
         return run
     what = "no manifest.json in this directory" if run.path.is_dir() else "no such run directory"
-    near = _nearest(run.path, outputs)
-    known = f"; the nearest is {near}" if near else f"; there is none under {outputs} yet"
+    near = _nearest(run.path, here)
+    known = f"; the nearest is {near}" if near else f"; there is none under {here / _OUTPUTS} yet"
     raise RequestError(
         what,
         where="path",
@@ -299,15 +303,16 @@ def resolve(text: str, outputs: Path = Path("outputs"), *, task: str | None = No
     )
 
 
-def _latest(outputs: Path, task: str | None) -> RunDir:
-    started = [(_started_utc(run, task), str(run.path), run) for run in runs(outputs)]
+def _latest(here: Path, task: str | None) -> RunDir:
+    started = [(_started_utc(run, task), str(run.path), run) for run in runs_near(here)]
     dated = [entry for entry in started if entry[0]]
     if not dated:
         raise RequestError(
             "there is no run yet",
             where="path",
             found="latest",
-            expected=f"a {task or ''}{' ' if task else ''}run under {outputs}",
+            expected=f"a {task or ''}{' ' if task else ''}run under {here / _OUTPUTS}, or where "
+            "hydra.run.dir put it, at most two directories below the working directory",
             remedy="train one first: python -m mens_exp; or name a run directory",
         )
     return max(dated, key=lambda entry: entry[:2])[2]
@@ -319,6 +324,21 @@ def runs(outputs: Path) -> Iterator[RunDir]:
         if _MANIFEST in files:
             names.clear()  # a run contains no runs, and may have many checkpoints
             yield RunDir(Path(directory))
+
+
+def runs_near(here: Path) -> Iterator[RunDir]:
+    """Yield the runs under ``outputs``, and those up to two directories below `here`.
+
+    The latter are those of ``hydra.run.dir=run`` and ``hydra.sweep.dir=sweep``. Other programs call
+    files manifest.json too, so that these have to be a run's record.
+    """
+    yield from runs(here / _OUTPUTS)
+    for depth in ("*", "*/*"):
+        for name in sorted(glob.glob(f"{depth}/{_MANIFEST}", root_dir=here)):  # noqa: PTH207  # Path.glob stops at the first place that may not be read
+            run = RunDir((here / name).parent)
+            is_inside = (run.path.parent / _MANIFEST).is_file()  # of another run
+            if not name.startswith(f"{_OUTPUTS}/") and not is_inside and _started_utc(run, None):
+                yield run
 
 
 def _started_utc(run: RunDir, task: str | None) -> str:
@@ -333,7 +353,7 @@ def _started_utc(run: RunDir, task: str | None) -> str:
     return started if isinstance(started, str) else ""
 
 
-def _nearest(path: Path, outputs: Path) -> str | None:
+def _nearest(path: Path, here: Path) -> str | None:
     """Return the run with the likest path, else the last one; None if there is no run."""
-    known = [run.path.as_posix() for run in runs(outputs)]
+    known = [run.path.as_posix() for run in runs_near(here)]
     return nearest(path.as_posix(), known) or (max(known) if known else None)

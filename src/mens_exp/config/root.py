@@ -31,7 +31,7 @@ from mens_exp.config.suite import SuiteConfig, by_suite
 from mens_exp.config.sweep import SweepConfig
 from mens_exp.config.task import (
     EXPORT,
-    WRITES_ADAPTER,
+    NAMES_BASE,
     WRITES_MERGED,
     WRITES_WEIGHTS,
     AttributeConfig,
@@ -136,13 +136,14 @@ class RunConfig:
     path: str | None = setting(
         None,
         "What a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
-        "inspect). chat and evaluate also accept `base`, the model of the command alone. evaluate "
-        "also accepts a run of task=merge, whose weights it scores. evaluate, merge and export "
-        "also accept the directory of an adapter in schema v2, v3 or PEFT's form. serve, and "
-        "export format=gguf, accept a complete model directory. inspect accepts all of these, a "
-        "checkpoint, and what a merge or an export wrote. compare and sync accept runs, sweeps, "
-        "scorecard files and globs, several separated by commas; promote accepts compare.json "
-        "files in the same way.",
+        "inspect), the run that started last of those under outputs and up to two directories "
+        "below the working directory. chat, evaluate and export format=hf also accept `base`, the"
+        " model of the command alone. evaluate also accepts a run of task=merge, whose weights it"
+        " scores. evaluate, merge and export also accept the directory of an adapter in schema "
+        "v2, v3 or PEFT's form. serve, and export format=gguf, accept a complete model directory."
+        " inspect accepts all of these, a checkpoint, and what a merge or an export wrote. "
+        "compare and sync accept runs, sweeps, scorecard files and globs, several separated by "
+        "commas; promote accepts compare.json files in the same way.",
         changes=Effect.NOTHING,
         read_by={
             "evaluate",
@@ -229,7 +230,7 @@ class RunConfig:
         Effect.TRAINING,
         "model",
         read_by=TRAINING | {"export", "attribute", "corpus"},
-        only_if=(WRITES_ADAPTER, GRAPH_ANSWERS, COUNTS_TOKENS),
+        only_if=(NAMES_BASE, GRAPH_ANSWERS, COUNTS_TOKENS),
     )
     tokenizer: TokenizerConfig = _group(
         Effect.TRAINING,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -248,6 +248,7 @@ class ExportKind(Enum):
     bundle = "a run packed whole"
     adapter = "an adapter"
     merged = "a merged model"
+    base = "a base model"
 
 
 _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3, ExportFormat.vllm})
@@ -255,6 +256,8 @@ _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3, Expo
 
 def export_kind(config: Any) -> ExportKind:
     """Return the kind of output that task=export writes."""
+    if config.path == "base" and config.format is ExportFormat.hf:
+        return ExportKind.base
     if config.format is ExportFormat.bundle:
         return ExportKind.bundle
     of_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.adapter
@@ -262,16 +265,23 @@ def export_kind(config: Any) -> ExportKind:
 
 
 def _writes(*kinds: ExportKind) -> Condition:
+    def words(config: Any) -> str:
+        of_base = export_kind(config) is ExportKind.base
+        return f"with format={config.format.value}{' and path=base' if of_base else ''}"
+
     return Condition(
         holds=lambda config: export_kind(config) in kinds,
-        words=lambda config: f"with format={config.format.value}",
+        words=words,
         needs=f"a format of {' or '.join(kind.value for kind in kinds)}",
         tasks=EXPORT,
     )
 
 
 EXPORT = frozenset({"export"})
-WRITES_ADAPTER = _writes(ExportKind.adapter)
+NAMES_BASE = replace(
+    _writes(ExportKind.adapter, ExportKind.base),
+    needs="a format of an adapter, or format=hf with path=base",
+)
 WRITES_MERGED = _writes(ExportKind.merged)
 WRITES_WEIGHTS = _writes(ExportKind.adapter, ExportKind.merged)
 # The deltas of adapter formats are compared directly; any other graph is run on a text.

@@ -123,7 +123,7 @@ def _tasks_that_read(key: str, name: str) -> str:
 
 def _read_beside(name: str, path: str | None) -> frozenset[str]:
     """Return the settings that a task reads from the command if `path` names no run of its own."""
-    if path == "base":
+    if path == "base" and name != "export":
         return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
     if name != "evaluate" or path is None or path == "latest":
         return frozenset()

@@ -95,7 +95,8 @@ def find(directory: Path) -> AdapterPlace:
         found=f"{directory}{'' if directory.exists() else ', which does not exist'}",
         expected=f"a run directory, latest, or a directory with {adapter_v3.MANIFEST_NAME}, "
         f"{adapter_v2.META_NAME} or adapter_config.json",
-        remedy="write path=latest for the newest training run, or name one of outputs/train/*/*",
+        remedy="write path=latest for the newest training run, or name the directory of a run: one "
+        "of outputs/train/*/*, or what hydra.run.dir named",
     )
 
 
@@ -211,7 +212,7 @@ def write(
 
 def out_problems(out: Path) -> Iterator[RequestError]:
     """Yield a problem if writing a directory would overwrite existing content."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not is_free(out):
         yield RequestError(
             "is there already",
             where="out",
@@ -219,6 +220,13 @@ def out_problems(out: Path) -> Iterator[RequestError]:
             expected="a directory that does not exist, or is empty",
             remedy="choose another, or remove it",
         )
+
+
+def is_free(out: Path) -> bool:
+    """Return whether a directory can be put there; the working directory cannot be replaced."""
+    if not out.exists():
+        return True
+    return out.is_dir() and not any(out.iterdir()) and not out.samefile(".")
 
 
 def config_of_adapter(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.errors import ModelFileError, Problems, RequestError
 from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.model.quiet import quiet
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import ModelDirectory
-    from mens_exp.tokenizer.implementations import HfTokenizer
 
 # model_type -> gguf's architecture. A file of each has been read back, and gave the same logits.
 ARCHITECTURES = {
@@ -42,6 +42,7 @@ ARCHITECTURES = {
 _BUFFER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _GELU_TANH = {"gelu_new", "gelu_pytorch_tanh"}  # two names of one formula, GPT-2's in llama.cpp
 _ROPE = {"default", "linear", "llama3"}
+_INSTEAD = "use a merged model in safetensors, as format=hf writes it: task=serve and vLLM serve it"
 
 
 class Form(Enum):
@@ -112,6 +113,41 @@ def layout_of(source: Path) -> GgufLayout:
         Problems: several of these.
     """
     directory = read_directory(source)
+    architecture = _architecture(source, directory)
+    skeleton = _skeleton(source)
+    config = skeleton.config
+    Problems.raise_if(_architecture_problems(config, str(source / "config.json")))
+    return GgufLayout(
+        architecture=architecture,
+        directory=directory,
+        config=config,
+        tensors=tuple(_tensors(directory, skeleton, architecture)),
+        rope_factors=_rope_factors(config),
+    )
+
+
+def refuse_unwritable(source: Path) -> None:
+    """Refuse a model whose graph or tokenizer has no equal in GGUF, without reading weights.
+
+    Args:
+        source: directory of the base that an adapter is to be merged into.
+
+    Raises:
+        ModelFileError: a file is missing.
+        RequestError: the family or the tokenizer has no equal.
+        Problems: several settings have none.
+    """
+    from transformers import AutoConfig
+
+    _architecture(source, read_directory(source))
+    with quiet():
+        config = AutoConfig.from_pretrained(str(source), local_files_only=True)
+    Problems.raise_if(_architecture_problems(config, str(source / "config.json")))
+    vocabulary_of(HfTokenizer.from_directory(source), int(config.vocab_size))
+
+
+def _architecture(source: Path, directory: ModelDirectory) -> str:
+    """Return gguf's name for the family of a model."""
     family = directory.config.get("model_type")
     if family not in ARCHITECTURES:
         raise RequestError(
@@ -119,18 +155,9 @@ def layout_of(source: Path) -> GgufLayout:
             where=str(source / "config.json"),
             found=str(family),
             expected=" or ".join(ARCHITECTURES),
-            remedy="serve the directory itself: task=serve, vLLM or Ollama read safetensors",
+            remedy=_INSTEAD,
         )
-    skeleton = _skeleton(source)
-    config = skeleton.config
-    Problems.raise_if(_architecture_problems(config, str(source / "config.json")))
-    return GgufLayout(
-        architecture=ARCHITECTURES[family],
-        directory=directory,
-        config=config,
-        tensors=tuple(_tensors(directory, skeleton, ARCHITECTURES[family])),
-        rope_factors=_rope_factors(config),
-    )
+    return ARCHITECTURES[family]
 
 
 def _skeleton(source: Path) -> Any:
@@ -377,8 +404,13 @@ def _splitting(core: dict[str, Any]) -> str:
     if (core["decoder"] or {}).get("type") != "ByteLevel":
         raise _vocabulary_problems("its decoder", core["decoder"], "ByteLevel")
     if not core["model"]["merges"]:
-        raise _vocabulary_problems(
-            "its merges", "none", "a BPE tokenizer with merges, which readers of GGUF need"
+        raise RequestError(
+            "the model's tokenizer has no merges (each character or byte is a token), and readers "
+            "of GGUF need merges",
+            where="tokenizer.json",
+            found="BPE without merges",
+            expected="BPE with merges, as model=smollm2_135m has",
+            remedy=_INSTEAD,
         )
     parts = core["pre_tokenizer"] or {}
     *before, level = parts["pretokenizers"] if parts.get("type") == "Sequence" else [parts]

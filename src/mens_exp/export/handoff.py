@@ -21,6 +21,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import DataError, MensError, Problems, RequestError
+from mens_exp.export.adapter import is_free
 from mens_exp.layout.checkpoint_files import read_directory, read_header
 from mens_exp.layout.shape import check_weights
 
@@ -322,9 +323,9 @@ def model_directory(text: str) -> Path:
 def occupied(out: str | None) -> list[MensError]:
     """Report an output directory that exists and is not an export."""
     path = Path(out or "").expanduser()
-    if out is None or not path.exists() or (path / HANDOFF_FILE).is_file():
+    if out is None or ((path / HANDOFF_FILE).is_file() and not path.samefile(Path())):
         return []
-    if path.is_dir() and not any(path.iterdir()):
+    if is_free(path):
         return []
     return [
         RequestError(

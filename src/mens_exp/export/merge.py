@@ -21,10 +21,17 @@ from mens_exp.artifacts.record import parse_json
 from mens_exp.backends.saved_model import copy_tokenizer
 from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.adapter_base import FLOAT_DTYPES
-from mens_exp.layout.checkpoint_files import INDEX, SINGLE, Outline, SafetensorsWriter
+from mens_exp.layout.checkpoint_files import (
+    INDEX,
+    SINGLE,
+    Outline,
+    SafetensorsWriter,
+    read_directory,
+)
 from mens_exp.model.stored_weights import TORCH_DTYPES, StoredRows
 from mens_exp.quant.binding import DTYPES
 from mens_exp.quant.round_trip import quantized_rows
+from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -279,7 +286,43 @@ def write_directory(
             _replace_template(directory, model.chat_template)
     if model.model_card is not None:
         shutil.copyfile(model.model_card, directory / "MODEL_CARD.md")
-    atomic.write_text(directory / "README.md", _card(model))
+    title = f"{model.base.name.rpartition('/')[2]}, merged"
+    atomic.write_text(directory / "README.md", _card(model.base, title, model.told))
+
+
+def write_base(directory: Path, base: BaseModel) -> None:
+    """Copy a base model as other programs load it; a base without a chat template gets ChatML.
+
+    Args:
+        directory: an empty one.
+        base: the model.
+
+    Raises:
+        ModelFileError: a file is missing, or was written to meanwhile.
+    """
+    for shard in read_directory(base.directory).shards:
+        shutil.copyfile(shard, directory / shard.name)
+    for pattern in ("config.json", INDEX, *_COPIED):
+        for path in base.directory.glob(pattern):
+            shutil.copyfile(path, directory / path.name)
+    base.refuse_changed()
+    copy_tokenizer(base.directory, directory)
+    tokenizer = HfTokenizer.from_directory(base.directory)
+    if not tokenizer.has_own_template:
+        atomic.write_text(directory / "chat_template.jinja", tokenizer.chat_template)
+    told = [f"The base model `{base.name}`, with the weights that mens_exp trains on:"]
+    told += ["", f"- {_MADE[base.source]}", f"- their sha256: `{base.weights_sha256}`"]
+    if not tokenizer.has_own_template:
+        told.append("- chat_template.jinja is ChatML, as mens_exp renders prompts for this model")
+    atomic.write_text(directory / "README.md", _card(base, base.name.rpartition("/")[2], told))
+
+
+_MADE = {
+    "bundled": "the 4-bit blocks of an installed package, dequantized and rounded to bf16",
+    "random": "drawn at random from `model.init_seed`; of use in trials only",
+    "directory": "copied from a directory",
+    "hub": "downloaded from the hub",
+}
 
 
 def _index(places: Mapping[Path, Iterable[Place]], dtype: str) -> dict[str, Any]:
@@ -297,12 +340,12 @@ def _replace_template(directory: Path, template: Path) -> None:
             atomic.write_json(path, config)
 
 
-def _card(model: MergedModel) -> str:
+def _card(base: BaseModel, title: str, told: Sequence[str]) -> str:
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if model.base.source != "random":  # which exists nowhere but in its seed
-        head["base_model"] = model.base.name
-    if model.base.license:
-        head["license"] = model.base.license
+    if base.source != "random":  # which exists nowhere but in its seed
+        head["base_model"] = base.name
+    if base.license:
+        head["license"] = base.license
     lines = ["---", yaml.safe_dump(head, sort_keys=True).rstrip(), "---", ""]
-    lines += [f"# {model.base.name.rpartition('/')[2]}, merged", "", *model.told, ""]
+    lines += [f"# {title}", "", *told, ""]
     return "\n".join(lines)

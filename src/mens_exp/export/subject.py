@@ -23,7 +23,6 @@ from mens_exp.config.task import ExportFormat
 from mens_exp.errors import (
     ConfigError,
     MensError,
-    MissingExtra,
     ModelFileError,
     NoEffectError,
     Problems,
@@ -39,9 +38,11 @@ from mens_exp.export.bundle import (
     verify,
 )
 from mens_exp.export.gguf import require_gguf
+from mens_exp.export.gguf_layout import refuse_unwritable
 from mens_exp.layout.adapter_base import AdapterBase, base_of
 from mens_exp.layout.checkpoint_files import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
+from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.peft_format import read_settings
 from mens_exp.layout.shape import Shape, shape_of
 from mens_exp.planning.checks import classes, model
@@ -146,9 +147,20 @@ def leaving_problems(config: RunConfig) -> list[MensError]:
         return []
     try:
         require_gguf()
-    except MissingExtra as error:
+        base = None if reads_a_model(config) else _ready_base(config)
+        if base is not None:
+            refuse_unwritable(base)
+    except Problems as several:
+        return list(several.problems)
+    except MensError as error:
         return [error]
     return []
+
+
+def _ready_base(config: RunConfig) -> Path | None:
+    """Return the base that an adapter is to be merged into; None if it is still to be made."""
+    assert config.path is not None, "validation has asked for it"
+    return ready_directory(_model(config, adapter_place(config.path)), cache_root())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

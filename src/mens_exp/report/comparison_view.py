@@ -308,7 +308,10 @@ def findings(record: Comparison) -> Iterator[Note]:
             text = f"{one['arm']}: other conditions: {'; '.join(one['environment'])}."
             yield Note(text, Tone.WARN, item=True)
         if one["arm"] in record.looks:
-            yield Note(_looked(record, one["arm"]), Tone.WARN, item=True)
+            false = record.looks[one["arm"]]["false"]
+            is_safe = false is not None and false <= record.alpha
+            tone = Tone.PLAIN if is_safe else Tone.WARN
+            yield Note(_looked(record, one["arm"], is_safe=is_safe), tone, item=True)
     if len(record.contrasts) > 1:
         yield Note(_simultaneous(record), item=True)
     if record.exploratory is not None:
@@ -356,7 +359,7 @@ def _more(kpi: KpiRecord) -> str:
     return f"; an effect of the observed size would take {count}"
 
 
-def _looked(record: Comparison, arm: str) -> str:
+def _looked(record: Comparison, arm: str, *, is_safe: bool) -> str:
     """Say how many looks at an arm there are records of, and what follows for the verdict."""
     looks = record.looks[arm]
     counts = ", ".join(str(len(one["seeds"])) for one in looks["others"])
@@ -378,6 +381,8 @@ def _looked(record: Comparison, arm: str) -> str:
             f"first verdict is wrong in {bound}{100 * looks['false']:.2g}% of studies without a "
             "difference"
         )
+    if is_safe:
+        return f"{said}, which α allows."
     remedy = "fix the seeds before the first look, or use compare.sequential=always_valid"
     return f"{said}; {remedy}."
 

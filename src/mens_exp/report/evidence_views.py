@@ -259,15 +259,7 @@ def certificate_document(certificate: Certificate) -> Document:
     ]
     heads = ("graph", "mean KL", "max KL", "same top-1", "NLL", "worst layer")
     parts.append(Table(heads, rows))
-    tensors = sorted(certificate.tensors.items(), key=lambda item: -item[1]["relative"])
-    worst = tensors[: 1 if certificate.comparisons else _WORST]
-    parts.append(
-        Table(
-            ("tensor", "largest error", "of ΔW"),
-            [(key, f"{e['max_abs']:.2g}", f"{e['relative']:.2g}") for key, e in worst],
-            title=f"Worst of {len(tensors)} tensors, against W + ΔW in f64",
-        )
-    )
+    parts += _tensor_errors(certificate)
     parts += bullets(
         (f"{name}: not compared, {why}" for name, why in certificate.unknown.items()), Tone.QUIET
     )
@@ -278,6 +270,22 @@ def certificate_document(certificate: Certificate) -> Document:
         parts=[Section(f"Parity: {said}", parts, name="parity", tone=tone)],
         source="parity.json",
     )
+
+
+def _tensor_errors(certificate: Certificate) -> list[Part]:
+    """Say how many tensors were compared; rows show the worst of those that differ."""
+    count = len(certificate.tensors)
+    differing = [item for item in certificate.tensors.items() if item[1]["max_abs"] != 0]
+    if count and not differing:
+        one = "The one tensor was" if count == 1 else f"All {count} tensors were"
+        equal = "it is equal" if count == 1 else "they are equal"
+        said = "read back and compared in f64 with what was to be written (W + ΔW of a merged model"
+        return [Note(f"{one} {said}, ΔW of an adapter): {equal}.")]
+    differing.sort(key=lambda item: -item[1]["relative"])
+    worst = differing[: 1 if certificate.comparisons else _WORST]
+    rows = [(key, f"{e['max_abs']:.2g}", f"{e['relative']:.2g}") for key, e in worst]
+    title = f"Worst of {count} tensors, against W + ΔW in f64"
+    return [Table(("tensor", "largest error", "of ΔW"), rows, title=title)]
 
 
 def verdict(certificate: Certificate) -> str:

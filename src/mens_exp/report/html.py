@@ -59,11 +59,14 @@ def _rendered(template: str, link: str, **values: Any) -> str:
 
     A fragment has no list of words to link to.
     """
-    terms, pattern = _terms()
-    used: dict[str, list[str]] = {}  # the terms that occurred, which a page explains at its end
+    terms, pattern, heads = _terms()
+    used: dict[str, tuple[str, str]] = {}  # terms that occurred, which a page explains at its end
 
-    def explained(text: str) -> Markup:
-        """Link and explain our terms in our own words, each the first time that it occurs."""
+    def explained(text: str, *, head: bool = False) -> Markup:
+        """Link and explain our terms in our own words, each the first time that it occurs.
+
+        Words that mean something special only as a `head` are links there alone.
+        """
 
         def linked(found: re.Match[str]) -> str:
             term = found[1].lower()
@@ -73,6 +76,9 @@ def _rendered(template: str, link: str, **values: Any) -> str:
             anchor = term.replace(" ", "-")
             return Markup(link).format(anchor, terms[term][0], found[0])  # noqa: S704  # our own
 
+        whole = heads.fullmatch(text) if head else None
+        if whole is not None:
+            return Markup(linked(whole))  # noqa: S704  # one of our terms
         return Markup(pattern.sub(linked, str(escape(visible(text)))))  # noqa: S704  # escaped above
 
     return (
@@ -108,11 +114,20 @@ def _environment() -> Environment:
 
 
 @functools.cache
-def _terms() -> tuple[dict[str, list[str]], re.Pattern[str]]:
-    """Return the meaning of each of our terms with its page, and a pattern that finds them."""
+def _terms() -> tuple[dict[str, tuple[str, str]], re.Pattern[str], re.Pattern[str]]:
+    """Return the meaning of each of our terms with its page, and two patterns that find them.
+
+    The first finds terms in a text, the second those that are explained only as a head.
+    """
     terms: dict[str, list[str]] = yaml.safe_load(_asset("terms.yaml"))
-    names = "|".join(sorted(map(re.escape, terms), key=len, reverse=True))
-    return terms, re.compile(rf"\b({names})s?\b", re.IGNORECASE)
+    found = {name: (meaning, page) for name, (meaning, page, *_) in terms.items()}
+
+    def pattern(names: Iterable[str]) -> re.Pattern[str]:
+        ordered = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+        return re.compile(rf"\b({ordered})s?\b", re.IGNORECASE)
+
+    heads = [name for name, (*_, last) in terms.items() if last == "head"]
+    return found, pattern(terms.keys() - set(heads)), pattern(heads)
 
 
 def _kind(part: Part) -> str:

@@ -410,6 +410,22 @@ def command(records: Records) -> str:
     return wording.command(*records.manifest.overrides)
 
 
+def base_command(records: Records) -> str | None:
+    """Return the command that writes the base as a directory of its name; None if it is elsewhere.
+
+    Only a bundled or a random base is found nowhere but here.
+    """
+    manifest = records.manifest
+    inputs, option = manifest.inputs, manifest.choices.get("model")
+    if option is None or inputs.get("base_source") not in {"bundled", "random"}:
+        return None
+    settings = [text for text in manifest.overrides if text.lstrip("+").startswith("model.")]
+    out = ("out", str(inputs["base_model"]))
+    return wording.command(
+        "task=export", "path=base", "format=hf", f"model={option}", *settings, out
+    )
+
+
 def _result(records: Records, key: str, label: str, detail: str) -> Cell:
     value = records.manifest.results.get(key)
     if value is None:

@@ -86,6 +86,7 @@ def render_card(records: Records, *, beside_adapter: bool = False) -> str:
         "title": _title(records),
         "base": _base_model(records),
         "base_literal": json.dumps(str(inputs.get("base_model"))),
+        "base_command": summary.base_command(records),
         "base_sha256": str(inputs.get("base_weights_sha256"))[:12],
         "revision": "" if revision is None else json.dumps(revision),
         "method": _method(records),

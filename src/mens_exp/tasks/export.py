@@ -1,24 +1,30 @@
 """task=export, task=push and task=serve: hand a run to a colleague, the hub, or clients.
 
-export packs a bundle or writes the format of another program. push uploads the adapter with its
-card and records. serve runs an OpenAI-compatible server for a merged model until Ctrl-C.
+export packs a bundle, writes the format of another program, or the base model alone. push uploads
+the adapter with its card and records. serve runs an OpenAI-compatible server for a merged model
+until Ctrl-C.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.digest import digest, refuse_changed_model, sha256_file
-from mens_exp.config.task import ExportFormat
+from mens_exp.config.task import ExportFormat, ExportKind, export_kind
 from mens_exp.errors import SetupError
 from mens_exp.export import bundle
 from mens_exp.export.bundle import pack
+from mens_exp.export.certificate import hashes_of
+from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff
 from mens_exp.export.serving import serving
 from mens_exp.export.subject import subject_of
 from mens_exp.layout.model_cache import hash_shards
+from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal, wording
 from mens_exp.report.document import Step
 from mens_exp.tasks.run import Cancelled
@@ -30,7 +36,9 @@ if TYPE_CHECKING:
 
 def export(config: RunConfig, run: Run) -> None:
     """Write the output in ``format`` and record its hash."""
-    if config.format is ExportFormat.bundle:
+    if export_kind(config) is ExportKind.base:
+        _base(config, run)
+    elif config.format is ExportFormat.bundle:
         _bundle(config, run)
     elif config.format in {ExportFormat.peft, ExportFormat.v2, ExportFormat.v3}:
         from mens_exp.tasks.merge import export_adapter
@@ -61,6 +69,38 @@ def _bundle(config: RunConfig, run: Run) -> None:
     verify = wording.command("task=inspect", ("path", unpacked), "inspect.verify=true")
     unpack = f"tar xzf {shlex.quote(archive.name)}"
     terminal.say_next([Step(f"{unpack} && {verify}", "verify it elsewhere")])
+
+
+def _base(config: RunConfig, run: Run) -> None:
+    """Write the command's own model as a directory, byte for byte, and record its hashes."""
+    from mens_exp.export.merge import write_base
+    from mens_exp.model.sources import resolve
+
+    base = resolve(config.model, writable_cache())
+    out = Path(config.out).expanduser() if config.out else run.dir.path / "hf"
+    atomic.remove_stale(out.parent)
+    with atomic.directory(out) as directory:
+        write_base(directory, base)
+        record = Handoff(
+            backend_family=BackendFamily.TRANSFORMERS,
+            base_model=base.name,
+            artifact_dir=".",
+            tokenizer_source=".",
+            prompt_format="the tokenizer's chat template",
+            notes="transformers serve",
+        )
+        write_handoff(record, directory)
+    read = {"base_source": base.source, "base_weights_sha256": base.weights_sha256}
+    run.manifest.inputs.update(base_model=base.name, **read)
+    hashes = hashes_of(out)
+    run.manifest.results.update(directory=config.out or "hf", files_sha256=hashes)
+    terminal.say(f"Written: {out}")
+    terminal.say("Python code that loads it, with an adapter in PEFT's form:")
+    place = json.dumps(wording.path(out))
+    terminal.say(f"  base = AutoModelForCausalLM.from_pretrained({place})")
+    terminal.say('  model = PeftModel.from_pretrained(base, "<adapter>")')
+    served = wording.command("task=serve", ("path", wording.path(out)))
+    terminal.say_next([Step(served, "serve it")])
 
 
 def push(config: RunConfig, run: Run) -> None:

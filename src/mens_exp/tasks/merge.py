@@ -24,6 +24,7 @@ from mens_exp.export.adapter import find, read, write
 from mens_exp.export.certificate import CARD_NAME, hashes_of
 from mens_exp.export.gguf import GGUF_FILE as GGUF
 from mens_exp.export.gguf import export_gguf
+from mens_exp.export.gguf_layout import refuse_unwritable
 from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write_vllm
 from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
@@ -31,7 +32,7 @@ from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal, wording
 from mens_exp.report.document import Note, Step
 from mens_exp.report.evidence_views import card_section, certificate_document, verdict
-from mens_exp.report.summary import load
+from mens_exp.report.summary import base_command, load
 from mens_exp.report.write import render_card
 from mens_exp.tasks.inputs import describe, own_template, refuse_changed, tokenizer_of
 from mens_exp.tokenizer.implementations import HfTokenizer
@@ -288,9 +289,19 @@ def export_adapter(config: RunConfig, run: Run) -> None:
         )
     size = written.tensors.stat().st_size / 2**20
     terminal.say(
-        f"{asked.place.form} to {written.form}: {len(after.layer_order)} layers, {size:.1f} MiB"
+        f"The adapter in {_FORMS[asked.place.form]} is now in {_FORMS[written.form]}: "
+        f"{len(after.layer_order)} layers, {size:.1f} MiB"
     )
     terminal.say(f"Adapter: {out}")
+    base = None
+    if written.form == "peft" and asked.place.run is not None:
+        base = base_command(load(asked.place.run))
+        terminal.say(f"The Python code that loads it is in {out / CARD_NAME}.")
+    if base is not None:
+        terminal.say_next([Step(base, "write the base model that this code loads")])
+
+
+_FORMS = {"v2": "schema v2", "v3": "schema v3", "peft": "PEFT's form"}
 
 
 def _complete(config: RunConfig, subject: RunDir | None, out: Path) -> None:
@@ -371,6 +382,8 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, St
             config, merge=dataclasses.replace(config.merge, dtype=MergeDtype.f32)
         )
     merging = _merged(config, run)
+    assert merging.inputs.base is not None, "a whole model has one"
+    refuse_unwritable(merging.inputs.base.directory)  # a base that was made just now
     with atomic.scratch(directory.parent) as folder:
         source = folder / "merged"
         source.mkdir()

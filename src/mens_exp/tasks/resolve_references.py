@@ -20,7 +20,7 @@ from mens_exp.config.mix import sources_of
 from mens_exp.config.model import HfModel, teacher_of
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import EARLIER, SLURM
-from mens_exp.config.task import ExportFormat, OllamaForm
+from mens_exp.config.task import ExportFormat, ExportKind, OllamaForm, export_kind
 from mens_exp.config.validate import TASK_READS, problems_of
 from mens_exp.errors import ConfigError, MensError, NoEffectError, Problems, RequestError
 from mens_exp.export.adapter import AdapterPlace, find
@@ -118,11 +118,22 @@ def _pin_path(cell: Cell) -> list[MensError]:
         assert config.path is not None, "the caller has asked"
         _put_path(cell, str(model_directory(config.path)))
         return [*leaving_problems(config), *occupied(config.out)]
+    if config.task.name == "export" and export_kind(config) is ExportKind.base:
+        return _pin_base(cell)
     if _merges(config):
-        return [*_pin_merge(cell), *leaving_problems(config)]
+        return _pin_merge(cell) or leaving_problems(config)
     if config.task.name == "export" and config.format is not ExportFormat.bundle:
         return _pin_adapter(cell)
     return _pin_subject(cell)
+
+
+def _pin_base(cell: Cell) -> list[MensError]:
+    """Resolve the command's own model, which is to be written as a directory."""
+    from mens_exp.export.handoff import occupied
+    from mens_exp.export.subject import base_problems
+
+    _pin_model(cell)
+    return [*base_problems(cell.config), *occupied(cell.config.out)]
 
 
 def _put_path(cell: Cell, path: str) -> None:

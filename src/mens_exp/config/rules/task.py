@@ -17,7 +17,7 @@ from mens_exp.config.promotion import (
 )
 from mens_exp.config.quant import UNLESS_TOLD, names_made_again
 from mens_exp.config.root import LOGS
-from mens_exp.config.task import MergeMode
+from mens_exp.config.task import ExportFormat, MergeMode
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             else "a run directory, or latest",
             remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )
-    if config.path == "base" and name in _READS_A_PATH and name not in {"chat", "evaluate"}:
+    takes_base = name in {"chat", "evaluate"} or (
+        name == "export" and config.format is ExportFormat.hf
+    )
+    if config.path == "base" and name in _READS_A_PATH and not takes_base:
         yield ConfigError(
-            "the base model alone can only be talked to, or evaluated",
+            "the base model alone can only be talked to, evaluated, or exported with format=hf",
             where="path",
             found="base",
             expected="a run directory, or latest",
