@@ -10,6 +10,7 @@ from mens_exp.artifacts.credentials import looks_like_one, screened
 
 # Put together here, so that no file holds anything that looks like a secret.
 RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
+MARKED = "q7Zp!2Lk9Vx@4T#n8Rw%1Yb6"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,9 @@ RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
         "X-Api-Key: " + RANDOM,
         '{"SecretAccessKey": "' + RANDOM + '"}',
         '{"accessToken": "' + RANDOM + '"}',
+        "password=" + MARKED,
+        "login with --client-secret " + MARKED,
+        "https://account/container?sv=2020&sig=" + RANDOM[:9] + "%2B" + RANDOM[9:] + "%3D",
         "https://bucket/file?X-Amz-Signature=" + hashlib.sha256(b"x").hexdigest(),
         "https://" + RANDOM + "@github.com/lab/code.git",
         "hf_" + RANDOM * 2,
@@ -50,7 +54,7 @@ def test_a_credential_is_masked_wherever_it_stands(text):
     assert safe["n"] == 3
     assert safe["notes"][0].startswith("before ")
     assert safe["notes"][0].endswith(" after")
-    for secret in ("user:pw", "hunter2", RANDOM, "IOSFODNN7QQQQQQQ", "0f0f0f", "2d711642b"):
+    for secret in ("user:pw", "hunter2", RANDOM, "Lk9Vx", "8Rw", "IOSFODNN7QQQQQQQ", "0f0f0f", "2d711642b"):
         assert secret not in str(safe)
 
 
@@ -73,6 +77,7 @@ def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
         "/home/user/data/rows.jsonl",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "eos_token=<|im_end|>",
+        "token=$TOKEN_OF_THE_HUB_1",
         "token=/a/b/c/d/e/f/g/h/i1",
         hashlib.sha256(b"x").hexdigest(),
         "a token that is expected here: nothing of the kind",

@@ -50,6 +50,13 @@ def test_a_pattern_that_takes_too_long_is_refused(pattern, brief):
     assert pattern_searches("b[0-9]", "ab1", "good.json")
 
 
+def test_a_search_of_a_long_text_for_any_characters_is_limited(brief):
+    """A pattern without a repetition is tried at each place of the text."""
+    end = attack(pattern_searches, "." * 4_000 + "x", "a" * 400_000, "attack.json")
+    assert end.how == "refused", end
+    assert "attack.json: the regular expression takes too long" in end.message
+
+
 def test_patterns_of_a_file_share_their_time(brief):
     """Many that each take nearly too long would be no better than one that does."""
     slow = "(a+)+$"

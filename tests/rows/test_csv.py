@@ -97,6 +97,25 @@ def test_a_damaged_csv_file_is_told_by_its_line(tmp_path, data, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("levels", [101, 600, 5_000])
+def test_a_conversation_in_a_cell_that_is_nested_too_deeply_is_refused(tmp_path, levels):
+    """Up to a hundred levels are read; `json` itself ends at about a thousand."""
+
+    def of(levels):
+        arguments = '{"a":' * (levels - 1) + "[]" + "}" * (levels - 1)
+        call = f'{{"function": {{"name": "f", "arguments": {arguments}}}}}'
+        turns = (
+            f'[{{"role": "user", "content": "x"}}, {{"role": "assistant", "tool_calls": [{call}]}}]'
+        )
+        path = tmp_path / "rows.csv"
+        path.write_bytes(written([{"messages": turns}]))
+        return path
+
+    assert len(read_rows(of(100)).pairs) == 1
+    with pytest.raises((DataError, Problems)):
+        read_rows(of(levels))
+
+
 def test_rows_of_another_kind_are_told_once(tmp_path):
     """Two hundred of them are no two hundred problems."""
     row = {"prompt": "p", "chosen": "good"}

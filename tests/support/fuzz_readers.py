@@ -7,6 +7,7 @@ with what that program finds.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import io
@@ -97,6 +98,21 @@ def _same_rows(path: Path, found: Any) -> None:
     lines = [json.loads(text) for text in path.read_text("utf-8-sig").split("\n") if text.strip()]
     assert len(found.pairs) + len(found.bad) == len(lines), "rows were lost or made up"
     told = "\n".join(text for line in lines for text in _strings_in(line))
+    for pair in found.pairs:
+        if pair.conversation is None:
+            assert pair.response.strip() in told, "a response that no line has"
+
+
+def _same_cells(path: Path, found: Any) -> None:
+    """Hold rows against the standard library's own reading of their cells."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        try:
+            lines = [cells for cells in csv.reader(file, strict=True) if cells]
+        except csv.Error:
+            assert found.bad, "a file that is no CSV"
+            return
+    assert len(found.pairs) + len(found.bad) == len(lines) - 1, "rows were lost or made up"
+    told = "\n".join(cell for cells in lines for cell in cells)
     for pair in found.pairs:
         if pair.conversation is None:
             assert pair.response.strip() in told, "a response that no line has"
@@ -376,6 +392,15 @@ READERS: dict[str, Reader] = {
     ),
     "rows_json": Reader(
         file="rows.json", read=_read_rows, seeds=lambda _: [json.dumps([ROWS[0]]).encode()]
+    ),
+    "rows_csv": Reader(
+        file="rows.csv",
+        read=_read_rows,
+        seeds=lambda _: [
+            b"prompt,response\nWhat is 2 + 2?,4\nand 3?,9\n",
+            '\ufeffinstruction,input,output\r\nAdd.,"1, 2",3\r\n"Say ""ho"".",,"a\nb"\r\n'.encode(),
+        ],
+        check=_same_cells,
     ),
     "rows_gzip": Reader(
         file="rows.jsonl.gz",

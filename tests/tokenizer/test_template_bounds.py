@@ -134,6 +134,9 @@ ATTACKS = {
     "{% for i in many %}{{ 'x' in (d|items) }}{% endfor %}",
     "a macro of many arguments": LONG + "{% macro m() %}{{ varargs|length }}{% endmacro %}"
     "{% for i in many %}{{ m(*many) }}{% endfor %}",
+    "a macro of many names": "{% macro m() %}{{ kwargs|length }}{% endmacro %}"
+    "{% set d = dict((range(9998)|map('string')|list)|batch(2)|list) %}"
+    "{% for i in range(99999) %}{{ m(**d) }}{% endfor %}",
     "dates": LONG + "{{ strftime_now('%A' * 9999999) }}",
     "urlize": "{{ ('http://' * 99999)|urlize }}",
     "striptags": "{{ ('<' * 999999)|striptags }}",
@@ -141,6 +144,33 @@ ATTACKS = {
     "a comparison of long texts": "{% set a = 'x' * 100000 %}{% set b = 'x' * 100000 %}"
     "{% for i in range(99999) %}{% if a ~ '' == b ~ '' %}{% endif %}{% endfor %}",
     "xmlattr": LONG + "{% for i in many %}{{ {'a': long}|xmlattr }}{% endfor %}",
+    "a search from the end": "{{ ('a' * 99999).rfind('ab' + 'a' * 50000) }}",
+    "a split from the end": "{{ ('a' * 99999).rsplit(maxsplit=1, sep='ab' + 'a' * 50000)|length }}",
+    "characters to strip": "{{ ('a' * 99999).strip('b' * 99999 + 'a')|length }}",
+    "characters to trim": "{{ ('a' * 99999)|trim('b' * 99999 + 'a')|length }}",
+    **{
+        f"a search of a short text: {name}": "{% set a = 'a' * 2499 %}"
+        "{% set b = 'a' * 1200 ~ 'ba' %}{% for i in range(99999) %}"
+        f"{{{{ ({search})|string|length }}}}{{% endfor %}}"
+        for name, search in {
+            "in": "b in a",
+            "is in": "b is in(a)",
+            "in, chained": "b in a != 0",
+            "find": "a.find(b)",
+            "replace": "a|replace(b, '')",
+        }.items()
+    },
+    "a long text sought in a list": "{% set many = ['x' * 199999 ~ 'y'] * 99999 %}"
+    "{% for i in range(9999) %}{{ '" + "x" * 200_000 + "' in many }}{% endfor %}",
+    "keys without others": LONG + "{% set d = {}.fromkeys(many) %}"
+    "{% for i in many %}{% set x = d.keys() - [] %}{% endfor %}",
+    "lists of characters": "{% set ns = namespace(x=[]) %}{% set wide = 'ሴ' * 9999 %}"
+    "{% for i in range(999) %}{% set ns.x = ns.x + [wide|list] %}{% endfor %}",
+    "objects of characters": "{% set ns = namespace(x=[]) %}{% for i in range(999) %}"
+    "{% set ns.x = ns.x + [{}.fromkeys('" + "".join(map(chr, range(44_032, 55_000))) + "')] %}"
+    "{% endfor %}",
+    "shared pairs, as an attribute": PAIRS + "{{ messages|attr(ns.x) }}",
+    "shared pairs, as the attribute of a map": PAIRS + "{{ [{}]|map(attribute=ns.x)|list }}",
     "a wide body": "{% for i in range(99999) %}"
     + "{% set a = [i, i, i] %}" * 20_000
     + "{% endfor %}",

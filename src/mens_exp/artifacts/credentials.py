@@ -92,7 +92,7 @@ _SURE: Final = (  # names of nothing else: there even a value like a content has
 )
 _CAMEL: Final = r"(?:access|auth|client|refresh|session)?"  # before a name: accessToken
 _NAME: Final = rf"{_CAMEL}(?:(?P<sure>{_SURE})|token|credentials?|sig(?:nature)?)"
-_VALUE: Final = r"(?P<secret>[A-Za-z0-9+/_.~-]{16,}=*)"
+_VALUE: Final = r"(?P<secret>[\w+/.~%!@#^*-][\w+/.~%!@#^*$-]{15,}=*)"  # $NAME is a reference
 _NAMED: Final = re.compile(rf"(?i)(?:\b|_)(?:{_NAME})[\"']?\s*[:=]\s*[\"']?{_VALUE}")
 # In HTTP's Authorization, in netrc, and behind an option: --hub-token
 _SCHEME: Final = re.compile(

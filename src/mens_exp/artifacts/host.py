@@ -121,7 +121,13 @@ def lock_holder(path: Path) -> tuple[int, float] | None:
     try:
         record = json.loads(path.read_bytes())
         pid, started = int(record["pid"]), float(record["started"])
-    except (OSError, ValueError, KeyError, TypeError):  # missing, or its writer died
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # missing, or its writer died
         return None
     return (pid, started) if is_alive(pid, started) else None
 
@@ -133,7 +139,13 @@ def is_left_behind(path: Path) -> bool:
     """
     try:
         host = json.loads(path.read_bytes())["host"]
-    except (OSError, ValueError, KeyError, TypeError):  # missing, torn, or of an earlier version
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # missing, torn, or of an earlier version
         return False
     return bool(host == socket.gethostname()) and lock_holder(path) is None
 

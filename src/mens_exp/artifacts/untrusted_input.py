@@ -115,6 +115,7 @@ def _too_much(where: str, found: str) -> DataError:
 _MOST_S: Final = 5  # processor time for all matches of one file, or for one search
 _MOST_WALL_S: Final = 60  # per match, if the system cannot limit processor time
 _MOST_BYTES: Final = 2**30  # of memory
+_MOST_COMPARED: Final = 10_000_000  # characters; a search may start anywhere, at 1 ns each
 MAX_PATTERNS: Final = 10_000  # of one file; adapters of AdaLoRA have one for each module
 _MOST_PATTERN: Final = 100_000  # characters; compiling some takes quadratic time
 # Names, `.` (any character), `\.`, and the ends of a text: no backtracking possible.
@@ -239,7 +240,7 @@ def pattern_searches(pattern: str, text: str, where: str) -> bool:
         DataError: it takes too much time or memory.
     """
     compiled = _plain(pattern)
-    if compiled is not None:
+    if compiled is not None and len(pattern) * len(text) <= _MOST_COMPARED:
         return compiled.search(text) is not None
     return _WORKER.ask("search", [pattern], text, where) is not None
 

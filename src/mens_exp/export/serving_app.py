@@ -48,6 +48,7 @@ _HEALTH: Final = "/health"
 _JSON: Final = (b"content-type", b"application/json")
 _CLOSE: Final = (b"connection", b"close")
 _MOST_NEW_TOKENS: Final = 1024  # where a request names no number
+_LEAST_TEMPERATURE: Final = 1e-5  # below it, logits may overflow: the likeliest token is taken
 _GRACE_S: Final = 3  # for answers under way when the server is ended
 
 
@@ -254,11 +255,13 @@ class _Handler:
         config = super()._build_generation_config(body, *arguments, **named)  # type: ignore[misc]
         temperature, top_p = body.get("temperature"), body.get("top_p")
         if temperature is not None or top_p is not None:
-            config.do_sample = temperature != 0
+            config.do_sample = temperature is None or temperature >= _LEAST_TEMPERATURE
         if not config.do_sample:
             config.temperature = config.top_p = None  # of which transformers would warn
         elif config.top_k is None:
             config.top_k = 0
+        biases = config.sequence_bias or {}  # none where it is empty, and no integers
+        config.sequence_bias = {tokens: float(bias) for tokens, bias in biases.items()} or None
         return config
 
 

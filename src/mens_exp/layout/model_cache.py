@@ -93,7 +93,7 @@ def is_whole(directory: Path) -> bool:
         return all(
             (directory / name).stat().st_size == size for name, size in record["sizes"].items()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -107,7 +107,7 @@ def damaged_files(directory: Path) -> list[str]:
         hashes = dict(record["sha256"])
         if record["sizes"].keys() != hashes.keys():
             return [_MARK]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [_MARK]
     found = []
     for name, sha256 in sorted(hashes.items()):

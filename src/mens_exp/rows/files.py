@@ -362,7 +362,7 @@ def arrays_meta(directory: Path) -> dict[str, Any] | None:
     try:
         record: dict[str, Any] = json.loads((directory / _META).read_text("utf-8"))
         stored = record.pop("meta_sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return record if digest(record) == stored else None
 

@@ -160,6 +160,9 @@ def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
                 '{"type": "function", "function": {"name": "…", "parameters": {…}}}',
             )
             continue
+        if _is_deep(tool):
+            problems.add(f"tool {number} is nested too deeply", shown(tool), _NOT_DEEP)
+            continue
         wrapped = function is not tool
         found.append(dict(tool) if wrapped else {"type": "function", "function": dict(tool)})
     return found
@@ -298,10 +301,29 @@ def _calls(value: object, label: str, problems: RowProblems) -> list[dict[str, A
                 '{"name": "…", "arguments": {…}}, or that under "function"; arguments may be JSON',
             )
             continue
+        if _is_deep(arguments):
+            problems.add(f"{label} has a call that is nested too deeply", shown(call), _NOT_DEEP)
+            continue
         known = {"id": outer["id"]} if isinstance(outer.get("id"), str) else {}
         made = {"name": name, "arguments": dict(arguments)}
         found.append({**known, "type": "function", "function": made})
     return found
+
+
+_MOST_LEVELS: Final = 100  # of one function; templates, and `json`, need Python's stack for each
+_NOT_DEEP: Final = f"at most {_MOST_LEVELS} levels"
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            part
+            for one in level
+            if isinstance(one, Mapping | list)
+            for part in (one.values() if isinstance(one, Mapping) else one)
+        ]
+    return bool(level)
 
 
 def _is_name(value: object) -> bool:
@@ -314,7 +336,7 @@ def decoded(value: object) -> Any:
         return value
     try:
         return json.loads(value, parse_constant=_refuse)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

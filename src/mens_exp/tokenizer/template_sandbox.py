@@ -36,6 +36,7 @@ from mens_exp.tokenizer.template_steps import (
     counted,
     made,
     numbers,
+    searched,
     spend,
     weigh,
 )
@@ -127,16 +128,22 @@ class _Generator(CodeGenerator):
         """Count compared values, except comparisons with a constant, which are cheap."""
         first, ops = node.expr, node.ops
         last = ops[0].expr
-        is_constant = isinstance(first, Const) or isinstance(last, Const)
-        if len(ops) == 1 and is_constant and ops[0].op not in {"in", "notin"}:
+        if len(ops) == 1 and ops[0].op in _SEARCHES:
+            self.write("(not " if ops[0].op == "notin" else "(")
+            self.write("environment.within(")
+            self.visit(first, frame)
+            self.write(", ")
+            self.visit(last, frame)
+            self.write("))")
+            return
+        if len(ops) == 1 and (isinstance(first, Const) or isinstance(last, Const)):
             super().visit_Compare(node, frame)
             return
-        is_sought = len(ops) == 1 and isinstance(first, Const)
         self.write("(")
         self._wrapped("compared", first, frame)
         for op in ops:
             self.write(f" {_SPELLED[op.op]} ")
-            self._wrapped("sought" if is_sought else "compared", op.expr, frame)
+            self._wrapped("sought" if op.op in _SEARCHES else "compared", op.expr, frame)
         self.write(")")
 
     @optimizeconst
@@ -197,6 +204,7 @@ class _Generator(CodeGenerator):
         self.write("}")
 
 
+_SEARCHES: Final = frozenset({"in", "notin"})
 _SPELLED: Final = {
     "eq": "==",
     "ne": "!=",
@@ -228,6 +236,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
     spend = staticmethod(steps_of.spend)
     compared = staticmethod(steps_of.compared)
     sought = staticmethod(steps_of.sought)
+    within = staticmethod(steps_of.within)
     shown = staticmethod(steps_of.shown)
     made = staticmethod(steps_of.made)
     sliced = staticmethod(steps_of.sliced)
@@ -238,11 +247,13 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         """Accept Jinja's options."""
         super().__init__(**options)
         self.binop_table |= {"*": steps_of.times, "**": steps_of.power, "%": steps_of.modulo}
-        for sign in ("-", "/", "//"):
+        self.binop_table |= {"-": steps_of.minus}
+        for sign in ("/", "//"):
             self.binop_table[sign] = _on_bounded(self.binop_table[sign])
         for name, call in self.filters.items():
             self.filters[name] = _guarded_filter(name, call)
         self.filters[_COUNTED] = counted
+        self.tests["in"] = steps_of.within
         for name in _COMPARING_TESTS:
             self.tests[name] = _guarded_test(cast("Callable[..., Any]", self.tests[name]))
         del self.globals["lipsum"]  # random text of unbounded length
@@ -288,7 +299,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Count a call; the body of a macro is counted separately."""
-        spend(_CALL + len(args))
+        spend(_CALL + len(args) + len(kwargs))
         if type(obj) is LoopContext:
             spend(sum(len(one) for one in args if hasattr(one, "__len__")))
         elif type(obj) is not Macro:
@@ -307,14 +318,26 @@ def _count_call(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     owner, name = getattr(call, "__self__", None), getattr(call, "__name__", "")
     if isinstance(owner, str):
         spend(1 + (len(owner) >> SHIFT))
-        spend(_made_by_method(owner, name, (*args, *kwargs.values())) >> SHIFT)
+        values = (*args, *kwargs.values())
+        sought = next((one for one in values if isinstance(one, str)), "")
+        if name in _FORWARDS or name in _BACKWARDS:
+            searched(owner, sought, backwards=name in _BACKWARDS)
+        spend(_made_by_method(owner, name, values) >> SHIFT)
     elif isinstance(owner, list | tuple | range) and name in {"index", "count", "copy"}:
         weigh(list(owner) if isinstance(owner, range) else owner, READ_SHIFT)
     elif name == "strftime":  # a directive of two characters becomes up to some thirty
         spend(steps * 16)
+    elif name == "fromkeys":
+        spend(sum(len(one) for one in args if isinstance(one, str)))
     elif isinstance(owner, dict):
         spend(1 + (len(owner) >> 2 if name == "copy" else 0))
     return args
+
+
+_FORWARDS: Final = frozenset({"find", "index", "count", "split", "partition", "replace"})
+_BACKWARDS: Final = frozenset(
+    {"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"}
+)
 
 
 def _made_by_method(text: str, name: str, args: tuple[Any, ...]) -> int:
@@ -337,7 +360,8 @@ def _guarded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call
     first = 1 if getattr(call, "jinja_pass_arg", None) is not None else 0
     extra, is_consumer = EXTRA.get(name), name in CONSUMERS
-    is_plain = not first and extra is None and name != "format"  # most often `trim`
+    # Most often it is `trim`.
+    is_plain = name == "trim" or (not first and extra is None and name != "format")
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if is_plain and len(args) == 1 and type(args[0]) is str and not kwargs:
@@ -359,12 +383,12 @@ def _guarded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weight(values: tuple[Any, ...], *, is_shallow: bool) -> int:
-    """Count the arguments of a filter, and return the number of steps."""
+    """Count a filter's arguments, of which the first may be shallow, and return the steps."""
     steps = 0
-    for one in values:
+    for place, one in enumerate(values):
         if type(one) in PLAIN:
             steps += len(one) >> SHIFT if isinstance(one, str) else 0
-        elif is_shallow:
+        elif is_shallow and not place:
             steps += len(one) if hasattr(one, "__len__") else 0
         else:
             steps += weigh(one)
@@ -374,7 +398,7 @@ def _weight(values: tuple[Any, ...], *, is_shallow: bool) -> int:
 
 _COMPARING_TESTS: Final = (
     *("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<="),
-    *("gt", "greaterthan", ">", "ge", ">=", "in", "divisibleby", "lower", "upper"),
+    *("gt", "greaterthan", ">", "ge", ">=", "divisibleby", "lower", "upper"),
 )
 
 

@@ -31,6 +31,7 @@ READ_SHIFT: Final = 10  # 1,024 characters of text that is only compared
 PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 _HELD: Final = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _AT_ONCE: Final = 1_000  # steps of a long value
+_NAIVE: Final = 2_500  # characters; CPython compares a text at each place of a shorter one
 _NUMBER: Final = re.compile(r"\d+")
 
 
@@ -118,12 +119,35 @@ def compared(value: Any) -> Any:
     return value
 
 
+def searched(text: str, sought: str, *, backwards: bool = False) -> None:
+    """Count the comparisons of a search for a text, or for its characters, in another.
+
+    CPython searches in linear time only forwards, and only in long texts.
+    """
+    places = len(text) if backwards or len(text) < _NAIVE else 1
+    spend(len(sought) * places >> READ_SHIFT)
+
+
+def within(one: Any, values: Any) -> bool:
+    """Return ``one in values`` after counting the search."""
+    if isinstance(one, str) and isinstance(values, str):
+        compared(values)
+        searched(values, one)
+    elif type(one) in PLAIN and type(values) is not dict and hasattr(values, "__len__"):
+        length = len(one) if isinstance(one, str) else 0
+        spend(len(values) * (1 + (length >> READ_SHIFT)) >> 2)
+    else:
+        compared(one)
+        if type(values) is not dict:
+            compared(values)
+    return one in values
+
+
 def sought(value: Any) -> Any:
-    """Return a value after counting the search for a constant in it."""
-    if type(value) is not dict and hasattr(value, "__len__"):
-        spend(len(value) >> (READ_SHIFT if isinstance(value, str) else 2))
-        return value
-    return value if type(value) is dict else compared(value)
+    """Return a value after counting the longest search in it, in a chain of comparisons."""
+    if isinstance(value, str):
+        spend(min(len(value), _NAIVE) ** 2 >> READ_SHIFT)
+    return compared(value)
 
 
 def shown(value: Any) -> Any:
@@ -192,6 +216,11 @@ def bounded(value: Any) -> Any:
     return value
 
 
+def minus(left: Any, right: Any) -> Any:
+    """Subtract numbers, or the keys of dicts."""
+    return bounded(compared(left)) - bounded(compared(right))
+
+
 def times(left: Any, right: Any) -> Any:
     """Multiply numbers, or repeat a text or a list."""
     if isinstance(left, int) and not isinstance(right, int | float):
@@ -240,7 +269,7 @@ _SEARCHED_SHIFT: Final = 8  # Jinja's regular expressions may take quadratic tim
 
 # Filters that inspect one value and create nothing.
 UNGUARDED: Final = frozenset(
-    {"attr", "count", "d", "default", "first", "last", "length", "safe", "abs", "float"}
+    {"count", "d", "default", "first", "last", "length", "safe", "abs", "float"}
 )
 # Filters that iterate over a list but not into its items.
 SHALLOW: Final = frozenset(
@@ -296,6 +325,7 @@ def _wordwrap(
 
 def _replace(steps: int, s: Any, old: Any, new: Any, count: int | None = None) -> int:
     del steps
+    searched(str(s), str(old))
     found = str(s).count(str(old))
     return (found if count is None or count < 0 else min(found, count)) * len(str(new))
 
@@ -303,6 +333,18 @@ def _replace(steps: int, s: Any, old: Any, new: Any, count: int | None = None) -
 def _join(steps: int, value: Any, d: Any = "", attribute: object = None) -> int:
     del steps, attribute
     return len(value) * len(str(d)) if hasattr(value, "__len__") else 0
+
+
+def _list(steps: int, value: Any) -> int:
+    del steps
+    return len(value) << SHIFT if isinstance(value, str) else 0  # each character is an object
+
+
+def _trim(steps: int, value: Any, chars: Any = None) -> int:
+    del steps
+    if isinstance(chars, str):
+        searched(str(value), chars, backwards=True)
+    return 0
 
 
 def _batch(steps: int, value: object, linecount: int, fill_with: object = None) -> int:
@@ -368,6 +410,7 @@ EXTRA: Final[dict[str, Callable[..., int]]] = {
     "indent": _indent,
     "int": _int,
     "join": _join,
+    "list": _list,
     "pprint": _pprint,
     "replace": _replace,
     "round": _round,
@@ -375,6 +418,7 @@ EXTRA: Final[dict[str, Callable[..., int]]] = {
     "striptags": _searched,
     "sum": _sum,
     "tojson": _to_json,
+    "trim": _trim,
     "urlize": _searched,
     "wordwrap": _wordwrap,
 }
