@@ -310,6 +310,7 @@ def test_prodigy_follows_the_paper(tiny_config, decay):
     ("overrides", "where", "words"),
     [
         (["optim=prodigy", "schedule=lr_range"], "schedule", "estimates its rate"),
+        (["schedule=lr_range", "backend=full"], "schedule", "the base is trained"),
         (["schedule=lr_range", "schedule.lowest=100"], "schedule.lowest", "rises"),
         (
             ["schedule=lr_range", "schedule.warmup_steps=2"],

@@ -54,6 +54,13 @@ _TABLE = (
         note="sum over the optimizer step's supervised tokens, divided by their count",
     ),
     Metric(
+        name="train/base_loss",
+        unit="nats/token",
+        direction="none",
+        reduction="last",
+        note="that of the frozen base on the same tokens; recorded by schedule=lr_range",
+    ),
+    Metric(
         name="train/grad_norm",
         unit="1",
         direction="none",

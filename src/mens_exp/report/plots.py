@@ -167,20 +167,26 @@ def _lr_range(records: Records) -> list[Plot]:
     seen = [p for p in records.payloads("step") if p.get("optim/lr") and p.get("train/loss")]
     if found is None or not found["smoothed"] or len(seen) != len(found["smoothed"]):
         return []
-    rates, losses = [p["optim/lr"] for p in seen], [p["train/loss"] for p in seen]
-    caption = "Training loss of each step over its learning rate, thin, and smoothed."
+    rates = [p["optim/lr"] for p in seen]
+    changes = [p["train/loss"] - p["train/base_loss"] for p in seen]
+    caption = (
+        "Training loss of each step, less that of the base model on the same tokens, over its "
+        "learning rate, thin, and smoothed."
+    )
 
     def paint(axes: Axes) -> None:
         axes.set_xscale("log")
-        axes.plot(rates, losses, color=_INK, alpha=0.35, linewidth=0.9)
+        axes.plot(rates, changes, color=_INK, alpha=0.35, linewidth=0.9)
         axes.plot(rates, found["smoothed"], color=_INK, linewidth=1.9)
-        for rate, label in ((found["proposed"], "proposed"), (found["lowest_loss_at"], "lowest")):
+        for rate, label in ((found["proposed"], "proposed"), (found["lowest_at"], "lowest")):
             if rate is not None:
                 axes.axvline(rate, color=_TUNED, linewidth=1.3, linestyle=(0, (5, 3)))
                 axes.text(rate, 1.01, label, color=_TUNED, transform=axes.get_xaxis_transform())
         axes.set_xlabel("learning rate")
         axes.xaxis.set_major_formatter(lambda rate, _: _scientific(rate, None))
-        axes.set_ylabel(f"loss ({wording.loss_unit(records.manifest)})")
+        floor = min(found["smoothed"])
+        axes.set_ylim(1.6 * floor, max(-floor, 1e-3))  # what diverges would flatten the rest
+        axes.set_ylabel(f"change of the loss ({wording.loss_unit(records.manifest)})")
 
     return [drawn("lr_range", "Loss over learning rate", caption, (10.4, 3.4), paint)]
 

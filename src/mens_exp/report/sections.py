@@ -83,13 +83,14 @@ def lr_range(records: Records) -> Iterator[Section]:
         said = Note(f"No rate is proposed: {why}.", Tone.WARN)
     ended = "the loss diverged" if found["diverged"] else "the last step"
     rows = [
-        ("Rate of the lowest loss", _as_rate(found["lowest_loss_at"])),
+        ("Rate of the lowest change", _as_rate(found["lowest_at"])),
         ("Rates tried", f"{_as_rate(found['from_rate'])} to {_as_rate(found['to_rate'])}"),
         ("Ended by", ended),
     ]
     lead = (
-        "Each step had a higher rate than the one before. The proposal is a tenth of the rate at "
-        "which the smoothed loss was lowest."
+        "Each step had a higher rate than the one before. The change is a step's loss less that of "
+        "the base model on the same tokens. The proposal is a tenth of the rate at which the "
+        "smoothed change was lowest."
     )
     parts: list[Part] = [said, Table(("", ""), rows)]
     yield Section("Range test of learning rates", parts, name="lr-range", lead=lead)

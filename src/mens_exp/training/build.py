@@ -409,7 +409,7 @@ def _callbacks(
     if isinstance(config.schedule, LrRangeConfig):
         from mens_exp.training.callbacks.lr_range import LrRange
 
-        callbacks.append(LrRange(run, config.schedule.divergence))
+        callbacks.insert(0, LrRange(run, config.schedule.divergence))  # before steps are written
     return callbacks
 
 

@@ -23,32 +23,34 @@ def smoothed(losses):
     return found
 
 
-def test_a_tenth_of_the_rate_of_the_lowest_smoothed_loss_is_proposed():
-    """A loss that falls from a millionth on and rises from a hundredth on, with noise."""
-    noise = np.random.default_rng(0).normal(0, 0.02, len(RATES))
-    losses = [3 + abs(math.log10(rate) + 2) / 4 for rate in RATES] + noise
-    found = proposal(RATES, list(losses), diverged=False)
-    expected = smoothed(losses)
+def test_a_tenth_of_the_rate_of_the_lowest_smoothed_change_is_proposed():
+    """A change that falls from a millionth on and rises from a hundredth on; batches differ."""
+    batches = list(3 + np.random.default_rng(0).normal(0, 1, len(RATES)))
+    changes = [abs(math.log10(rate) + 2) / 4 - 1 for rate in RATES]
+    losses = [one + change for one, change in zip(batches, changes, strict=True)]
+    found = proposal(RATES, losses, batches, diverged=False)
+    expected = smoothed(changes)
     assert found["smoothed"] == pytest.approx(expected)
     lowest = RATES[int(np.argmin(expected))]
-    assert found["lowest_loss_at"] == lowest
+    assert found["lowest_at"] == lowest
     assert 1e-2 < lowest < 1e-1  # the average lags behind
     assert found["proposed"] == pytest.approx(lowest / 10)
     assert (found["from_rate"], found["to_rate"]) == (RATES[0], RATES[-1])
 
 
 @pytest.mark.parametrize(
-    ("losses", "why"),
+    ("changes", "why"),
     [
-        ([3.0] * 4, "it has 4 steps"),
-        (list(np.linspace(3, 4, 61)), "never fell"),
-        (list(np.linspace(4, 3, 61)), "still fell at the highest rate"),
+        ([-1.0] * 4, "it has 4 steps"),
+        (list(np.linspace(0, 1, 61)), "no rate made the loss lower"),
+        (list(np.linspace(0, -1, 61)), "still fell at the highest rate"),
         ([], "it has 0 steps"),
     ],
 )
-def test_a_test_that_shows_no_rate_proposes_none(losses, why):
+def test_a_test_that_shows_no_rate_proposes_none(changes, why):
     """With the reason, and what would show one."""
-    found = proposal(RATES[: len(losses)], losses, diverged=False)
+    losses = [3 + one for one in changes]
+    found = proposal(RATES[: len(losses)], losses, [3.0] * len(losses), diverged=False)
     assert found["proposed"] is None
     assert why in found["why_none"]
 
@@ -72,7 +74,10 @@ def test_a_run_records_what_each_rate_did_and_says_what_to_type(tiny_run, tmp_pa
     rates = [step["optim/lr"] for step in steps]
     assert rates == pytest.approx(np.geomspace(1e-5, 10, 14)[: len(rates)])
     losses = [step["train/loss"] for step in steps]
-    assert found == proposal(rates, losses, diverged=found["diverged"])
+    base = [step["train/base_loss"] for step in steps]
+    assert found == proposal(rates, losses, base, diverged=found["diverged"])
+    assert base[0] == pytest.approx(losses[0], rel=1e-5)  # B is zero
+    assert base[1:] != losses[1:]
     page = run.report.read_text("utf-8")
     assert "Range test of learning rates" in page
     assert "Loss over learning rate" in page
@@ -88,11 +93,9 @@ def test_a_loss_that_diverges_ends_the_test(tiny_run, tmp_path):
     """At the first step whose smoothed loss is beyond the multiple; the run has succeeded."""
     run, found = outcome(tiny_run, tmp_path, "schedule.highest=1e7", "schedule.divergence=1.001")
     assert found["diverged"]
-    last = found["smoothed"][-1]
-    assert last > 1.001 * min(found["smoothed"])
-    assert all(
-        one <= 1.001 * min(found["smoothed"][: number + 1])
-        for number, one in enumerate(found["smoothed"][:-1])
-    )
-    assert len(found["smoothed"]) < 14
+    steps = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
+    means = smoothed([step["train/loss"] for step in steps])
+    assert means[-1] > 1.001 * min(means)
+    assert all(one <= 1.001 * min(means[: n + 1]) for n, one in enumerate(means[:-1]))
+    assert len(means) == len(found["smoothed"]) < 14
     assert json.loads(run.manifest.read_text("utf-8"))["status"] == "succeeded"

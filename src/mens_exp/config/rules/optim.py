@@ -109,6 +109,14 @@ def _range_problems(config: RunConfig, schedule: LrRangeConfig) -> Iterator[Conf
             found=schedule.lowest,
             expected=f"less than schedule.highest ({schedule.highest:g})",
         )
+    if not has_frozen_base(config.backend, config.model.source):
+        yield ConfigError(
+            "a range test compares each step with the frozen base, and here the base is trained",
+            where="schedule",
+            found=f"lr_range with backend={config.backend.name}",
+            expected="a backend whose base is frozen: qlora, lora or proxy",
+            remedy="choose schedule=cosine, and sweep optim.lr",
+        )
     if isinstance(config.optim, ProdigyConfig):
         yield ConfigError(
             "Prodigy estimates its rate, and a range test looks for one",
