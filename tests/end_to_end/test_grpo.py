@@ -56,7 +56,7 @@ def test_answers_with_more_reward_gain(rows, train_in, tmp_path):
     assert 0 < known["groups_of_equal_rewards"] <= 4
     assert manifest.contract["settings"]["objective.beta"] == 0.04
     page = run.report.read_text("utf-8")
-    assert "share of tokens that earn nothing" in page
+    assert "Metrics of the objective" in page
     assert "per answer" in page
     assert "%" not in page.partition("Validation loss")[2][:200]
 

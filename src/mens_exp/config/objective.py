@@ -408,8 +408,8 @@ class GrpoObjective(CrossEntropyConfig):
     labels: str = "grpo"
     beta: float = setting(
         0.04,
-        "Weight of the KL divergence from the base (arXiv:2402.03300; TRL's default is 0, which "
-        "needs no base).",
+        "Weight of the KL divergence from the base (arXiv:2402.03300); 0, TRL's default, spares "
+        "the base's pass before training.",
         ge=0,
     )
     epsilon_low: float = setting(
