@@ -75,7 +75,7 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
 def _of_rows(one: Mapping[str, Any]) -> str:
     """Say what is new in the rows of a round, or how many of their tasks can teach something."""
     of_both = one.get("prompts_of_both")  # absent from older records
-    return f"{of_both} tasks with both kinds" if of_both else f"{one['new']} new"
+    return f"both kinds in {of_both} tasks" if of_both else f"{one['new']} new"
 
 
 def _rate(value: float | None) -> str:
