@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from live_adapters import fill_b
 
 from mens_exp.corpus.source import labelling_of
-from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.data.batch import packed_batch, padded_batch, single
+from mens_exp.data.stream import MicroBatches
+from mens_exp.planning.machine import ALONE
 from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import _objective, build_backend
 from mens_exp.training.module import TrainingModule
+from mens_exp.training.policy_pass import known_answers
 
 CLOSE = 1e-5
 # No newline after the last answer, which TRL would learn too.
@@ -61,6 +66,9 @@ ROWS += [
 ]
 
 
+LENGTH = {"max_length": 1024}
+
+
 @dataclass(frozen=True)
 class Case:
     """Our settings, TRL's for the same loss, and the pairs of a micro-batch of TRL's."""
@@ -70,6 +78,7 @@ class Case:
     at_once: int = len(ROWS)
     packing: bool = True
     scale: float = 1.0  # of the adapter's B
+    moved: float | None = None  # factor of B after answers were sampled, if they are
 
 
 DPO = {
@@ -131,14 +140,32 @@ def ours(tiny_config, tiny_base, settings):
     def computed(objective, case, rows=ROWS):
         config = tiny_config(*settings, f"objective={objective}", *case.ours)
         backend = fill_b(build_backend(config, tiny_base))
-        for name, parameter in backend.trainable().items():
-            if name.endswith("lora_b"):
-                parameter.data.mul_(case.scale)
+        times(backend, case.scale)
         module = TrainingModule(config, backend, _objective(config), total_steps=1).train()
         tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
         pairs = [parse_row(row, "rows.jsonl:1") for row in rows]
         documents = encode(pairs, tokenizer, labelling_of(config))
         everything = range(len(documents))
+        if case.moved is not None:
+            stream = MicroBatches(
+                documents,
+                single(len(documents)),
+                micro_batch_size=1,
+                total=len(documents),
+                seed=None,
+                packing=case.packing,
+                pad_id=tokenizer.pad_id,
+            )
+            data = SimpleNamespace(
+                train_documents=documents,
+                val_documents=documents,
+                in_blocks=lambda: stream,
+                trained_blocks=lambda: np.arange(len(documents)),
+                val_dataloader=lambda: stream,
+            )
+            run = SimpleNamespace(manifest=SimpleNamespace(facts={}), save=lambda: None)
+            module.known_answers = known_answers(run, module, data, ALONE)
+            times(backend, case.moved)
         batch = (
             packed_batch(documents, [everything], 0, multiple=32)
             if case.packing
@@ -160,6 +187,13 @@ def ours(tiny_config, tiny_base, settings):
     return computed
 
 
+def times(backend, factor):
+    """Multiply the B of every adapter."""
+    for name, parameter in backend.trainable().items():
+        if name.endswith("lora_b"):
+            parameter.data.mul_(factor)
+
+
 PROJECTIONS = {
     **{one: f"self_attn.{one}_proj" for one in "qkvo"},
     **{one: f"mlp.{one}_proj" for one in ("gate", "up", "down")},
@@ -178,7 +212,7 @@ def peft_name(name):
 def trainer_of(tiny_base, tmp_path):
     """Build a trainer of TRL's on the base, with the weights of an adapter of ours."""
 
-    def built(trainer, config, backend, rows, **settings):
+    def built(trainer, config, backend, rows, reward_funcs=None, **settings):
         from datasets import Dataset
         from peft import LoraConfig
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -193,7 +227,6 @@ def trainer_of(tiny_base, tmp_path):
                 ),
                 args=config(
                     output_dir=str(tmp_path),
-                    max_length=1024,
                     gradient_checkpointing=False,
                     bf16=False,
                     use_cpu=True,
@@ -209,15 +242,20 @@ def trainer_of(tiny_base, tmp_path):
                     target_modules=[name.rpartition(".")[2] for name in PROJECTIONS.values()],
                     task_type="CAUSAL_LM",
                 ),
+                **({} if reward_funcs is None else {"reward_funcs": reward_funcs}),
             )
-        theirs = dict(made.model.named_parameters())
-        with torch.no_grad():
-            for name, value in backend.trainable().items():
-                theirs[peft_name(name)].copy_(value)
+        copy_adapter(backend, made)
         made.model.train()
         return made
 
     return built
+
+
+def copy_adapter(backend, trainer):
+    theirs = dict(trainer.model.named_parameters())
+    with torch.no_grad():
+        for name, value in backend.trainable().items():
+            theirs[peft_name(name)].copy_(value)
 
 
 def gradient_of(trainer, backend):
@@ -254,7 +292,7 @@ def by_dpo(trainer_of, backend, case):
     """Compute a case with TRL's DPOTrainer."""
     from trl import DPOConfig, DPOTrainer
 
-    trainer = trainer_of(DPOTrainer, DPOConfig, backend, ROWS, **case.theirs)
+    trainer = trainer_of(DPOTrainer, DPOConfig, backend, ROWS, **LENGTH, **case.theirs)
     batches = [
         trainer.data_collator(some) for some in parts(list(trainer.train_dataset), case.at_once)
     ]
@@ -363,7 +401,7 @@ def by_reference_free(objective, trainer_of, backend, case):
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
     classes = (ORPOTrainer, ORPOConfig) if objective == "orpo" else (CPOTrainer, CPOConfig)
     texts = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
-    trainer = trainer_of(*classes, backend, texts, **case.theirs)
+    trainer = trainer_of(*classes, backend, texts, **LENGTH, **case.theirs)
     samples = tokenized(ROWS, trainer.processing_class)
     batches = [padded(some) for some in parts(samples, case.at_once)]
     total, logged = 0.0, {}
@@ -410,7 +448,7 @@ def by_kto(trainer_of, backend, case, rows):
     from trl import KTOConfig, KTOTrainer
 
     size = {"per_device_train_batch_size": len(rows)}
-    trainer = trainer_of(KTOTrainer, KTOConfig, backend, rows, **size, **case.theirs)
+    trainer = trainer_of(KTOTrainer, KTOConfig, backend, rows, **LENGTH, **size, **case.theirs)
     samples = list(trainer.train_dataset)
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(samples))
     loss.backward()
@@ -438,3 +476,93 @@ def test_kto_is_that_of_trl(name, ours, trainer_of):
     expected = by_kto(trainer_of, backend, KTO[name], LABELLED)
     assert (expected.metrics["kl"] > 1e-3) is (KTO[name].scale < 0)
     same(found, expected)
+
+
+SAMPLED = [
+    {
+        "prompt": [user(f"Add {n}.")],
+        "completion": [said(f"def add_{n}(x):\n    return x + {n}\n" * k or "no idea")],
+        "reward": reward,
+    }
+    for n, rewards in enumerate([(0.0, 1.0, 1.0), (1.0, 0.25, -2.0), (0.5, 0.5, 0.5)])
+    for k, reward in enumerate(rewards)
+]
+GRPO = {
+    "not moved": Case((), {"beta": 0.04}, moved=1.0),
+    "clipped": Case(("objective.beta=0.3",), {"beta": 0.3}, moved=-2.0),
+    "padded, clipped": Case((), {"beta": 0.04}, moved=1.5, packing=False),
+    "without KL and scale, clipped higher": Case(
+        (
+            *("objective.beta=0", "objective.scale_rewards=none"),
+            *("objective.epsilon_low=0.01", "objective.epsilon_high=0.02"),
+        ),
+        {"beta": 0.0, "scale_rewards": "none", "epsilon": 0.01, "epsilon_high": 0.02},
+        moved=-1.0,
+    ),
+}
+
+
+def by_grpo(trainer_of, backend, case):
+    """Compute a case with TRL's GRPOTrainer: it has rewards and answers, and does all else."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    times(backend, 1 / case.moved)
+    trainer = trainer_of(
+        GRPOTrainer,
+        GRPOConfig,
+        backend,
+        SAMPLED,
+        reward_funcs=lambda reward, **_: reward,
+        per_device_train_batch_size=len(SAMPLED),
+        num_generations=3,
+        num_iterations=2,
+        loss_type="grpo",  # with one, no old log-probability is kept
+        **case.theirs,
+    )
+    tokenizer, ids = trainer.processing_class, []
+    for row in SAMPLED:
+        asked = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        whole = tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=True)
+        ids.append((asked, whole["input_ids"][len(asked) :]))
+    asked, answers = ([one[side] for one in ids] for side in (0, 1))
+    trainer._generate = lambda _: (asked, answers, None, answers, None, {}, None, None)
+    samples = trainer._generate_and_score_completions(SAMPLED)
+    times(backend, case.moved)
+    copy_adapter(backend, trainer)
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, samples)
+    loss.backward()
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return Computed(
+        ids=[before + answer for before, answer in ids],
+        loss=float(loss.detach()),
+        metrics={
+            "reward": logged["reward"],
+            "equal_frac": logged["frac_reward_zero_std"],
+            "clip_frac": logged["clip_ratio/region_mean"],
+            **({"kl": logged["kl"]} if "kl" in logged else {}),
+        },
+        gradient=gradient_of(trainer, backend),
+    )
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_grpo_is_that_of_trl(name, ours, trainer_of):
+    """TRL's advantages, log-probabilities, loss, metrics and gradient, after the adapter moved."""
+    backend, found = ours("grpo", GRPO[name], rows_of_rewards())
+    expected = by_grpo(trainer_of, backend, GRPO[name])
+    assert (expected.metrics["clip_frac"] > 0) is ("clipped" in name)
+    same(found, expected)
+
+
+def rows_of_rewards():
+    return [
+        {
+            "prompt": row["prompt"][0]["content"],
+            "response": row["completion"][0]["content"],
+            "fields": {"reward": row["reward"]},
+        }
+        for row in SAMPLED
+    ]

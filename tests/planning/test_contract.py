@@ -30,6 +30,7 @@ COMMANDS = {
     "objective.fim": ["objective=fim"],
     "objective.distillation": ["objective=distillation", "objective.teacher=somewhere/absent"],
     **{f"objective.{one}": [f"objective={one}"] for one in ("dpo", "cpo", "simpo", "orpo", "kto")},
+    "objective.grpo": ["objective=grpo"],
     "backend.proxy": ["backend=proxy"],
     "backend.lora": ["backend=lora"],
     "backend.full": ["backend=full"],

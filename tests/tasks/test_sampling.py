@@ -170,7 +170,9 @@ def test_answers_that_pass_are_kept_once_each(drawn):
         "over_limit": 0,
         "unfinished": 0,
         "unusable": 0,
+        "alone": 0,
         "prompts_without_pass": 1,
+        "prompts_of_both": 0,
         "file": str(path),
         "sha256": sha256_file(path),
     }

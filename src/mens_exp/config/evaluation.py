@@ -129,6 +129,15 @@ class EvalConfig:
         4,
         "Answers kept of one prompt at most, no two alike (a rough choice).",
         ge=1,
+        only_if=(
+            unless("eval.keep_passing", None, needs="eval.keep_passing=<file>"),
+            unless("eval.keep_failing", True, why="which keeps every answer"),
+        ),
+    )
+    keep_failing: bool = setting(
+        False,
+        "Keep the answers that fail too, each with its reward as a field: 1 if it passes, else 0 "
+        "(for objective=grpo). Equal answers are all kept.",
         only_if=unless("eval.keep_passing", None, needs="eval.keep_passing=<file>"),
     )
     seed: int = setting(

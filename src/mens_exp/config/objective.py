@@ -21,6 +21,7 @@ from omegaconf import MISSING
 from mens_exp.config.fields import Effect, setting, unless, when
 from mens_exp.config.objective_spec import (
     DISTILLATION_METRICS,
+    GROUP_METRICS,
     LABEL_METRICS,
     PAIR_METRICS,
     PRECOMPUTED,
@@ -28,6 +29,7 @@ from mens_exp.config.objective_spec import (
     Infilling,
     LastTokens,
     ObjectiveSpec,
+    OfGroups,
     OfPairs,
 )
 from mens_exp.config.plugins import Registry
@@ -86,6 +88,7 @@ class ObjectiveConfig:
             is_likelihood=False,
             needs_reference=False,
             needs_teacher=False,
+            compares_groups=False,
             adds_up=True,
             counted="token",
             metrics=(),
@@ -390,6 +393,46 @@ class KtoObjective(CrossEntropyConfig):
     precompute_ref_log_probs: bool = _precompute_ref_log_probs()
 
 
+class RewardScale(Enum):
+    """The divisor of an answer's reward less the mean of its group."""
+
+    group = "group"
+    none = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class GrpoObjective(CrossEntropyConfig):
+    """Group relative policy optimization: answers with rewards, against others to their prompt."""
+
+    name: str = "grpo"
+    labels: str = "grpo"
+    beta: float = setting(
+        0.04,
+        "Weight of the KL divergence from the base (arXiv:2402.03300); 0, TRL's default, spares "
+        "the base's pass before training.",
+        ge=0,
+    )
+    epsilon_low: float = setting(
+        0.2,
+        "The probability of a token, divided by that under the adapter that training starts from, "
+        "earns nothing below 1 - epsilon_low (arXiv:1707.06347; TRL's epsilon).",
+        gt=0,
+        lt=1,
+        aliases={"epsilon": "TRL"},
+    )
+    epsilon_high: float = setting(
+        0.2,
+        "The same above 1 + epsilon_high (arXiv:2503.14476 has 0.28).",
+        gt=0,
+        example="0.28",
+    )
+    scale_rewards: RewardScale = setting(
+        RewardScale.group,
+        "What an answer's reward less the mean of its group is divided by. group: the group's "
+        "standard deviation + 1e-4 (arXiv:2402.03300); none: nothing (arXiv:2503.20783).",
+    )
+
+
 def _over_pairs(
     name: str,
     schema: type[ObjectiveConfig],
@@ -473,6 +516,16 @@ OBJECTIVES = Registry(
                 adds_up=False,
                 counted="answer",
                 metrics=LABEL_METRICS,
+            ),
+            OfGroups(
+                name="grpo",
+                schema=GrpoObjective,
+                documents="mens_exp.rows.rewards:REWARDED",
+                in_chunks=True,
+                needs_reference=True,
+                compares_groups=True,
+                counted="answer",
+                metrics=GROUP_METRICS,
             ),
         )
     },

@@ -59,6 +59,8 @@ class ObjectiveSpec:
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
         needs_reference: whether it compares with the base, which runs in a pass of its own.
         needs_teacher: whether it learns the distributions of another model, `objective.teacher`.
+        compares_groups: whether it compares the answers to one prompt, sampled from the adapter
+            that training starts from.
         adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
         counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
@@ -75,6 +77,7 @@ class ObjectiveSpec:
     learns_ends: bool = False
     needs_reference: bool = False
     needs_teacher: bool = False
+    compares_groups: bool = False
     adds_up: bool = True
     counted: str = "token"
     metrics: tuple[Metric, ...] = ()
@@ -106,9 +109,9 @@ class ObjectiveSpec:
             found["chunk_tokens"] = positions_at_once(vocab_size, on_gpu=on_gpu)
         return found
 
-    def precomputes(self, settings: Any) -> bool:
-        """Return whether the base's log-likelihoods are computed once, before training."""
-        return self.needs_reference and bool(getattr(settings, PRECOMPUTED, False))
+    def passes_before(self, settings: Any) -> int:
+        """Return the passes over the rows before training, which spare each step the base's."""
+        return int(self.needs_reference and getattr(settings, PRECOMPUTED, False))
 
     def head_positions(
         self, settings: Any, positions: int, vocab_size: int, *, on_gpu: bool
@@ -257,6 +260,21 @@ LABEL_METRICS = (
 )
 
 
+GROUP_METRICS = (
+    _metric(
+        "reward", "1", "none", "mean reward of the answers, which were sampled before training"
+    ),
+    _metric("equal_frac", "1", "none", "share of answers whose whole group has the same reward"),
+    _metric("kl", "nats/token", "none", "mean KL(model‖base) of a token, estimated by k3"),
+    _metric(
+        "clip_frac",
+        "1",
+        "none",
+        "share of tokens that earn nothing, because their probability has changed enough",
+    ),
+)
+
+
 DISTILLATION_METRICS = (
     _metric("divergence", "nats/token", "min", "mean divergence of student and teacher"),
     _metric("teacher_nll", "nats/token", "none", "mean loss of a token under the teacher"),
@@ -277,3 +295,13 @@ class OfPairs(ObjectiveSpec):
                 found="robust with objective.label_smoothing=0",
                 expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
             )
+
+
+class OfGroups(ObjectiveSpec):
+    """Sampled answers have rewards, which are compared with those of other answers."""
+
+    def passes_before(self, settings: Any) -> int:
+        """Return one through the adapter that training starts from, and one through the base."""
+        if not self.compares_groups:  # a class of the user's, over the same documents
+            return 0
+        return 2 if settings.beta > 0 else 1

@@ -46,6 +46,21 @@ class LossSum:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """Values of each target of sampled answers, known before training, f32 ``[M]``.
+
+    Attributes:
+        advantage_M: how much better its answer is than others to the same prompt.
+        old_logp_M: its log-probability under the adapter that training starts from, in nats.
+        base_logp_M: that under the base; None if the objective does not compare with it.
+    """
+
+    advantage_M: torch.Tensor
+    old_logp_M: torch.Tensor
+    base_logp_M: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Passed:
     """A micro-batch that has passed through the model.
 
@@ -57,6 +72,7 @@ class Passed:
             objective needs it and ``reference_logp_S`` is not known.
         reference_logp_S: log-likelihood of each document under the base, f32 ``[S]``, if it was
             computed before training.
+        sampled: what is known of sampled answers, if the objective compares them in groups.
     """
 
     batch: Batch
@@ -64,6 +80,7 @@ class Passed:
     head: Callable[[torch.Tensor], torch.Tensor]
     reference: Passed | None = None
     reference_logp_S: torch.Tensor | None = None
+    sampled: Sampled | None = None
 
     @property
     def has_reference(self) -> bool:

@@ -417,6 +417,7 @@ _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 # out, so that a stored configuration means what it meant.
 _LATER: dict[str, Any] = {
     "module._target_": TUNING,
+    "eval.keep_failing": False,
     "optim.loraplus_lr_ratio": None,
     "quant.type_pattern": {},
     "objective.dft": False,
@@ -466,7 +467,9 @@ def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
         return
     yield "adapter.metric", config.adapter.metric
     for group in ("suite", "eval", "sandbox"):
-        yield from _leaves(getattr(config, group), group)
+        for path, value in _leaves(getattr(config, group), group):
+            if value != _LATER.get(path, UNSET):
+                yield path, value
     for name, callback in config.callbacks.items():
         if callback._target_ == f"{_OURS}scorecard.Scorecard":  # Hydra's own spelling
             yield from _leaves(callback, f"callbacks.{name}")

@@ -375,14 +375,15 @@ def _reference(
     data: dict[str, Any],
     total: int | None,
 ) -> dict[str, Any]:
-    """Return the seconds of the base's pass before training, if there is one.
+    """Return the seconds of the passes before training, if there are any.
 
     Each document passes once, those of validation too; of a shorter run only those that it reads.
     """
-    if not config.objective.spec.precomputes(config.objective):
+    passes = config.objective.spec.passes_before(config.objective)
+    if not passes:
         return {}
     train = data["train_tokens"] if total is None else min(total, data["train_tokens"])
-    tokens = train + min(config.data.val_max_tokens, data["val_tokens"])
+    tokens = passes * (train + min(config.data.val_max_tokens, data["val_tokens"]))
     pace = expected.pace.of_several(config.trainer.world_size, device.kind)
     seconds = throughput_model.reference_s(pace, shape, frozen_linears(config, shape), tokens)
     return {"reference": seconds}

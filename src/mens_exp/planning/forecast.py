@@ -321,7 +321,7 @@ def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: M
         adapter,
         linears=linears,
         again=again,
-        reference=spec.needs_reference and not spec.precomputes(config.objective),
+        reference=spec.needs_reference and not spec.passes_before(config.objective),
     )
 
 

@@ -270,7 +270,7 @@ def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
 def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
     """Return the states of the base at supervised positions, where the objective compares them."""
     spec = config.objective.spec
-    if not spec.needs_reference or spec.precomputes(config.objective):
+    if not spec.needs_reference or spec.passes_before(config.objective):
         return {}
     positions = config.data.seq_len * config.data.micro_batch_size
     return {"reference": positions * shape.hidden_size * width}

@@ -203,7 +203,7 @@ def _time(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"and {first} to compare it with transformers, the first time"
     if values.get("reference"):
         once = wording.duration(values["reference"])
-        yield f"and {once} for the base's log-likelihoods, if they are not in the cache"
+        yield f"and {once} for log-likelihoods before training, if they are not in the cache"
     if values.get("estimate") is not None:
         yield "not counted: loading, and the answers of a suite"
 

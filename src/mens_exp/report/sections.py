@@ -52,7 +52,7 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
             str(one["number"]),
             f"{one['passed']} of {one['sampled']}",
             f"{one['prompts'] - one['prompts_without_pass']} of {one['prompts']}",
-            Cell(str(one["rows"]), detail=f"{one['new']} new"),
+            Cell(str(one["rows"]), detail=_of_rows(one)),
             *([] if kpi is None else [_rate(one["tuned"])]),
             wording.duration(one["wall_s"]),
         )
@@ -66,7 +66,8 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
         notes.append(Note(f"The base model's {kpi} is {_rate(base)}.", Tone.QUIET))
     lead = (
         "The model that a round begins with answers the tasks; the answers that pass are trained "
-        "on. A task is solved if at least one of its answers passes."
+        "on, or all of them by their rewards. A task is solved if at least one of its answers "
+        "passes."
     )
     return Section("Rounds", [Table(heads, rows), *notes], name="rounds", lead=lead)
 
@@ -98,6 +99,12 @@ def lr_range(records: Records) -> Iterator[Section]:
 
 def _as_rate(value: float | None) -> str:
     return "none" if value is None else f"{value:.2g}"
+
+
+def _of_rows(one: Mapping[str, Any]) -> str:
+    """Say what is new in the rows of a round, or how many of their tasks can teach something."""
+    of_both = one.get("prompts_of_both")  # absent from older records
+    return f"both kinds in {of_both} tasks" if of_both else f"{one['new']} new"
 
 
 def _rate(value: float | None) -> str:

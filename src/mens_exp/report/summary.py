@@ -148,13 +148,24 @@ def change_cell(pair: Pair, *, note: str = "") -> Cell:
 
 
 def _lower_is_better(
-    label: str, values: tuple[float | None, ...], cells: Sequence[Cell], note: str, unit: str = ""
+    label: str,
+    values: tuple[float | None, ...],
+    cells: Sequence[Cell],
+    note: str,
+    unit: str = "",
+    *,
+    is_ratio: bool = True,
 ) -> Pair:
+    """Return a figure and its change: relative to the base's, unless that may be 0 or negative."""
     base, tuned = values
-    known = base is not None and tuned is not None and base > 0
-    change = wording.percent(tuned / base - 1, signed=True) if known else ""  # type: ignore[operator]
-    gain = base - tuned if known else 0.0  # type: ignore[operator]
-    return Pair(label, cells[0], cells[1], change, _tone(gain), note, unit)
+    if base is None or tuned is None or (is_ratio and base <= 0):
+        return Pair(label, cells[0], cells[1], "", Tone.QUIET, note, unit)
+    change = (
+        wording.percent(tuned / base - 1, signed=True)
+        if is_ratio
+        else wording.figure(tuned - base, signed=True)
+    )
+    return Pair(label, cells[0], cells[1], change, _tone(base - tuned), note, unit)
 
 
 def _tone(gain: float) -> Tone:
@@ -175,7 +186,9 @@ def val_loss(records: Records) -> Pair:
         for name, value, detail in zip(_CONDITIONS, values, details, strict=True)
     ]
     note, unit = "lower is better", wording.loss_unit(records.manifest)
-    return _lower_is_better("Validation loss", values, cells, note, unit)
+    spec = wording.objective_of(records.manifest)
+    is_ratio = spec is None or not spec.compares_groups
+    return _lower_is_better("Validation loss", values, cells, note, unit, is_ratio=is_ratio)
 
 
 def _val_loss(records: Records, condition: str) -> float | None:

@@ -18,7 +18,7 @@ from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.plugins import named_object
 from mens_exp.errors import ConfigError, DataError, expected_name
 from mens_exp.rows.answers import answer_of
-from mens_exp.rows.schema import LABEL, REJECTED
+from mens_exp.rows.schema import LABEL, REJECTED, REWARD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -300,7 +300,7 @@ class _Pair(RowDocuments):
     def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
         """Return a document for each answer."""
         del labelling
-        return [Document(own.ids, _marked(own)) for own in endings]
+        return [Document(own.ids, marked(own)) for own in endings]
 
 
 class _WholePair(_Pair):
@@ -315,10 +315,10 @@ class _WholePair(_Pair):
         cut = labelling.truncation == "right" and any(own.start >= limit for own in endings)
         made = []
         for own, is_chosen in zip(endings, (True, False), strict=True):
-            marked = _marked(own)
-            learned = [not cut and (one or is_chosen) for one in marked]
-            learned[own.end :] = [False] * (len(marked) - own.end)
-            made.append(Document(own.ids, learned, {"answer": [float(one) for one in marked]}))
+            answer = marked(own)
+            learned = [not cut and (one or is_chosen) for one in answer]
+            learned[own.end :] = [False] * (len(answer) - own.end)
+            made.append(Document(own.ids, learned, {"answer": [float(one) for one in answer]}))
         return made
 
 
@@ -356,9 +356,19 @@ class _Labelled(_Pair):
         del labelling
         label = 1.0 if dict(pair.fields)[LABEL] else -1.0
         return [
-            Document(own.ids, _marked(own), {"label": [value] * len(own.ids)})
+            Document(own.ids, marked(own), {"label": [value] * len(own.ids)})
             for own, value in zip(endings, (label, 0.0), strict=True)
         ]
+
+
+def number_of(pair: TrainingPair, name: str) -> float | None:
+    """Return a field of a row as a finite f32 number; None if it is none. Tables have texts."""
+    try:
+        with np.errstate(over="ignore"):
+            found = float(np.float32(float(dict(pair.fields)[name])))
+    except (OverflowError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 WEIGHT: Final = "weight"  # the further value that a token's loss is multiplied by
@@ -393,17 +403,12 @@ class _Weighted(RowDocuments):
         Raises:
             DataError: it is not a number of at least 0.
         """
-        value = dict(pair.fields)[self.field]
-        try:
-            with np.errstate(over="ignore"):
-                found = float(np.float32(float(value)))
-        except (OverflowError, ValueError):
-            found = -1.0
-        if not (found >= 0 and math.isfinite(found)):
+        found = number_of(pair, self.field)
+        if found is None or found < 0:
             raise DataError(
                 f"the row's weight, {self.field!r} of its fields, is not a number of at least 0",
                 where=pair.name,
-                found=repr(value),
+                found=repr(dict(pair.fields)[self.field]),
                 expected="a finite number; 0 leaves the row out",
                 remedy="correct the row, or leave out objective.weight_field",
             )
@@ -446,7 +451,7 @@ class _Weighted(RowDocuments):
         ]
 
 
-def _marked(own: Ending) -> list[bool]:
+def marked(own: Ending) -> list[bool]:
     """Return which tokens are those of the answer."""
     return [own.start <= place < own.end for place in range(len(own.ids))]
 
@@ -484,6 +489,16 @@ _JUDGEMENTS: Final = {
         (
             "the row has no label that says whether its answer is wanted",
             "another objective, or give rows of prompt, completion and label",
+        ),
+    ),
+    REWARD: (
+        (
+            "the row has the reward of its answer, and the objective would ignore it",
+            "objective=grpo, which learns from rewards, or leave 'reward' out of the row's fields",
+        ),
+        (
+            "the row has no reward of its answer",
+            "objective=assistant, or give rows of prompt, response and fields: {reward: <number>}",
         ),
     ),
 }

@@ -248,6 +248,7 @@ def json_type(value: object) -> str:
 
 TURN_WEIGHT: Final = "weight"  # OpenAI's: 0 for an answer that is given and not learned
 REJECTED: Final = "rejected"  # the further field of a row that is a pair of answers
+REWARD: Final = "reward"  # that of a row whose answer was sampled and graded
 LABEL: Final = "label"  # that of a row whose answer is wanted (1) or not (0)
 PARALLEL_CALLS: Final = "parallel_tool_calls"  # OpenAI's: whether a turn may call several tools
 ALIASES: Final = {

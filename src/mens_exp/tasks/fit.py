@@ -34,6 +34,7 @@ from mens_exp.planning.memory import is_in_parts
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
 from mens_exp.report.document import Tone
+from mens_exp.rows.rewards import groups_of
 from mens_exp.tasks.inputs import (
     describe,
     keep_bad_rows,
@@ -99,6 +100,9 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     rows = load_rows(config.data, cache)
     keep_bad_rows(run.dir, rows)
     data = RowsDataModule(config, rows, tokenizer, cache)
+    if config.objective.spec.compares_groups:  # which is refused early, if at all
+        for documents in (data.train_documents, data.val_documents):
+            groups_of(documents, scaled=False)
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
     late = late_scorecard_problems(config, data.max_steps, bound)
     Problems.raise_if([*warmup_problems(config, data.max_steps, bound), *late])
@@ -215,8 +219,12 @@ def compute_reference(
     data: RowsDataModule,
     rank: Rank,
 ) -> None:
-    """Compute the base's log-likelihoods before training, if the run asks for it."""
-    if config.objective.spec.precomputes(config.objective):
+    """Compute log-likelihoods before training, if the run or its objective asks for it."""
+    if config.objective.spec.compares_groups:
+        from mens_exp.training.policy_pass import known_answers
+
+        module.known_answers = known_answers(run, module, data, rank)
+    elif config.objective.spec.passes_before(config.objective):
         from mens_exp.training.reference_pass import known_reference
 
         module.known_reference = known_reference(config, run, base, module, data, rank)

@@ -27,7 +27,7 @@ from mens_exp.errors import GateError, MensError, RequestError, SetupError
 from mens_exp.evals.attempts import graded_digest
 from mens_exp.evals.suite import frozen_suite
 from mens_exp.rows.parse import parse_row
-from mens_exp.rows.schema import to_json
+from mens_exp.rows.schema import REWARD, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,9 +49,11 @@ class SamplingCounts(TypedDict):
         kept: passing answers written as rows.
         repeated: passing answers that equal an earlier one of the same prompt up to layout.
         over_limit: passing answers beyond the limit per prompt.
-        unfinished: passing answers cut at the maximum length.
-        unusable: passing answers that make no row, such as blank ones.
+        unfinished: passing answers cut at the maximum length; failing ones too if they are kept.
+        unusable: answers that make no row, such as blank ones, of the same kinds.
+        alone: answers that are kept only with others to their prompt (eval.keep_failing).
         prompts_without_pass: items without a passing answer.
+        prompts_of_both: items that some of the kept answers solve, and others do not.
     """
 
     prompts: int
@@ -62,7 +64,9 @@ class SamplingCounts(TypedDict):
     over_limit: int
     unfinished: int
     unusable: int
+    alone: int
     prompts_without_pass: int
+    prompts_of_both: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +76,7 @@ class _Kept:
     rows: list[TrainingPair] = field(default_factory=list)
     passed: int = 0
     without_pass: int = 0
+    of_both: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -88,6 +93,7 @@ def keep_rows(
     most: int,
     provenance: Mapping[str, Any],
     runner: Runner | None = None,
+    with_failing: bool = False,
 ) -> tuple[list[TrainingPair], SamplingCounts]:
     """Return passing answers as rows, and the counts of all answers.
 
@@ -97,18 +103,23 @@ def keep_rows(
         most: maximum rows per prompt.
         provenance: provenance of every row; the item and the sample number are added.
         runner: the sandbox for programs that bring answers into a form to be compared in.
+        with_failing: return all finished answers instead, each with its reward.
     """
     condition = sampled_condition(events)
     mine: dict[str, list[ItemEvent]] = {item.id: [] for item in suite.items}
     for event in events:
         if event["condition"] == condition:
             mine[event["item_id"]].append(event)
-    passing = [e for some in mine.values() for e in some if e["task_success"]]
-    texts = suite.canonical(passing, runner)
-    keys = {id(e): response_key(text) for e, text in zip(passing, texts, strict=True)}
     kept = _Kept()
-    for item in suite.items:
-        _keep_of(item, mine[item.id], keys, suite.name, most, provenance, kept)
+    if with_failing:
+        for item in suite.items:
+            _keep_rewarded(item, mine[item.id], suite.name, provenance, kept)
+    else:
+        passing = [e for some in mine.values() for e in some if e["task_success"]]
+        texts = suite.canonical(passing, runner)
+        keys = {id(e): response_key(text) for e, text in zip(passing, texts, strict=True)}
+        for item in suite.items:
+            _keep_of(item, mine[item.id], keys, suite.name, most, provenance, kept)
     return kept.rows, {
         "prompts": len(mine),
         "sampled": sum(map(len, mine.values())),
@@ -118,7 +129,9 @@ def keep_rows(
         "over_limit": kept.dropped["over_limit"],
         "unfinished": kept.dropped["unfinished"],
         "unusable": kept.dropped["unusable"],
+        "alone": kept.dropped["alone"],
         "prompts_without_pass": kept.without_pass,
+        "prompts_of_both": kept.of_both,
     }
 
 
@@ -151,6 +164,33 @@ def _keep_of(
             seen.add(keys[id(event)])
             kept.rows.append(row)
             rows += 1
+
+
+def _keep_rewarded(
+    item: Item,
+    events: Sequence[ItemEvent],
+    suite: str,
+    provenance: Mapping[str, Any],
+    kept: _Kept,
+) -> None:
+    """Add the finished answers to one item with their rewards, if there are several."""
+    mine: list[TrainingPair] = []
+    for event in sorted(events, key=_sample):
+        row = _row(item, event, suite, {**provenance, "item": item.id, "sample": event["sample"]})
+        if not event["finished"]:  # the row would have an end that the model did not write
+            kept.dropped["unfinished"] += 1
+        elif row is None:
+            kept.dropped["unusable"] += 1
+        else:
+            reward = ((REWARD, int(bool(event["task_success"]))),)
+            mine.append(dataclasses.replace(row, fields=reward))
+    kept.passed += sum(bool(event["task_success"]) for event in events)
+    kept.without_pass += not any(event["task_success"] for event in events)
+    if len(mine) == 1:
+        kept.dropped["alone"] += 1
+        return
+    kept.rows += mine
+    kept.of_both += len({row.fields for row in mine}) > 1
 
 
 def _sample(event: ItemEvent) -> int:
@@ -279,6 +319,7 @@ def keep_passing(
         most=settings.keep_per_prompt,
         provenance=_provenance(events, scorecard, config, run),
         runner=runner,
+        with_failing=settings.keep_failing,
     )
     path = Path(settings.keep_passing).expanduser()
     with atomic.stream(path) as file:

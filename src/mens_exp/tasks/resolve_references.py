@@ -31,7 +31,7 @@ from mens_exp.layout.hub import pinned
 from mens_exp.planning.preflight import preflight
 from mens_exp.rows.files import ROWS
 from mens_exp.tasks.lineage import MERGED, Inspected
-from mens_exp.tasks.round_commands import RoundCommands, is_of_bundle, shared_tasks
+from mens_exp.tasks.round_commands import RoundCommands, is_of_bundle, other_draws, shared_tasks
 
 if TYPE_CHECKING:
     from mens_exp.config.overrides import Cell
@@ -96,6 +96,7 @@ def _pin_rounds(cell: Cell) -> list[MensError]:
     sampling, training = check(commands.sampling(1)), check(commands.training(1))
     problems += [one for one in sampling.problems if not is_of_bundle(one)] + [*training.problems]
     for one in () if problems else sampling.cells:
+        problems += other_draws(one.config) if commands.compares_answers else ()
         problems += pin_inputs(one) or [*shared_tasks(config, one.config)]
     return list({str(problem): problem for problem in problems}.values())
 

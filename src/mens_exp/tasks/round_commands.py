@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.data import JsonlData
 from mens_exp.config.override_values import override_of
-from mens_exp.config.task import RoundStart
+from mens_exp.config.task import RoundRows, RoundStart
 from mens_exp.config.validate import unread_overrides
 from mens_exp.errors import ConfigError, GateError, MensError, NoEffectError
 from mens_exp.evals.suite import frozen_suite
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SECTION = "rejection_sampling"
 PASSING, ROWS = "passing.jsonl", "rows.jsonl"
 _BUNDLES = ("experiment", "preset")
-_DECIDED = ("task", "path", "eval.keep_passing")  # by the rounds themselves
+_DECIDED = ("task", "path", "eval.keep_passing", "eval.keep_failing")  # by the rounds themselves
 # The suite that scores, its rows and loggers of training are not those of a sampling.
 _NOT_OF_SAMPLING = {"task", "suite", "data", "logger", "path", "hydra"}
 
@@ -39,6 +39,11 @@ class RoundCommands:
     config: RunConfig
     typed: Sequence[str]
     output: Path
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether rounds train on all graded answers, not on those alone that pass."""
+        return self.config.objective.spec.compares_groups
 
     def place(self, number: int) -> Path:
         """Return the directory of a round."""
@@ -60,6 +65,7 @@ class RoundCommands:
         ]
         rows = override_of("eval.keep_passing", str(self.place(number) / "sample" / PASSING))
         beside = ["logger=none", *seeds, override_of("path", path), rows]
+        beside += ["eval.keep_failing=true"] if self.compares_answers else []
         return ["task=evaluate", *kept, *own, *beside]
 
     def training(self, number: int, *, has_rows: bool = True) -> list[str]:
@@ -110,6 +116,51 @@ class RoundCommands:
                 found=self.config.lora.init_from,
                 expected=f"null; {SECTION}.start=last continues from the round before",
                 remedy="drop lora.init_from",
+            )
+        yield from self._problems_of_groups() if self.compares_answers else ()
+
+    def _problems_of_groups(self) -> Iterator[ConfigError]:
+        """Yield settings under which a round would start from another adapter than the sampled."""
+        settings = self.config.rejection_sampling
+        if settings.start is not RoundStart.last or settings.rows is not RoundRows.newest:
+            yield ConfigError(
+                "learns from answers of the adapter that training starts from",
+                where=f"objective={self.config.objective.name}",
+                found=f"{SECTION}.start={settings.start.value} "
+                f"{SECTION}.rows={settings.rows.value}",
+                expected="each round to start from the adapter before and train on its answers",
+                remedy=f"add {SECTION}.start=last {SECTION}.rows=newest",
+            )
+        if isinstance(self.config.data, JsonlData):
+            yield ConfigError(
+                f"objective={self.config.objective.name} learns from sampled answers alone",
+                where="data.path",
+                found=self.config.data.path,
+                expected="no rows of your own",
+                remedy="drop data and data.path; train on your rows first, and merge the adapter",
+            )
+
+
+def other_draws(samples: RunConfig) -> Iterator[ConfigError]:
+    """Yield settings of a sampling that give no groups of answers as the model would draw them.
+
+    Args:
+        samples: the configuration of a sampling.
+    """
+    found = samples.eval
+    for name, holds, wanted, why in (
+        ("samples", found.samples > 1, 8, "answers to a task are compared with each other"),
+        ("temperature", found.temperature == 1, 1, "answers are drawn as the model has them"),
+        ("top_p", found.top_p == 1, 1, "answers are drawn as the model has them"),
+        ("max_retries", found.max_retries == 0, 0, "answers are those to the prompt alone"),
+    ):
+        if not holds:
+            yield ConfigError(
+                f"does not fit objective=grpo, where {why}",
+                where=f"{SECTION}.sample",
+                found=f"eval.{name}={getattr(found, name)}",
+                expected="2 or more" if name == "samples" else str(wanted),
+                remedy=f"write eval.{name}={wanted}",
             )
 
 

@@ -1,17 +1,18 @@
-"""task=rejection_sampling: rounds of sampling, grading, and training on the answers that pass.
+"""task=rejection_sampling: rounds of sampling, grading, and training on the graded answers.
 
 In each round, the current model answers the tasks of a suite several times, the suite grades the
-answers, and a new adapter is trained on the distinct answers that pass. The next round samples from
-that adapter. Every sampling is a run of task=evaluate and every training a run of task=train, each
-with its own record, so they can be inspected, compared and resumed like any other run. The
-directory `rejection_sampling.output` holds for each round::
+answers, and a new adapter is trained: on the distinct answers that pass, or with objective=grpo on
+all of them by their rewards. The next round samples from that adapter. Every sampling is a run of
+task=evaluate and every training a run of task=train, each with its own record, so they can be
+inspected, compared and resumed like any other run. The directory `rejection_sampling.output` holds
+for each round::
 
-    round_1/sample   the evaluation; passing.jsonl has the answers that passed
+    round_1/sample   the evaluation; passing.jsonl has the answers that passed, or their rewards
     round_1/rows.jsonl   the sampled rows that the round trains on
     round_1/train    the training run
 
 Sources: Zelikman et al. 2022 (STaR, arXiv:2203.14465), Yuan et al. 2023 (RFT, arXiv:2308.01825),
-Singh et al. 2023 (ReST-EM, arXiv:2312.06585).
+Singh et al. 2023 (ReST-EM, arXiv:2312.06585), Shao et al. 2024 (GRPO, arXiv:2402.03300).
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class Round(TypedDict):
         prompts: tasks that were answered.
         sampled: sampled answers.
         passed: answers that passed.
-        kept: distinct passing answers of this round.
+        kept: distinct passing answers of this round; with rewards, its finished answers.
         new: rows that no earlier round had.
+        prompts_of_both: tasks with passing and failing rows, if failing answers are trained on.
         rows: sampled rows that the round trained on.
         prompts_without_pass: tasks without a passing answer.
         tuned_val_loss: validation loss after training, on rows of the round's own split.
@@ -79,6 +81,7 @@ class Round(TypedDict):
     passed: int
     kept: int
     new: int
+    prompts_of_both: int
     rows: int
     prompts_without_pass: int
     tuned_val_loss: float | None
@@ -158,23 +161,55 @@ def _perform(commands: RoundCommands, done: list[Round]) -> str | None:
     number = len(done) + 1
     place = commands.place(number)
     sampled = _step(place / "sample", commands.sampling(number), f"round {number}, sampling")
-    counts = sampled.facts[SECTION]
     rows, new = _rows(commands, number)
-    terminal.say(
-        f"Round {number}: {counts['passed']} of {counts['sampled']} answers passed, "
-        f"{counts['kept']} distinct, {new} of them new"
-    )
-    has_own = isinstance(commands.config.data, JsonlData)
-    if not rows and not (has_own and number == 1):
-        return _without_rows(done, counts)
-    if number > 1 and not new:
-        return f"round {number} kept no answer that earlier rounds lack"
+    if (reason := _nothing_to_learn(commands, done, sampled.facts[SECTION], rows, new)) is not None:
+        return reason
     if rows:
         _write_rows(place / ROWS, rows)
     texts = commands.training(number, has_rows=bool(rows))
     trained = _step(place / "train", texts, f"round {number}, training")
     done.append(_round(number, place, (sampled, trained), (len(rows), new)))
     return None
+
+
+def _nothing_to_learn(
+    commands: RoundCommands,
+    done: Sequence[Round],
+    counts: dict[str, Any],
+    rows: Sequence[TrainingPair],
+    new: int,
+) -> str | None:
+    """Say what a round sampled; return why it cannot be trained on, if so.
+
+    Raises:
+        GateError: it is the first one.
+    """
+    number = len(done) + 1
+    said = f"Round {number}: {counts['passed']} of {counts['sampled']} answers passed, "
+    if commands.compares_answers:
+        of_both = counts["prompts_of_both"]
+        terminal.say(said + f"{of_both} of {counts['prompts']} tasks have both kinds of answers")
+        return None if of_both else _without_groups(done, counts)
+    terminal.say(said + f"{counts['kept']} distinct, {new} of them new")
+    has_own = isinstance(commands.config.data, JsonlData)
+    if not rows and not (has_own and number == 1):
+        return _without_rows(done, counts)
+    if number > 1 and not new:
+        return f"round {number} kept no answer that earlier rounds lack"
+    return None
+
+
+def _without_groups(done: Sequence[Round], counts: dict[str, Any]) -> str:
+    if done:
+        return f"in round {len(done) + 1} no task had both answers that pass and answers that fail"
+    raise GateError(
+        "no task has both answers that pass and answers that fail, so there is nothing to compare",
+        where=f"{SECTION}.sample",
+        found=f"{counts['passed']} of {counts['sampled']} answers passed, {counts['unfinished']} "
+        "were cut at suite.max_new_tokens and left out",
+        expected="a task that is solved by some of its finished answers, and not by others",
+        remedy="give easier or harder tasks, more eval.samples, or a larger suite.max_new_tokens",
+    )
 
 
 def _without_rows(done: Sequence[Round], counts: dict[str, Any]) -> str:
@@ -310,6 +345,7 @@ def _round(
         "passed": counts["passed"],
         "kept": counts["kept"],
         "new": rows[1],
+        "prompts_of_both": counts.get("prompts_of_both", 0),  # of an earlier release
         "rows": rows[0],
         "prompts_without_pass": counts["prompts_without_pass"],
         "tuned_val_loss": trained.results.get("tuned_val_loss"),

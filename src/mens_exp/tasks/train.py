@@ -98,8 +98,10 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
 
     results, trainer, module = run.manifest.results, trained.trainer, trained.module
     note_bits_per_byte(module.config.objective, run, data)
+    of_groups = module.config.objective.spec.compares_groups
+    base, tuned = results["base_val_loss"], results["tuned_val_loss"]
     results.update(
-        val_loss_change_frac=results["tuned_val_loss"] / results["base_val_loss"] - 1,
+        val_loss_change_frac=None if of_groups else tuned / base - 1,
         steps=trainer.global_step,
         micro_batches=(trainer.fit_loop.total_batch_idx + 1) * trainer.world_size,
         tokens=module.tokens,
@@ -117,6 +119,7 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
         ("peak_rss_bytes", "this system does not tell"),
         ("peak_cuda_bytes", "no GPU was used"),
         ("checkpoint", "no checkpoint callback was configured"),
+        ("val_loss_change_frac", "this loss is 0 while nothing is learned"),
     ):
         if results[name] is None:
             run.unknown(f"results.{name}", reason)

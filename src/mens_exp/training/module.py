@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import LossSum, TokenLoss
+    from mens_exp.objective.groups import SampledSide
     from mens_exp.objective.preference import KnownReference
 
 
@@ -151,11 +152,12 @@ class TrainingModule(LightningModule):
     with :meth:`record`, and the telemetry callback writes it together with ``step_digests``.
     ``before_update`` holds what checks the loss sum and the norm of the gradient before the update
     of the current step. ``known_reference`` has the log-likelihoods under the base, if they were
-    computed before training, and ``teacher`` the model to learn from, if the objective has one.
-    ``scored`` is the step of the latest scorecard of this process (-1
-    before the first) and its metrics. ``validated_bytes`` is the size of the text that validation
-    predicts, if it is known and the objective is a likelihood; the loss is then also reported in
-    bits per byte.
+    computed before training, ``known_answers`` what is known of the sampled answers of training and
+    of validation, if the objective compares groups of them, and ``teacher`` the model to learn
+    from, if the objective has one. ``scored`` is the step of the latest scorecard of this process
+    (-1 before the first) and its metrics. ``validated_bytes`` is the size of the text that
+    validation predicts, if it is known and the objective is a likelihood; the loss is then also
+    reported in bits per byte.
     ``validated`` has a row for each of the ``validation_documents`` documents, [documents, 2] f64:
     summed loss (nats) and supervised tokens at the latest validation, both 0 for a document that is
     not validated on. It is None if the objective gives no per-token loss. ``selected_validated`` is
@@ -204,6 +206,7 @@ class TrainingModule(LightningModule):
         self._val_documents = torch.zeros(0, 2, dtype=torch.float64)
         self.before_update: list[Callable[[float, float], None]] = []
         self.known_reference: KnownReference | None = None
+        self.known_answers: tuple[SampledSide, SampledSide] | None = None
         self.teacher: Teacher | None = None
         self._step = _Sums()
         self._val = _Sums()
@@ -264,13 +267,15 @@ class TrainingModule(LightningModule):
     def passed(self, batch: Batch) -> tuple[Passed, LossSum]:
         """Pass a micro-batch through the model, and return its loss."""
         self.backend.begin(batch.index)
-        reference, logp_S = None, None
-        if self.config.objective.spec.needs_reference:
+        reference, logp_S, sampled = None, None, None
+        if self.known_answers is not None:
+            sampled = self.known_answers[not self.training].of(batch)
+        elif self.config.objective.spec.needs_reference:
             logp_S = self._precomputed(batch)
             reference = self.of_base(batch) if logp_S is None else None
         if self.teacher is not None:
             reference = self.teacher.passed(batch)
-        passed = Passed(batch, self.backend(batch), self.backend.head, reference, logp_S)
+        passed = Passed(batch, self.backend(batch), self.backend.head, reference, logp_S, sampled)
         return passed, self.objective.loss(passed)
 
     def _precomputed(self, batch: Batch) -> torch.Tensor | None:

@@ -347,13 +347,15 @@ def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a backend whose base is frozen: qlora, lora or proxy",
         )
     yield from _teacher_problems(config)
-    if spec.precomputes(settings) and isinstance(config.data, RowsData) and config.data.streaming:
+    if spec.passes_before(settings) and isinstance(config.data, RowsData) and config.data.streaming:
+        is_chosen = not spec.compares_groups
         yield ConfigError(
             "needs all rows before training, and data.streaming=true reads them as it goes",
-            where=f"objective.{PRECOMPUTED}",
-            found="true with data.streaming=true",
+            where=f"objective.{PRECOMPUTED}" if is_chosen else f"objective={settings.name}",
+            found="true with data.streaming=true" if is_chosen else "data.streaming=true",
             expected="rows that are read before training",
-            remedy=f"set data.streaming=false, or objective.{PRECOMPUTED}=false",
+            remedy="set data.streaming=false"
+            + (f", or objective.{PRECOMPUTED}=false" if is_chosen else ""),
         )
     yield from spec.problems(settings, config.data.seq_len)
 

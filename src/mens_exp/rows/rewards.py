@@ -1,0 +1,116 @@
+"""Documents of sampled answers with rewards, and the advantage of each over its group.
+
+A group is all answers to one prompt on one side of the split. Answers belong to the same group if
+their documents have the same tokens before the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mens_exp.errors import DataError
+from mens_exp.rows.documents import Document, RowDocuments, marked, number_of
+from mens_exp.rows.schema import REWARD
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mens_exp.rows.documents import Encoded, Ending, Labelling
+    from mens_exp.rows.schema import TrainingPair
+
+_LEAST_SPREAD = 1e-4  # is added to a standard deviation, as TRL does
+
+
+class _Rewarded(RowDocuments):
+    """A row with the reward of its answer, the last one, which is supervised."""
+
+    fields = frozenset({REWARD})
+    extra = (REWARD,)
+
+    def check(self, pair: TrainingPair) -> None:
+        """Refuse a row without a prompt or a reward, or whose reward is not a number.
+
+        Raises:
+            DataError: it is such a row.
+        """
+        super().check(pair)
+        if pair.is_text:
+            raise DataError(
+                "a plain text has no prompt that others could answer",
+                where=pair.name,
+                expected="a row of prompt, response and fields: {reward: <number>}",
+            )
+        if number_of(pair, REWARD) is None:
+            raise DataError(
+                "the row's reward is not a finite number",
+                where=pair.name,
+                found=repr(dict(pair.fields)[REWARD]),
+                expected="a number, such as 1 for an answer that passes and 0 for another",
+            )
+
+    def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
+        """Return the last answer."""
+        del labelling
+        return [len(pair.history)]
+
+    def documents_of(
+        self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
+    ) -> list[Document]:
+        """Return one document, each token with the reward."""
+        del labelling
+        reward = number_of(pair, REWARD)
+        assert reward is not None, "rows are checked before"
+        return [
+            Document(own.ids, marked(own), {REWARD: [reward] * len(own.ids)}) for own in endings
+        ]
+
+
+REWARDED = _Rewarded()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The advantage of each document's answer, ``[documents]`` f32, and the number of groups."""
+
+    advantages: np.ndarray
+    groups: int
+    equal: int  # groups whose answers all have the same reward, so that they teach nothing
+
+
+def groups_of(documents: Encoded, *, scaled: bool) -> Groups:
+    """Compare the reward of each answer with those of the other answers to its prompt.
+
+    The advantage is the reward less the mean of the group, divided by the group's standard
+    deviation (with Bessel's correction) + 1e-4 if ``scaled`` (arXiv:2402.03300, 4.1.2; TRL).
+
+    Raises:
+        DataError: a prompt has one answer alone.
+    """
+    members: dict[bytes, list[int]] = {}
+    for number, (start, end) in enumerate(pairwise(documents.offsets)):
+        answer = start + int(documents.supervised[start:end].argmax())
+        members.setdefault(documents.ids[start:answer].tobytes(), []).append(number)
+    rewards = documents.extra[REWARD][documents.offsets[1:] - 1].astype(np.float64)
+    alone = sum(len(one) == 1 for one in members.values())
+    if alone:
+        raise DataError(
+            "a prompt has a single answer, which can be compared with none",
+            where="data",
+            found=f"{alone} of {len(members)} prompts",
+            expected="two answers or more to each prompt, with the same turns before them",
+            remedy="sample more answers to it, or leave the row out",
+        )
+    advantages, equal = np.zeros(len(rewards)), 0
+    for one in members.values():
+        mine = rewards[one]
+        if (mine == mine[0]).all():  # the mean may round, and a tiny spread would blow that up
+            equal += 1
+            continue
+        advantages[one] = mine - mine.mean()
+        if scaled:
+            advantages[one] /= mine.std(ddof=1) + _LEAST_SPREAD
+    return Groups(advantages.astype(np.float32), groups=len(members), equal=equal)
