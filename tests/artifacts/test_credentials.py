@@ -54,7 +54,16 @@ def test_a_credential_is_masked_wherever_it_stands(text):
     assert safe["n"] == 3
     assert safe["notes"][0].startswith("before ")
     assert safe["notes"][0].endswith(" after")
-    for secret in ("user:pw", "hunter2", RANDOM, "Lk9Vx", "8Rw", "IOSFODNN7QQQQQQQ", "0f0f0f", "2d711642b"):
+    for secret in (
+        "user:pw",
+        "hunter2",
+        RANDOM,
+        "Lk9Vx",
+        "8Rw",
+        "IOSFODNN7QQQQQQQ",
+        "0f0f0f",
+        "2d711642b",
+    ):
         assert secret not in str(safe)
 
 
