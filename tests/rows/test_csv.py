@@ -116,6 +116,15 @@ def test_a_conversation_in_a_cell_that_is_nested_too_deeply_is_refused(tmp_path,
         read_rows(of(levels))
 
 
+def test_a_row_that_json_is_just_able_to_read_is_refused(tmp_path):
+    """What is left of Python's stack may not be enough to show it."""
+    path = tmp_path / "rows.jsonl"
+    for levels in range(800, 1000):
+        path.write_text(f'{{"prompt": {"[" * levels + "]" * levels}, "response": "x"}}\n', "utf-8")
+        with pytest.raises((DataError, Problems)):
+            read_rows(path)
+
+
 def test_rows_of_another_kind_are_told_once(tmp_path):
     """Two hundred of them are no two hundred problems."""
     row = {"prompt": "p", "chosen": "good"}

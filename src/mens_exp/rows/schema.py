@@ -227,7 +227,10 @@ class RowProblems:
 
 def shown(value: object) -> str:
     """Format a value for a message, shortened and with printable characters only."""
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except RecursionError:  # JSON was just able to read it
+        return "…"
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mens_exp.artifacts.metrics import step_metric
 from mens_exp.errors import DataError, TrainingError
 from mens_exp.objective.causal import Objective, OverTokens, Passed
+from mens_exp.quant.binding import loaded_bindings
 from mens_exp.tokenizer.load import bits_per_byte
 from mens_exp.training.distributed import ShardedBase, averaged
 from mens_exp.training.optimizer import build_optimizer, build_scheduler, switch
@@ -137,6 +138,15 @@ class _Sums:
                 for one in every
             ]
         )
+
+
+def _unfinite_base(weight: str) -> TrainingError:
+    return TrainingError(
+        "the base model's weights are not finite",
+        where=weight,
+        expected="finite numbers",
+        remedy="download or convert the base model again: its file is damaged or wrong",
+    )
 
 
 class TrainingModule(LightningModule):
@@ -374,12 +384,11 @@ class TrainingModule(LightningModule):
         for name, parameter in self.named_parameters():
             is_wide = parameter.is_floating_point() and parameter.itemsize > 1  # no packed weights
             if is_wide and not parameter.requires_grad and not parameter.isfinite().all():
-                raise TrainingError(
-                    "the base model's weights are not finite",
-                    where=name,
-                    expected="finite numbers",
-                    remedy="download or convert the base model again: its file is damaged or wrong",
-                )
+                raise _unfinite_base(name)
+        for name, layer in self.named_modules():
+            holder = next((one for one in loaded_bindings() if one.holds(layer)), None)
+            if holder is not None and not holder.dequantized(layer).isfinite().all():
+                raise _unfinite_base(f"{name}.weight")
 
     @property
     def _metric_names(self) -> list[str]:

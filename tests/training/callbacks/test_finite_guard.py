@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from lightning import Callback
@@ -117,3 +118,14 @@ def test_losses_that_are_not_finite_before_a_step_name_the_base(fit):
     with pytest.raises(TrainingError, match="the base model's weights are not finite") as caught:
         fit.module.refuse_unfinite(math.nan)
     assert caught.value.where == name
+
+
+def test_a_quantized_weight_whose_scale_is_not_finite_is_named(fit):
+    """Its values of four bits are finite always."""
+    layers = fit.module.named_modules()
+    name, layer = next((n, one) for n, one in layers if isinstance(one, bnb.nn.Linear4bit))
+    state = layer.weight.quant_state
+    (state.state2 if state.nested else state).absmax[0] = math.nan
+    with pytest.raises(TrainingError, match="the base model's weights are not finite") as caught:
+        fit.module.refuse_unfinite(math.nan)
+    assert caught.value.where == f"{name}.weight"
