@@ -7,17 +7,13 @@ A directory of named arrays is either complete or absent: it is renamed into pla
 and verified when it is opened:
 
 - ``meta.json`` contains its own hash; dtypes, shapes and file sizes must match those it states.
-- The arrays' content must match the hash it states. Up to 64 MiB, the content is read each time the
-  directory is opened. Larger content is read once per state of the files: size, inode, mtime and
-  ctime are recorded after a verification, and while all of them are unchanged, nothing was written
-  to the files (ctime cannot be set back). Silent disk corruption is then not detected until the
-  files are copied or touched.
+- The arrays' content must match the hash it states. It is read each time the directory is opened,
+  so that silent disk corruption is detected too.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import glob
 import gzip
 import hashlib
@@ -327,8 +323,7 @@ def _unreadable(path: Path, field: str, error: OSError) -> DataError:
     return DataError(f"the file cannot be read: {reason}", where=field, found=str(path))
 
 
-_META, _VERIFIED = "meta.json", "verified.json"
-_ALWAYS_READ: Final = 64 * 2**20  # bytes; measured: 0.05 s to hash on one core
+_META = "meta.json"
 _PIECE: Final = 2**20
 
 
@@ -378,14 +373,12 @@ def open_arrays(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]
         return None
     try:
         arrays = {name: _mapped(directory / f"{name}.npy") for name, *_ in meta["arrays"]}
-        states = {name: _state(directory / f"{name}.npy") for name in arrays}
-        found = [[name, one.dtype.str, one.size, states[name][0]] for name, one in arrays.items()]
-        if found != meta["arrays"]:
+        found = [
+            [name, one.dtype.str, one.size, (directory / f"{name}.npy").stat().st_size]
+            for name, one in arrays.items()
+        ]
+        if found != meta["arrays"] or _content(directory, arrays) != meta["content_sha256"]:
             return None
-        if not _is_verified(directory, states):
-            if _content(directory, arrays) != meta["content_sha256"]:
-                return None
-            _put_down(directory, states)
     except (OSError, ValueError, EOFError, KeyError, TypeError):
         return None
     return arrays, meta
@@ -423,26 +416,6 @@ def _mapped(path: Path) -> np.ndarray:
         if array.size:
             raise
         return array
-
-
-def _state(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _is_verified(directory: Path, states: Mapping[str, list[int]]) -> bool:
-    if sum(state[0] for state in states.values()) <= _ALWAYS_READ:
-        return False
-    try:
-        return bool(json.loads((directory / _VERIFIED).read_text("utf-8")) == states)
-    except (OSError, ValueError):
-        return False
-
-
-def _put_down(directory: Path, states: Mapping[str, list[int]]) -> None:
-    if sum(state[0] for state in states.values()) > _ALWAYS_READ:
-        with contextlib.suppress(OSError):  # a read-only cache is verified each time
-            atomic.write_json(directory / _VERIFIED, states)
 
 
 def _content(directory: Path, arrays: Mapping[str, np.ndarray]) -> str:
