@@ -42,6 +42,9 @@ MARKED = "q7Zp!2Lk9Vx@4T#n8Rw%1Yb6"
         "npm_" + RANDOM + RANDOM[:16],
         "pypi-" + RANDOM * 3,
         "dapi" + "0f" * 16,
+        "https://hooks.slack.com/services/T012/B345/" + RANDOM,
+        "https://discord.com/api/webhooks/123456/" + RANDOM * 3,
+        '{"auths": {"host": {"auth": "' + RANDOM + '=="}}}',
     ],
 )
 def test_a_credential_is_masked_wherever_it_stands(text):

@@ -40,6 +40,13 @@ SECRETS: Final[dict[str, Pattern]] = {
     ),
     "GitLab token": Pattern(("glpat-",), re.compile(r"\bglpat-[A-Za-z0-9_-]{20,}")),
     "Slack token": Pattern(("xox",), re.compile(r"\bxox[abeprs]-[A-Za-z0-9-]{10,}")),
+    "webhook": Pattern(
+        ("hooks.slack.com", "/api/webhooks/"),
+        re.compile(
+            r"(?:hooks\.slack\.com/(?:services|triggers|workflows)/"
+            r"|discord(?:app)?\.com/api/webhooks/\d{5,}/)(?P<secret>[\w/-]{20,})"
+        ),
+    ),
     "Google API key": Pattern(("aiza",), re.compile(r"\bAIza[0-9A-Za-z_-]{35}")),
     "Stripe key": Pattern(("k_live_",), re.compile(r"\b[rs]k_live_[0-9A-Za-z]{20,}")),
     "OpenAI or Anthropic key": Pattern(
@@ -91,7 +98,7 @@ _SURE: Final = (  # names of nothing else: there even a value like a content has
     r"|pass(?:word|wd|phrase)?|pwd|(?:amz|goog)-signature"
 )
 _CAMEL: Final = r"(?:access|auth|client|refresh|session)?"  # before a name: accessToken
-_NAME: Final = rf"{_CAMEL}(?:(?P<sure>{_SURE})|token|credentials?|sig(?:nature)?)"
+_NAME: Final = rf"{_CAMEL}(?:(?P<sure>{_SURE})|token|auth|credentials?|sig(?:nature)?)"
 _VALUE: Final = r"(?P<secret>[\w+/.~%!@#^*-][\w+/.~%!@#^*$-]{15,}=*)"  # $NAME is a reference
 _NAMED: Final = re.compile(rf"(?i)(?:\b|_)(?:{_NAME})[\"']?\s*[:=]\s*[\"']?{_VALUE}")
 # In HTTP's Authorization, in netrc, and behind an option: --hub-token

@@ -14,6 +14,7 @@ EXAMPLES = {
     "GitHub token": "ghp_" + LETTERS,
     "GitLab token": "glpat-" + LETTERS[:20],
     "Slack token": "xoxb-" + LETTERS[:12],
+    "webhook": "https://hooks.slack.com/services/T012/B345/" + LETTERS[:24],
     "Google API key": "AIza" + LETTERS[:35],
     "Stripe key": "sk_live_" + LETTERS[:24],
     "OpenAI or Anthropic key": "sk-ant-" + LETTERS,
