@@ -12,6 +12,7 @@ from mens_exp.artifacts.metrics import (
     reduced,
     step_metric,
 )
+from mens_exp.config.objective import OBJECTIVES
 from mens_exp.errors import MensError, RequestError
 
 
@@ -113,3 +114,11 @@ def test_a_series_becomes_one_number():
     found = {how: reduced(values, how) for how in ("last", "mean", "sum", "max", "min")}
     assert found == {"last": 2.0, "mean": 2.0, "sum": 6.0, "max": 3.0, "min": 1.0}
     assert reduced([None], "mean") is None
+
+
+def test_objectives_mean_the_same_by_a_metric_of_one_name():
+    """One process may train by several of them, and each declares its metrics for all."""
+    seen = {}
+    for spec in OBJECTIVES.built_in.values():
+        for one in spec.metrics:
+            assert seen.setdefault(one.name, one) == one

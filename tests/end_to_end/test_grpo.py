@@ -47,7 +47,7 @@ def test_answers_with_more_reward_gain(rows, train_in, tmp_path):
     base, tuned = events(run, "validation")
     assert base["val/loss"] == pytest.approx(0, abs=1e-5)
     assert tuned["val/loss"] < -0.01
-    assert tuned["val/kl"] > 0
+    assert tuned["val/base_kl"] > 0
     assert tuned["val/reward"] == base["val/reward"]
     assert first["train/clip_frac"] == 0
     assert any(step["train/clip_frac"] > 0 for step in events(run, "step"))
@@ -71,7 +71,7 @@ def test_a_run_in_parts_ends_with_the_bits_of_one(rows, train_in, tmp_path):
     for name, values in tensors(whole).items():
         assert (tensors(parts)[name] == values).all()
     for mine, its in zip(events(parts, "step"), events(whole, "step"), strict=True):
-        for name in ("train/loss", "train/kl", "train/clip_frac", "train/reward"):
+        for name in ("train/loss", "train/base_kl", "train/clip_frac", "train/reward"):
             assert mine[name] == its[name]
 
 
@@ -84,7 +84,7 @@ def test_an_adapter_to_start_from_is_the_one_to_compare_with(rows, train_in, tmp
     assert Manifest.read(again.manifest).results["initial_val_loss"] == pytest.approx(0, abs=1e-6)
     assert abs(Manifest.read(again.manifest).results["base_val_loss"]) > 1e-3
     assert step["train/clip_frac"] == 0
-    assert "train/kl" not in step
+    assert "train/base_kl" not in step
 
 
 def test_two_processes_take_the_course_of_one(rows, train_in, tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_two_processes_take_the_course_of_one(rows, train_in, tmp_path, monkeypa
     two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
     for kind, side in (("step", "train"), ("validation", "val")):
         for mine, its in zip(events(two, kind), events(one, kind), strict=True):
-            for name in ("loss", "kl", "reward", "equal_frac"):
+            for name in ("loss", "base_kl", "reward", "equal_frac"):
                 found, expected = mine[f"{side}/{name}"], its[f"{side}/{name}"]
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 

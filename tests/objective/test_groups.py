@@ -67,7 +67,7 @@ def test_loss_and_metrics_are_those_of_the_definition():
     assert found.count == 3
     means = {name: float(v) / float(found.counts.get(name, 3)) for name, v in found.metrics.items()}
     assert means == pytest.approx(
-        {"reward": 3.5 / 3, "equal_frac": 1 / 3, "kl": sum(k3) / 4, "clip_frac": 2 / 4}
+        {"reward": 3.5 / 3, "equal_frac": 1 / 3, "base_kl": sum(k3) / 4, "clip_frac": 2 / 4}
     )
 
 

@@ -542,7 +542,7 @@ def by_grpo(trainer_of, backend, case):
             "reward": logged["reward"],
             "equal_frac": logged["frac_reward_zero_std"],
             "clip_frac": logged["clip_ratio/region_mean"],
-            **({"kl": logged["kl"]} if "kl" in logged else {}),
+            **({"base_kl": logged["kl"]} if "kl" in logged else {}),
         },
         gradient=gradient_of(trainer, backend),
     )

@@ -15,8 +15,6 @@ from safetensors.numpy import load_file
 
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import read_item_events
-from mens_exp.config.overrides import check
-from mens_exp.errors import ConfigError
 
 HERE = Path(__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "extending.md").read_text("utf-8")
@@ -132,13 +130,27 @@ def test_a_file_that_names_no_usable_spec_is_refused(own, file, text, said):
     assert said in " ".join(own(*words, code=2).stderr.split())
 
 
-def test_a_name_stays_with_its_directory(own, tmp_path, monkeypatch):
-    """One process composes in two directories; a name of the first is refused in the second."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    usual = ["model=tiny_llama", "trainer=cpu", "suite=none", "logger=none"]
-    monkeypatch.chdir(own.directory)
-    (cell,) = check([*usual, "quant=steps"]).cells
-    assert cell.config.quant.quant_type.spec.code_bits == 5
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"quant: there is no such quantizer here"):
-        check([*usual, "quant.quant_type=steps"])
+IN_TWO_PLACES = """
+import os
+from mens_exp.config.overrides import check
+from mens_exp.errors import ConfigError
+
+usual = ["model=tiny_llama", "trainer=cpu", "suite=none", "logger=none"]
+(cell,) = check([*usual, "quant=steps"]).cells
+assert cell.config.quant.quant_type.spec.code_bits == 5
+os.chdir("..")
+try:
+    check([*usual, "quant.quant_type=steps"])
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_name_stays_with_its_directory(own):
+    """One process composes in two directories; a name of the first is refused in the second.
+
+    A process of its own, because the name stays a member of the setting's enumeration.
+    """
+    command = [sys.executable, "-c", IN_TWO_PLACES]
+    done = fork_server.run(command, cwd=own.directory, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("quant: there is no such quantizer here")

@@ -265,7 +265,7 @@ GROUP_METRICS = (
         "reward", "1", "none", "mean reward of the answers, which were sampled before training"
     ),
     _metric("equal_frac", "1", "none", "share of answers whose whole group has the same reward"),
-    _metric("kl", "nats/token", "none", "mean KL(model‖base) of a token, estimated by k3"),
+    _metric("base_kl", "nats/token", "none", "mean KL(model‖base) of a token, estimated by k3"),
     _metric(
         "clip_frac",
         "1",

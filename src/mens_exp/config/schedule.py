@@ -8,7 +8,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import Condition, setting
+from mens_exp.config.fields import setting
 
 DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60
 _DECIMALS = 9  # precision of fraction * steps: 0.07 * 100 is 7.000000000000001
@@ -187,13 +187,6 @@ class OneCycleConfig(ScheduleConfig):
         return _between(1.0, 1 / (self.div_factor * self.final_div_factor), share)
 
 
-_WARMS_UP = Condition(
-    holds=lambda config: not isinstance(config.schedule, LrRangeConfig),
-    words=lambda _: "with schedule=lr_range, which begins at its lowest rate",
-    needs="another schedule",
-)
-
-
 @dataclass(kw_only=True, slots=True)
 class LrRangeConfig(ScheduleConfig):
     """A range test of learning rates (arXiv:1506.01186, section 3.3): the rate grows geometrically.
@@ -203,12 +196,6 @@ class LrRangeConfig(ScheduleConfig):
     """
 
     kind: ScheduleKind = setting(ScheduleKind.lr_range, "Shape of the schedule; set by the option.")
-    warmup_steps: int | None = setting(
-        None, "Optimizer steps of a warm-up.", ge=0, only_if=_WARMS_UP, idle=None
-    )
-    warmup_frac: float | None = setting(
-        None, "The same as a share of the run.", ge=0, lt=1, only_if=_WARMS_UP, idle=None
-    )
     lowest: float = setting(1e-3, "The first step's rate, as a multiple of optim.lr.", gt=0)
     highest: float = setting(100.0, "The last step's rate, as a multiple of optim.lr.", gt=0)
     divergence: float = setting(

@@ -66,7 +66,7 @@ class GroupRelative(Objective):
             gap_M = known.base_logp_M - logp_M
             kl_M = ratio_M * (gap_M.exp() - gap_M - 1)
             losses_M = losses_M + self.beta * kl_M
-            metrics["kl"] = kl_M.detach().sum()
+            metrics["base_kl"] = kl_M.detach().sum()
         low_M = (ratio_M < 1 - self.epsilon_low) & (advantage_M < 0)
         high_M = (ratio_M > 1 + self.epsilon_high) & (advantage_M > 0)
         first_M = begins(passed.batch)
@@ -81,7 +81,7 @@ class GroupRelative(Objective):
                 "equal_frac": (advantage_M[first_M] == 0).sum(),
                 "clip_frac": (low_M | high_M).sum(),
             },
-            counts={"kl": tokens, "clip_frac": tokens},
+            counts={"base_kl": tokens, "clip_frac": tokens},
         )
 
     def _before_training(self, passed: Passed, logp_M: torch.Tensor) -> Sampled:

@@ -102,6 +102,15 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _range_problems(config: RunConfig, schedule: LrRangeConfig) -> Iterator[ConfigError]:
+    for key in ("warmup_steps", "warmup_frac"):
+        if getattr(schedule, key):
+            yield ConfigError(
+                "has no effect with schedule=lr_range, which begins at its lowest rate",
+                where=f"schedule.{key}",
+                found=getattr(schedule, key),
+                expected="0 or null, or another schedule",
+                remedy=f"drop schedule.{key}",
+            )
     if schedule.lowest >= schedule.highest:
         yield ConfigError(
             "the rate of a range test rises",

@@ -54,7 +54,7 @@ class LrRangeResult(TypedDict):
 class LrRange(Callback):
     """Ends a range test when the loss diverges, and records what it shows."""
 
-    def __init__(self, run: RunRecord, divergence: float) -> None:
+    def __init__(self, run: RunRecord, divergence: float = 4.0) -> None:
         """Attach to ``run``.
 
         Args:
