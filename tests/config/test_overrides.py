@@ -394,3 +394,9 @@ def test_a_prompt_may_have_any_characters(question):
 def test_paths_need_no_quotes_where_a_task_reads_several(texts, multirun, expected):
     """With -m, or where a task reads one path, a comma separates cells, as everywhere."""
     assert expected in spelled_out(texts, multirun=multirun)
+
+
+def test_an_integer_beyond_all_floats_is_a_wrong_value():
+    """Python has such integers, and OmegaConf does not say so by an error of its own."""
+    (problem,) = check(["optim.lr=1" + "0" * 400]).problems
+    assert str(problem).startswith("optim.lr: wrong type")

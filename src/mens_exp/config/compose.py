@@ -363,6 +363,10 @@ def to_yaml(values: DictConfig) -> str:
     return OmegaConf.to_yaml(values, resolve=True)
 
 
+# What a stored value that no schema accepts may raise: an int beyond f64 overflows.
+_UNREADABLE = (OmegaConfBaseException, YAMLError, KeyError, TypeError, ValueError, OverflowError)
+
+
 def from_yaml(path: Path) -> DictConfig:
     """Load a run's stored config.yaml into the schemas.
 
@@ -379,7 +383,7 @@ def from_yaml(path: Path) -> DictConfig:
         missing = OmegaConf.missing_keys(root)
     except DataError as error:
         raise _unreadable(path, f"{error.what}: {error.found}") from error
-    except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
+    except (*_UNREADABLE, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise _unreadable(path, lines[0]) from error
     if missing:
@@ -421,7 +425,7 @@ def study_in(path: Path) -> StudyConfig:
         ) from error
     except ConfigKeyError as error:
         raise unknown_key_in(str(path), error) from error
-    except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(
             "is no study",

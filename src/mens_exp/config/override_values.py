@@ -273,7 +273,7 @@ def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
             OmegaConf.update(copy.deepcopy(_node_at(reference, group)), rest, value, merge=True)
         else:
             OmegaConf.update(reference.copy(), key, value, merge=True)
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, OverflowError):  # an int beyond f64
         return False
     return True
 

@@ -411,7 +411,7 @@ def _references(groups: Sequence[Override]) -> list[Composed]:
     """Compose every combination of options, as references for checking the command's values."""
     try:
         return compose(_split([o for o in groups if not _is_hydra(o)]))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, OverflowError) as error:
         raise _unknown_in_file(error) or ConfigError(
             "the chosen options do not go together",
             found=_of_composing(error.__cause__ or error),
