@@ -142,6 +142,7 @@ def test_changed_values_read_back_too(tmp_path):
         ("flavour: 1", "flavour"),
         ("- a list", "no mapping"),
         ("lora: [", "flow node"),
+        ("callbacks: {progress: [1]}", "mapping"),
         ("trainer: {gradient_clip_val: 1" + "0" * 400 + "}", "too large"),
     ],
 )

@@ -127,7 +127,8 @@ def stored_digest(path: Path) -> str:
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
+    if not isinstance(plain, dict):  # of a file from elsewhere
+        raise TypeError("a section holds no mapping")
     return {str(key): value for key, value in plain.items()}
 
 
