@@ -280,7 +280,7 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
         line = _MODULE.sub("mens-exp", os.environ.get("COMP_LINE", ""))
         found = _DIRECTORY.search(line)
         os.environ["COMP_LINE"] = _DIRECTORY.sub(" ", line)
-        with reading(sources_in([], name=None, directory=found and found[1])):
+        with reading(sources_in([], directory=found and found[1])):
             return _hydra(arguments, [])
     scripts = {"install": _SCRIPTS, "uninstall": _UNDONE}.get(action, {})
     if shell not in scripts:

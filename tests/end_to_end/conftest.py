@@ -100,10 +100,12 @@ def written_loss(cache):
     """Score a run's validation documents with a directory that transformers loads by itself."""
     from transformers import AutoModelForCausalLM
 
-    def scored(run, directory, **options):
+    def scored(run, directory, change=None, **options):
         files = {name: value for name, value in options.items() if name == "gguf_file"}
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+        for parameter in model.parameters() if change is not None else ():
+            parameter.data = change(parameter.data)
         return loss_of(model.eval(), run, directory, cache, **files)
 
     return scored

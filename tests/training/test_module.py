@@ -454,6 +454,15 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path,
     assert resumed.tokens == whole.tokens
 
 
+def test_the_rate_of_prodigy_is_its_estimate(fit):
+    """Of the step that is taken: before the first, the estimate is `d0`."""
+    _, watch, trainer = fit("optim=prodigy", "optim.d0=1e-4", "schedule=constant", steps=6)
+    rates = [metrics["optim/lr"] for metrics in watch.metrics]
+    assert rates[0] == pytest.approx(1e-4)
+    assert rates == sorted(rates)
+    assert trainer.optimizers[0].param_groups[0]["d"] >= rates[-1]
+
+
 FREE = ("optim=schedule_free", "optim.lr=1e-2")
 
 

@@ -116,18 +116,16 @@ def run_lock(path: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+# What a file of a lock raises that is missing, torn, of an earlier version or nested without end.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+
+
 def lock_holder(path: Path) -> tuple[int, float] | None:
     """Return the live process on this machine that holds a lock, and its start time."""
     try:
         record = json.loads(path.read_bytes())
         pid, started = int(record["pid"]), float(record["started"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # missing, or its writer died
+    except _UNREADABLE:
         return None
     return (pid, started) if is_alive(pid, started) else None
 
@@ -139,13 +137,7 @@ def is_left_behind(path: Path) -> bool:
     """
     try:
         host = json.loads(path.read_bytes())["host"]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # missing, torn, or of an earlier version
+    except _UNREADABLE:
         return False
     return bool(host == socket.gethostname()) and lock_holder(path) is None
 

@@ -30,7 +30,7 @@ from mens_exp.config.loader import (
     absent_specs,
     admit_named,
     copied,
-    is_installed,
+    is_added,
     register,
     schema_of,
     shared_override,
@@ -533,7 +533,7 @@ def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictCon
     is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
     # A class of torch's may be named by an option of ours and by one of the user's.
     is_own |= group == "optim" and values.get("name") not in SCHEMAS["optim"]
-    if is_own and not is_ours and not is_installed(group, values):
+    if is_own and not is_ours and not is_added(group, values):
         return DictConfig(user_schema(group, values, name or group))
     return _structured(schema_of(group, values, name=name))
 

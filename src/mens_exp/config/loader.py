@@ -54,7 +54,7 @@ from mens_exp.config import (
     trainer,
 )
 from mens_exp.config.fields import Declaration, Effect, declared
-from mens_exp.config.option_files import user_fingerprint
+from mens_exp.config.option_files import SPEC_GROUPS, user_fingerprint
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -229,10 +229,10 @@ def contract_parts(path: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts))
 
 
-_SCHEME = "mens-installed"
+_SCHEME = "mens-specs"
 
 
-class InstalledSource(ConfigSource):
+class SpecSource(ConfigSource):
     """Config source of the schemas that specs bring; a spec is imported when its schema is read."""
 
     @staticmethod
@@ -277,13 +277,13 @@ def _schema_at(config_path: str) -> tuple[str, str] | None:
     return (group, name) if is_one and name in REGISTRIES[group].added_names() else None
 
 
-class InstalledSearchPath(SearchPathPlugin):
+class SpecSearchPath(SearchPathPlugin):
     """Search-path plugin that adds the schemas of packages and of ``./conf``."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add them, if there are any."""
         if any(registry.added_names() for registry in REGISTRIES.values()):
-            search_path.append("installed", f"{_SCHEME}://")
+            search_path.append("specs", f"{_SCHEME}://")
 
 
 _map_of_choices = hydra_defaults._create_interpolation_map  # noqa: SLF001  # as below
@@ -299,10 +299,11 @@ def _map_where_interpolated(
 
 
 def admit_named() -> None:
-    """Let settings take the names of the specs that ``./conf`` adds, of which it may have others.
+    """Let settings take the names of the specs that ``./conf`` adds.
 
-    The members of an enumeration are fixed when its class is made. A member that is added stays in
-    this process, and the registry refuses its name where no file adds it.
+    An enumeration has its members from the start, and ``./conf`` changes with the working
+    directory. A member that is added stays in this process, and the registry refuses its name where
+    no file adds it.
     """
     registries: list[tuple[Any, Registry[Any]]] = [
         (quant.QuantType, quant.QUANTIZERS),
@@ -332,8 +333,8 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
     # Installed plugins register theirs when Hydra first searches for plugins; ours must come after.
     plugins = Plugins.instance()
-    plugins.register(InstalledSource)
-    plugins.register(InstalledSearchPath)
+    plugins.register(SpecSource)
+    plugins.register(SpecSearchPath)
     earlier = {name: sweep.LAUNCHERS[now] for name, now in sweep.EARLIER.items()}
     for name, launcher_schema in {**sweep.LAUNCHERS, **earlier}.items():
         store.store(group="hydra/launcher", name=name, node=launcher_schema)
@@ -368,9 +369,6 @@ def is_open(node: Any) -> bool:
     return annotated.key_type is str and not dataclasses.is_dataclass(annotated.element_type)
 
 
-_NAMED_BY = {"lora": "variant", "quant": "quant_type", "suite": "name"}
-
-
 def absent_specs(stored: DictConfig, where: str) -> Iterator[ConfigError]:
     """Yield the errors of a stored configuration whose specs nothing here has.
 
@@ -378,14 +376,14 @@ def absent_specs(stored: DictConfig, where: str) -> Iterator[ConfigError]:
         stored: the values of the file.
         where: the file, for messages.
     """
-    for group, key in _NAMED_BY.items():
+    for group, key in SPEC_GROUPS.items():
         registry = quant.QUANTIZERS if group == "quant" else REGISTRIES[group]
         name = OmegaConf.select(stored, f"{group}.{key}")
         if isinstance(name, str) and name not in {*registry.built_in, *registry.added_names()}:
             yield registry.absent(name, where=f"{where}: {group}.{key}")
 
 
-def is_installed(group: str, values: dict[str, Any]) -> bool:
+def is_added(group: str, values: dict[str, Any]) -> bool:
     """Return whether stored ``values`` of ``group`` are of an added spec."""
     if group not in REGISTRIES or group not in DISCRIMINATORS:
         return False

@@ -250,8 +250,9 @@ def user_fingerprint() -> tuple[Any, ...]:
     return (_sources, *((file, state.st_size, state.st_mtime_ns) for file, state in states))
 
 
-SPEC_GROUPS = ("lora", "quant", "suite")
-"""Groups of which an option may name a spec of its own name by ``_target_``."""
+SPEC_GROUPS = {"lora": "variant", "quant": "quant_type", "suite": "name"}
+"""Groups of which an option may name a spec of its own name by ``_target_``, and the setting that
+chooses it."""
 
 
 def named_specs(group: str) -> dict[str, tuple[Path, str]]:

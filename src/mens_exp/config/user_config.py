@@ -171,7 +171,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
                 "a file that names a spec inherits from no other",
                 where=f"{where}: defaults",
                 found=values["defaults"],
-                expected="_target_ alone; an option that inherits from this one lists it instead",
+                expected="_target_ without defaults; another option may inherit from this one",
                 remedy="see docs/how-to/extending.md",
             )
 
@@ -235,18 +235,15 @@ def _parents(values: Mapping[Any, Any]) -> list[Any]:
     return [entry for entry in listed if entry != "_self_"] if isinstance(listed, Sequence) else []
 
 
-# The setting that names the spec; a suite's is in its schema.
-_CHOSEN_BY = {"lora": ("name", "variant"), "quant": ("quant_type",), "suite": ()}
-
-
 def _of_spec(result: ConfigResult, config: DictConfig, file: PurePosixPath) -> ConfigResult:
     """Put the file's settings under the schema of the spec, and let them choose it."""
     group = file.parts[0]
     schema = group if group == "quant" else file.name  # quantizers share one schema
     del config["_target_"]
     config["defaults"] = [f"/schema/{group}/{schema}@_here_", "_self_"]
-    for key in _CHOSEN_BY[group]:
-        config.setdefault(key, file.name)
+    config.setdefault(SPEC_GROUPS[group], file.name)
+    if group == "lora":  # whose options have a name besides
+        config.setdefault("name", file.name)
     return result
 
 

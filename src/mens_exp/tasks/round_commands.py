@@ -156,7 +156,7 @@ def other_draws(samples: RunConfig) -> Iterator[ConfigError]:
     ):
         if not holds:
             yield ConfigError(
-                f"does not fit objective=grpo, where {why}",
+                f"does not fit an objective that compares answers, where {why}",
                 where=f"{SECTION}.sample",
                 found=f"eval.{name}={getattr(found, name)}",
                 expected="2 or more" if name == "samples" else str(wanted),

@@ -89,3 +89,12 @@ def test_a_rate_far_from_published_ones_is_warned_of(tiny_config, size, override
     said = list(rate_warnings(config, shape_of(config.model)))
     assert len(said) == (usual is not None)
     assert all(f"set optim.lr={usual}," in one for one in said)
+
+
+@pytest.mark.parametrize(("rate", "count"), [(1.0, 0), (0.5, 0), (2e-4, 1), (10.0, 1)])
+def test_a_rate_carried_over_to_prodigy_is_warned_of(tiny_config, rate, count):
+    """It multiplies the estimate, so that AdamW's would leave nothing of it."""
+    config = tiny_config("optim=prodigy", f"optim.lr={rate}")
+    said = list(rate_warnings(config, shape_of(config.model)))
+    assert len(said) == count
+    assert all("leave optim.lr at 1" in one for one in said)
