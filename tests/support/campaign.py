@@ -369,17 +369,23 @@ def service(task):
 
 
 def cases_of(task, calls, generator):
-    """Return kills at the first, middle and last of alike calls, and one of each other fault."""
+    """Return kills at the first, middle and last of alike calls, and one of each other fault.
+
+    The list begins with one case of each set of alike calls; a second of each follows, and so on.
+    """
     counts = Counter(site for site in calls if site.place.startswith(task.under))
-    cases = []
+    of_sites = []
     for site, count in sorted(counts.items()):
         ordinals = sorted({1, (count + 1) // 2, count})
-        if site.kind != "fsync":
-            cases += [Case(task, Fault(site, ordinal, "kill")) for ordinal in ordinals]
-        for action in disk_faults.actions_of(site.kind):
-            cases.append(Case(task, Fault(site, generator.choice(ordinals), action)))
-    generator.shuffle(cases)
-    return cases
+        faults = [Fault(site, ordinal, "kill") for ordinal in ordinals if site.kind != "fsync"]
+        faults += [
+            Fault(site, generator.choice(ordinals), action)
+            for action in disk_faults.actions_of(site.kind)
+        ]
+        generator.shuffle(faults)
+        of_sites.append(faults)
+    generator.shuffle(of_sites)
+    return [Case(task, one) for row in itertools.zip_longest(*of_sites) for one in row if one]
 
 
 def moments_of(task, count, generator):
@@ -477,6 +483,7 @@ class Campaign:
             "alike": len(set(ours)),
             "planned": sum(case.task is task for case in self.planned),
             "played": dict(sorted(Counter(case.fault.action for case, _ in played).items())),
+            "alike_played": len({c.fault.site for c, _ in played if isinstance(c.fault, Fault)}),
             "well": sum(problems == [] for _, problems in played),
         }
 

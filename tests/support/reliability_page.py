@@ -53,9 +53,10 @@ Not covered: power cuts (calls to `fsync` are seen, and made to fail, but no dis
 has acknowledged), network file systems, and changes to memory-mapped pages, which are not calls.
 
 In the tables, *Calls* is how many calls of an undisturbed task change files, *Alike* how many
-different ones there are, and *Cases* how many faults that makes. The time may end before all cases
-are played. Where processes run side by side, a call may not come up again; such a case does not
-count as played.
+different ones there are (or of how many of them one was hit), and *Cases* how many faults that
+makes. Each set of alike calls is hit once before one is hit again; the time may end before all
+cases are played. Where processes run side by side, a call may not come up again; such a case does
+not count as played.
 """
 
 
@@ -120,7 +121,10 @@ def _section(campaign):
     ]
     for task in tasks:
         counts = [task["played"].get(name, 0) for name in FAULTS]
-        cells = [task["name"], task["calls"], task["alike"], task["planned"], _played(task)]
+        alike = task["alike"]
+        if "alike_played" in task:  # not in older results
+            alike = f"{task['alike_played']} of {alike}"
+        cells = [task["name"], task["calls"], alike, task["planned"], _played(task)]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, task["well"]])) + " |")
     if campaign["note"]:
         lines += ["", campaign["note"]]
