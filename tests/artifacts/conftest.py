@@ -59,7 +59,7 @@ def manifest():
 
 @pytest.fixture
 def scorecard():
-    """Two conditions over three items; golden/scorecard_v2.json."""
+    """Two conditions over three items; golden/scorecard_v3.json."""
     return Scorecard(
         suite="heldout_syntax",
         suite_digest=SHA,
@@ -68,6 +68,7 @@ def scorecard():
             "base": {"parse_rate": 0.0, "parsed": 0, "completed": 1, "tokens_out_mean": None},
             "tuned": {"parse_rate": 1.0, "parsed": 3, "completed": 3, "tokens_out_mean": 41.5},
         },
+        metrics={"probe/recall": 0.5, "probe/seen": None},
         generation={"engine": "hf", "temperature": 0.0, "samples": 1, "max_retries": 0},
         unknown={"conditions.base.tokens_out_mean": "the tokenizer failed"},
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from item_events import item_event
@@ -50,25 +51,30 @@ EVENT_OF_1 = {
 
 def test_the_committed_scorecard_of_version_1_is_read(golden, scorecard):
     """It measured greedy answers, each once, and ran nothing."""
-    assert Scorecard.read(golden / "scorecard_v1.json") == scorecard
+    assert Scorecard.read(golden / "scorecard_v1.json") == replace(scorecard, metrics={})
 
 
 def test_the_committed_scorecard_of_version_2_is_read(golden, scorecard):
+    """It had no metrics of the user's."""
+    assert Scorecard.read(golden / "scorecard_v2.json") == replace(scorecard, metrics={})
+
+
+def test_the_committed_scorecard_of_version_3_is_read(golden, scorecard):
     """Every field comes back as it was meant."""
-    assert Scorecard.read(golden / "scorecard_v2.json") == scorecard
+    assert Scorecard.read(golden / "scorecard_v3.json") == scorecard
 
 
 def test_a_scorecard_is_written_as_committed(golden, scorecard, tmp_path):
     """Byte for byte."""
     scorecard.write(tmp_path / "s.json")
-    assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v2.json").read_bytes()
+    assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v3.json").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "mens_exp_run"}, "not this format"),
-        ({"version": 3}, "newer version"),
+        ({"version": 4}, "newer version"),
         ({"item": 3}, "item: unknown key.*the nearest is items"),
         ({"items": 3.0}, "items: wrong value.*expected an integer"),
         ({"items": -1}, "items: wrong value.*expected 0 or more"),
@@ -78,7 +84,7 @@ def test_a_scorecard_is_written_as_committed(golden, scorecard, tmp_path):
 )
 def test_a_scorecard_is_refused(golden, tmp_path, changes, message):
     """Each wrong thing is named with its place."""
-    value = json.loads((golden / "scorecard_v2.json").read_text("utf-8"))
+    value = json.loads((golden / "scorecard_v3.json").read_text("utf-8"))
     (tmp_path / "s.json").write_text(json.dumps(value | changes))
     with pytest.raises((DataError, Problems), match=message):
         Scorecard.read(tmp_path / "s.json")

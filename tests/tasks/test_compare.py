@@ -14,6 +14,7 @@ from scipy import stats
 
 from mens_exp.artifacts.comparison import Comparison, Verdict
 from mens_exp.artifacts.decision_ledger import EntryKind, append
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Attempt, Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import DataError
@@ -226,6 +227,55 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
     again = compare(study("again", metrics=(measured, turned)), "compare.primary=probe/margin")
     found = again.contrasts[0]["kpis"]["probe/margin"]
     assert (found["direction"], found["verdict"]) == ("min", Verdict.WORSE)  # of these runs alone
+
+
+@pytest.fixture
+def probed(study):
+    """Return runs whose metric follows from their telemetry, and their first manifest."""
+    about = {"unit": "nats", "reduction": "max", "note": "", "direction": "max"}
+    runs = study(metrics=(lambda arm, seed: {"probe/margin": arm + seed}, {"probe/margin": about}))
+    for file in runs.glob("*/manifest.json"):
+        value = json.loads(file.read_text("utf-8"))["results"]["metrics"]["probe/margin"]
+        write_telemetry(file.parent, value, about)
+    return runs, next(runs.glob("*/manifest.json"))
+
+
+def write_telemetry(run, value, about):
+    """Write two steps of which the last has the lower value."""
+    events = [("metric_declared", {"name": "probe/margin", **about})]
+    for step, measured in enumerate((value, value - 1), start=1):
+        events.append(("logged", {"step": step, "values": {"probe/margin": measured}}))
+    lines = [{"ts_ms": 0, "event": event, "payload": payload} for event, payload in events]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    RunDir(run).telemetry.write_text(text, "utf-8")
+
+
+def test_a_metric_of_the_users_that_its_telemetry_shows_is_accepted(probed, compare):
+    """The highest of two values, as declared: its reduction is done again from the steps."""
+    runs, _ = probed
+    found = primary(compare(runs, "compare.primary=probe/margin"))
+    assert found["estimate"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "scorecard.json"])
+def test_a_metric_of_the_users_that_its_telemetry_contradicts_is_refused(probed, typed, file):
+    """Somebody typed a better one into a record; the hash of the scorecard was typed too."""
+    runs, manifest = probed
+    told = json.loads(manifest.read_text("utf-8"))
+    card = RunDir(manifest.parent).scorecard
+    value = told["results"]["metrics"]["probe/margin"] + 5
+    if file == manifest.name:
+        told["results"]["metrics"]["probe/margin"] = value
+    else:
+        forged = json.loads(card.read_text("utf-8")) | {"metrics": {"probe/margin": value}}
+        card.write_text(json.dumps(forged), "utf-8")
+        told["outputs"][card.name] = sha256_file(card)
+    manifest.write_text(json.dumps(told), "utf-8")
+    said = typed(
+        *("task=compare", f"path={runs}", "logger=none", "compare.primary=probe/margin"), code=2
+    )
+    assert "is not what the steps in the telemetry reduce to" in said
+    assert f"{file}: " in said
 
 
 def test_another_suite_confounds(study, compare):

@@ -10,10 +10,12 @@ import pytest
 from lightning.pytorch.callbacks import ModelSummary
 
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.overrides import check
 from mens_exp.planning.checks import classes
 from mens_exp.report import summary
+from mens_exp.tasks.study_runs import read_study
 
 LIGHTNING = "lightning.pytorch.callbacks."
 # Names of options, and what Lightning's own docstrings construct.
@@ -95,6 +97,17 @@ def logged(run, *, condition=None):
             for name, value in payload["values"].items():
                 found.setdefault((payload["step"], name), []).append(value)
     return found
+
+
+def test_metrics_of_callbacks_are_in_the_scorecard(lab):
+    """As in the manifest, and as they follow from the telemetry."""
+    run = lab("callbacks=[default,logs]", "suite=heldout_syntax", "suite.items=1")
+    found = Scorecard.read(run.scorecard).metrics
+    assert (found["my_metric"], found["probe/recall"]) == (4.0, 1.0)
+    assert found == Manifest.read(run.manifest).results["metrics"]
+    assert [one.trial.manifest.run_id for one in read_study([str(run.path)]).runs] == [
+        run.path.name
+    ]
 
 
 def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mirrored, monkeypatch):

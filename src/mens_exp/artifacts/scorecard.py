@@ -133,6 +133,10 @@ def _scorecard_of_1(value: dict[str, Any]) -> dict[str, Any]:
     return {**value, "generation": generation, "sandbox": None, "self_test": None}
 
 
+def _scorecard_of_2(value: dict[str, Any]) -> dict[str, Any]:
+    return {**value, "metrics": {}}
+
+
 @dataclass(kw_only=True, slots=True)
 class Scorecard(StoredRecord):
     """The KPIs of one run.
@@ -144,6 +148,9 @@ class Scorecard(StoredRecord):
         suite_digest: SHA-256 of its items and settings.
         items: number of items answered under each condition; the denominator of every share.
         conditions: condition -> KPI -> value; None if unknown.
+        metrics: metric of the user's callbacks and modules -> its value for the run, as in the
+            manifest's ``results.metrics``; None if no value was finite. Empty if the run trained
+            nothing.
         generation: how answers were generated: engine, temperature, samples, retries.
         sandbox: where generated code ran; None if none was run. ``unsafe`` is not valid for
             promotion.
@@ -152,14 +159,15 @@ class Scorecard(StoredRecord):
         unknown: dotted path of a null KPI -> reason.
     """
 
-    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _scorecard_of_1}
+    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _scorecard_of_1, 2: _scorecard_of_2}
 
     format: str = "mens_exp_scorecard"
-    version: int = 2
+    version: int = 3
     suite: str
     suite_digest: str
     items: int
     conditions: dict[str, dict[str, float | int | None]]
+    metrics: dict[str, float | int | None] = field(default_factory=dict)
     generation: dict[str, Any]
     sandbox: str | None = None
     self_test: dict[str, Any] | None = None

@@ -375,6 +375,7 @@ def keep(
     )
     for condition, more in (figures or {}).items():
         scorecard.conditions[condition] |= more
+    scorecard.metrics = dict(run.manifest.results.get("metrics") or {})
     write_item_events(run.dir.events, events)
     scorecard.write(run.dir.scorecard)
     if settings.keep_passing is not None:

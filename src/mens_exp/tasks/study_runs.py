@@ -19,7 +19,7 @@ from mens_exp.artifacts.record import read_bytes, read_lines
 from mens_exp.artifacts.run_dir import RunDir, resolve, runs
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
-from mens_exp.artifacts.telemetry import read_document_losses, read_events
+from mens_exp.artifacts.telemetry import own_results, read_document_losses, read_events
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.promotion import CompareConfig
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _SWEEP = "multirun.yaml"  # written by Hydra's own launcher
 _LISTED = 4  # runs by their names
 _ROUNDING = 1e-5  # of a loss that was summed in f32; measured: 5e-8
+_ABSENT = "absent"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,7 +259,10 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
             where = f"{measured.events}:{number}"
             raise DataError("missing key", where=where, expected="item_id")
     losses = read_document_losses(run.validation) if run.validation.is_file() else []
-    contradicted = list(_contradicted_losses(run, manifest, losses))
+    contradicted = [
+        *_contradicted_losses(run, manifest, losses),
+        *_contradicted_metrics(run, manifest, scorecard if scorer is None else None),
+    ]
     settings = _settings(run)
     trial = Trial(
         manifest=manifest,
@@ -311,6 +315,31 @@ def _contradicted_losses(
                 expected=f"{found}, over {len(of_these)} documents of {run.validation.name}",
                 remedy="run it again; records are never edited",
             )
+
+
+def _contradicted_metrics(
+    run: RunDir, manifest: Manifest, scorecard: Scorecard | None
+) -> Iterator[DataError]:
+    """Yield the user's metrics whose recorded values do not follow from the telemetry.
+
+    Runs recorded before scorecards had these metrics have none in them.
+    """
+    stated = {f"{run.manifest}: results.metrics": manifest.results.get("metrics") or {}}
+    if scorecard is not None and scorecard.metrics:
+        stated[f"{run.scorecard}: metrics"] = scorecard.metrics
+    if not any(stated.values()) or not run.telemetry.is_file():
+        return
+    _, again = own_results(run.telemetry)
+    for where, values in stated.items():
+        for name in sorted(values.keys() | again.keys()):
+            if values.get(name, _ABSENT) != again.get(name, _ABSENT):
+                yield DataError(
+                    "is not what the steps in the telemetry reduce to",
+                    where=f"{where}.{name}",
+                    found=values.get(name, _ABSENT),
+                    expected=str(again.get(name, _ABSENT)),
+                    remedy="run it again; records are never edited",
+                )
 
 
 def _record(
