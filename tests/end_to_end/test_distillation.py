@@ -12,6 +12,8 @@ from teachers import model_directory
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.rows.cache import cache_root
+from mens_exp.training import teacher_pass
 
 DISTIL = "objective=distillation"
 
@@ -91,6 +93,68 @@ def test_the_contract_has_the_content_of_the_teacher_and_the_plan_its_memory(
     assert plans[0]["time_s"]["flop_per_step"] > usual["time_s"]["flop_per_step"]
 
 
+def test_top_tokens_of_the_cache_take_the_course_of_the_teacher(
+    teacher, train_in, tmp_path, monkeypatch
+):
+    """All but one token are the whole teacher; later runs, replays too, never load it."""
+    settings = (DISTIL, f"objective.teacher={teacher}", "objective.beta=0.3")
+    settings += ("objective.temperature=2", "quant.compute_dtype=f32")
+    whole = train_in(tmp_path / "whole", *settings)
+    kept = train_in(tmp_path / "kept", *settings, "objective.top_k=319")
+    names = {
+        "step": ("train/loss", "train/divergence", "train/teacher_nll"),
+        "validation": ("val/loss", "val/divergence", "val/teacher_nll"),
+    }
+    for kind, of_kind in names.items():
+        for one, other in zip(events(kept, kind), events(whole, kind), strict=True):
+            for name in of_kind:
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+    facts = Manifest.read(kept.manifest).facts["teacher_top_tokens"]
+    assert facts["from_cache"] == 0 < facts["val_tokens"] < facts["train_tokens"]
+
+    def refused(*_):
+        raise AssertionError("the teacher is loaded")
+
+    monkeypatch.setattr(teacher_pass, "Teacher", refused)
+    again = train_in(tmp_path / "again", *settings, "objective.top_k=319")
+    found = Manifest.read(again.manifest).facts["teacher_top_tokens"]
+    assert found["from_cache"] == facts["val_tokens"] + facts["train_tokens"]
+    assert found["sha256"] == facts["sha256"]
+    mine, its = (load_file(one.adapter / "adapter.safetensors") for one in (again, kept))
+    assert all((mine[name] == its[name]).all() for name in its)
+    words = ("task=inspect", f"path={kept.path}", "inspect.replay=true", "logger=none")
+    assert cli.main([*words, f"hydra.run.dir={tmp_path / 'replay'}"]) == 0
+
+
+def test_top_tokens_are_resumed_and_shared_by_processes(teacher, train_in, tmp_path):
+    """To the bit in parts, also without the cache, and within rounding in two processes."""
+    settings = (DISTIL, f"objective.teacher={teacher}", "objective.top_k=8")
+    settings += ("quant.compute_dtype=f32",)
+    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
+    shutil.rmtree(cache_root() / "teacher_top_tokens")
+    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
+    whole = train_in(tmp_path / "whole", *settings)
+    mine, its = (load_file(one.adapter / "adapter.safetensors") for one in (parts, whole))
+    assert all((mine[name] == its[name]).all() for name in its)
+    shutil.rmtree(cache_root() / "teacher_top_tokens")
+    two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
+    for one, other in zip(events(two, "step"), events(whole, "step"), strict=True):
+        assert one["train/divergence"] == pytest.approx(other["train/divergence"], rel=1e-4)
+
+
+def test_the_plan_has_the_teacher_before_training(teacher, train_in, tmp_path):
+    """No operations and no memory beside the model that learns, but a pass before."""
+    named = (DISTIL, f"objective.teacher={teacher}", "task=plan")
+    plain, kept = (
+        json.loads(train_in(tmp_path / name, *words).plan.read_text("utf-8"))
+        for name, words in (("plain", ("task=plan",)), ("kept", (*named, "objective.top_k=8")))
+    )
+    assert "teacher" not in kept["memory_bytes"]["components"]
+    assert kept["time_s"]["flop_per_step"] == plain["time_s"]["flop_per_step"]
+    assert kept["time_s"]["reference"] > 0
+    assert "reference" not in plain["time_s"]
+
+
 def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
     """A run that is resumed refuses weights that have changed, by name."""
     place = tmp_path / "teacher"
@@ -113,6 +177,9 @@ def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
         (("objective.beta=1.5",), "objective.beta"),
         (("objective.temperature=0",), "objective.temperature"),
         (("objective.ce_weight=1",), "objective.ce_weight"),
+        (("objective.top_k=0",), "objective.top_k"),
+        (("objective.top_k=320",), "objective.top_k: leaves no token out"),
+        (("objective.top_k=8", "data.streaming=true"), "objective.top_k: needs all rows"),
         (("trainer=fsdp", "trainer.accelerator=cpu"), "the teacher is whole in every process"),
     ],
 )

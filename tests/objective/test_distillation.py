@@ -16,7 +16,7 @@ from mens_exp.corpus.source import labelling_of
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy, Passed
-from mens_exp.objective.distillation import Distillation, summed_divergence
+from mens_exp.objective.distillation import Distillation, summed_divergence, top_tokens
 from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.load import load_tokenizer
@@ -159,6 +159,72 @@ def test_chunks_change_nothing(chunk_tokens):
     for one, expected in zip(mine, torch.autograd.grad(loss * 3, [hidden, heads[0]]), strict=True):
         scale = float(expected.abs().max())
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=CLOSE * scale)
+
+
+def known(teacher, targets, k, temperature):
+    """What is kept of a teacher of these logits."""
+    batch = SimpleNamespace(targets_M=targets)
+    at = Passed(batch, teacher, lambda states: states)
+    return top_tokens(at, k, chunk_tokens=7, temperature=temperature)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("k", [1, 5, 90])
+def test_of_top_tokens_all_others_are_one_outcome(beta, k):
+    """Loss and gradient, by torch's own derivatives in f64 of K + 1 summed probabilities."""
+    temperature, ce_weight = 2.0, 0.3
+    student, teacher, targets = drawn(seed=5)
+    wide = student.double().requires_grad_()
+    q, p = (torch.softmax(one.double() / temperature, dim=1) for one in (wide, teacher))
+    order = torch.argsort(teacher, dim=1, descending=True)
+    q, p = (
+        torch.cat([one.gather(1, order[:, :k]), one.gather(1, order[:, k:]).sum(1)[:, None]], 1)
+        for one in (q, p)
+    )
+    m = beta * p + (1 - beta) * q
+    expected = {0.0: (p * (p / q).log()).sum(), 1.0: (q * (q / p).log()).sum()}.get(
+        beta, beta * (p * (p / m).log()).sum() + (1 - beta) * (q * (q / m).log()).sum()
+    )
+    nll = cross_entropy(wide, targets, reduction="sum")
+    loss, expected_by = learned((1 - ce_weight) * expected + ce_weight * nll, wide)
+    at = student.clone().requires_grad_()
+    found = summed_divergence(
+        at,
+        known(teacher, targets, k, temperature),
+        targets,
+        beta=beta,
+        temperature=temperature,
+        ce_weight=ce_weight,
+    )
+    mine, by = learned(found.loss, at)
+    assert mine == pytest.approx(loss, rel=CLOSE)
+    scale = float(expected_by.abs().max())
+    torch.testing.assert_close(by.double(), expected_by, rtol=CLOSE, atol=CLOSE * scale)
+    of_teacher = cross_entropy(teacher.double(), targets, reduction="sum")
+    assert float(found.teacher_nll) == pytest.approx(float(of_teacher), rel=CLOSE)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_all_but_one_token_are_the_whole_teacher(beta, monkeypatch):
+    """TRL's GKD loss over the vocabulary; fewer tokens give a smaller divergence."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.gkd import GKDTrainer
+
+    student, teacher, targets = drawn(seed=6)
+    theirs = GKDTrainer.generalized_jsd_loss(
+        student[None], teacher[None], targets[None], beta=beta, temperature=0.5
+    )
+    found = [
+        float(
+            summed_divergence(
+                student, known(teacher, targets, k, 0.5), targets, beta=beta, temperature=0.5
+            ).divergence
+        )
+        / len(targets)
+        for k in (2, 20, 96)
+    ]
+    assert found[2] == pytest.approx(float(theirs), rel=CLOSE)
+    assert found[0] < found[1] < found[2] * (1 + CLOSE)
 
 
 def test_validation_is_the_cross_entropy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +19,11 @@ from mens_exp.planning.machine import ALONE
 from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
-from mens_exp.training import reference_pass
+from mens_exp.training import cached_pass, reference_pass
 from mens_exp.training.build import _objective, build_backend
+from mens_exp.training.cached_pass import CachedPass
 from mens_exp.training.module import TrainingModule
-from mens_exp.training.reference_pass import _Side, known_reference
+from mens_exp.training.reference_pass import known_reference
 
 ROWS = [
     {"prompt": f"Add {n}.", "chosen": f"x + {n}", "rejected": "no idea, " * (1 + n % 3)}
@@ -45,7 +47,7 @@ def parts(tiny_config, tiny_base):
 @pytest.fixture
 def side(parts, tmp_path, monkeypatch):
     """Make the side of some blocks, whose cache is a directory of the test's."""
-    monkeypatch.setattr(reference_pass, "writable_cache", lambda: tmp_path)
+    monkeypatch.setattr(cached_pass, "writable_cache", lambda: tmp_path)
     _, documents = parts
     blocks = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
 
@@ -59,9 +61,13 @@ def side(parts, tmp_path, monkeypatch):
             packing=True,
             pad_id=0,
         )
-        return _Side(common or {"base": "b"}, stream, np.array(needed), "documents")
+        return CachedPass("logp", common or {"base": "b"}, stream, np.array(needed), "documents")
 
     return made
+
+
+def base_pass(module):
+    return functools.partial(reference_pass._passed, module)
 
 
 def test_values_are_those_of_transformers(parts, side, tiny_base):
@@ -70,7 +76,7 @@ def test_values_are_those_of_transformers(parts, side, tiny_base):
 
     module, documents = parts
     found = side(range(5))
-    found.complete(module, ALONE)
+    found.complete(base_pass(module), ALONE)
     model = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
     for number in range(len(documents)):
         start, end = documents.offsets[number : number + 2]
@@ -79,15 +85,15 @@ def test_values_are_those_of_transformers(parts, side, tiny_base):
         with torch.no_grad():
             loss = model(input_ids=ids, labels=ids.where(learned, -100)).loss
         expected = -float(loss) * int(learned.sum())
-        assert found.values_D[number] == pytest.approx(expected, rel=1e-5)
+        assert found.values[:, 0][number] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_stop_loses_what_was_not_written(parts, side, monkeypatch):
     """The next run computes the rest alone, to the same bits."""
     module, _ = parts
     whole = side(range(5), {"base": "whole"})
-    whole.complete(module, ALONE)
-    monkeypatch.setattr(reference_pass, "_KEPT_EVERY", 2)
+    whole.complete(base_pass(module), ALONE)
+    monkeypatch.setattr(cached_pass, "_KEPT_EVERY", 2)
     passes = []
 
     def stopping(batch):
@@ -98,7 +104,7 @@ def test_a_stop_loses_what_was_not_written(parts, side, monkeypatch):
 
     monkeypatch.setattr(module, "of_base", stopping)
     with pytest.raises(KeyboardInterrupt):
-        side(range(5)).complete(module, ALONE)
+        side(range(5)).complete(base_pass(module), ALONE)
     assert passes == [0, 1, 2]
     monkeypatch.setattr(module, "of_base", lambda b: passes.append(b.index) or whole_pass(b))
 
@@ -108,9 +114,9 @@ def test_a_stop_loses_what_was_not_written(parts, side, monkeypatch):
     again = side(range(5))
     run = SimpleNamespace(manifest=SimpleNamespace(notes=[]))
     again.read(run, ALONE)
-    again.complete(module, ALONE)
+    again.complete(base_pass(module), ALONE)
     assert passes[3:] == [2, 3, 4]
-    assert (again.values_D == whole.values_D).all()
+    assert (again.values[:, 0] == whole.values[:, 0]).all()
     assert run.manifest.notes == []
 
 
@@ -118,13 +124,13 @@ def test_runs_add_to_one_entry(parts, side):
     """Each writes what it needs; neither takes the other's away."""
     module, _ = parts
     one, other = side([0, 1]), side([3])
-    one.complete(module, ALONE)
-    other.complete(module, ALONE)
+    one.complete(base_pass(module), ALONE)
+    other.complete(base_pass(module), ALONE)
     run = SimpleNamespace(manifest=SimpleNamespace(notes=[]))
     third = side([0, 1, 3])
     third.read(run, ALONE)
     assert np.isfinite(third.needed_values).all()
-    assert np.isnan(third.values_D).sum() == 10
+    assert np.isnan(third.values[:, 0]).sum() == 10
 
 
 def test_other_content_is_another_entry(side):
@@ -134,8 +140,14 @@ def test_other_content_is_another_entry(side):
     assert side([0], {"base": "c"}).directory != first.directory
     stream = first.stream
     stream.blocks = [[0, 1], [2, 3], *stream.blocks[1:]]
-    assert _Side({"base": "b"}, stream, np.array([0]), "documents").directory != first.directory
-    assert _Side({"base": "b"}, side([0]).stream, np.array([0]), "d").directory != first.directory
+    assert (
+        CachedPass("logp", {"base": "b"}, stream, np.array([0]), "documents").directory
+        != first.directory
+    )
+    assert (
+        CachedPass("logp", {"base": "b"}, side([0]).stream, np.array([0]), "d").directory
+        != first.directory
+    )
 
 
 def test_a_document_has_its_own_value(parts):
@@ -163,7 +175,7 @@ def test_an_objective_of_ones_own_is_refused(parts):
 def test_only_values_of_the_adapter_leave_the_key_alone(parts, tiny_base, monkeypatch):
     """Rank, alpha and dropout do; whatever the base computes by does not."""
     module, _ = parts
-    monkeypatch.setattr(reference_pass, "_code", lambda: "code")
+    monkeypatch.setattr(cached_pass, "_code", lambda: "code")
     run = SimpleNamespace(manifest=SimpleNamespace(provenance={"packages": {"torch": "2"}}))
 
     def key(**groups):

@@ -26,6 +26,7 @@ from mens_exp.config.objective_spec import (
     PAIR_METRICS,
     PRECOMPUTED,
     EveryToken,
+    FromTeacher,
     Infilling,
     LastTokens,
     ObjectiveSpec,
@@ -257,6 +258,15 @@ class DistillationObjective(CrossEntropyConfig):
         "square (arXiv:1503.02531 does so; TRL's GKD does not).",
         gt=0,
         example="2",
+    )
+    top_k: int | None = setting(
+        None,
+        "Compute the teacher's k most probable tokens once before training, and keep them in the "
+        "cache: the teacher is never in memory beside the model that learns. All other tokens "
+        "count as one outcome (the ghost token of arXiv:2503.16870). null keeps the teacher in "
+        "memory and compares all tokens.",
+        ge=1,
+        example="64",
     )
     ce_weight: float = setting(
         0.0,
@@ -492,11 +502,11 @@ OBJECTIVES = Registry(
                 in_chunks=True,
                 is_likelihood=True,
             ),
-            ObjectiveSpec(
+            FromTeacher(
                 name="distillation",
                 schema=DistillationObjective,
                 selects=frozenset({"turns"}),
-                of_training=frozenset({"teacher", "teacher_revision"}),
+                of_training=frozenset({"teacher", "teacher_revision", "top_k"}),
                 in_chunks=True,
                 is_likelihood=True,
                 needs_teacher=True,

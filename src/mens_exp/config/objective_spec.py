@@ -110,7 +110,7 @@ class ObjectiveSpec:
         return found
 
     def passes_before(self, settings: Any) -> int:
-        """Return the passes over the rows before training, which spare each step the base's."""
+        """Return the passes over the rows before training, which spare each step another's."""
         return int(self.needs_reference and getattr(settings, PRECOMPUTED, False))
 
     def head_positions(
@@ -295,6 +295,14 @@ class OfPairs(ObjectiveSpec):
                 found="robust with objective.label_smoothing=0",
                 expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
             )
+
+
+class FromTeacher(ObjectiveSpec):
+    """A teacher's distributions are learned; it is in memory, or passes over the rows before."""
+
+    def passes_before(self, settings: Any) -> int:
+        """Return one if what is kept of the teacher is computed before training."""
+        return int(self.needs_teacher and getattr(settings, "top_k", None) is not None)
 
 
 class OfGroups(ObjectiveSpec):

@@ -38,7 +38,7 @@ _SAME_TEXT = 0.01
 _LOSSES = ("val_loss", "val_bits_per_byte")
 # Metrics of objectives with a direction, and the settings that they depend on besides the model.
 _DEFINED_BY = {
-    "divergence": ("teacher", "teacher_revision", "beta", "temperature"),
+    "divergence": ("teacher", "teacher_revision", "beta", "temperature", "top_k"),
     "reward_margin": ("name", "loss", "beta", "length_normalised"),
 }
 

@@ -61,6 +61,26 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """A teacher's K most probable tokens at each target, known before training.
+
+    Attributes:
+        ids_MK: their ids, int64.
+        logp_ML: their log-probabilities, and last that of all others together, f32 ``[M, K + 1]``,
+            in nats at the objective's temperature.
+        target_logp_M: log-probability of the target at temperature 1, f32, in nats.
+    """
+
+    ids_MK: torch.Tensor
+    logp_ML: torch.Tensor
+    target_logp_M: torch.Tensor
+
+    def __getitem__(self, piece: slice) -> TopTokens:
+        """Return those of some targets."""
+        return TopTokens(self.ids_MK[piece], self.logp_ML[piece], self.target_logp_M[piece])
+
+
+@dataclass(frozen=True, slots=True)
 class Passed:
     """A micro-batch that has passed through the model.
 
@@ -73,6 +93,7 @@ class Passed:
         reference_logp_S: log-likelihood of each document under the base, f32 ``[S]``, if it was
             computed before training.
         sampled: what is known of sampled answers, if the objective compares them in groups.
+        top_tokens: what is known of the teacher, if its distributions were computed before.
     """
 
     batch: Batch
@@ -81,6 +102,7 @@ class Passed:
     reference: Passed | None = None
     reference_logp_S: torch.Tensor | None = None
     sampled: Sampled | None = None
+    top_tokens: TopTokens | None = None
 
     @property
     def has_reference(self) -> bool:

@@ -13,8 +13,14 @@ log m - KL(q‖m)). They are computed here a few rows at a time, as those of the
 that neither f32 logits nor distributions of all positions exist at the same time. Rows come from a
 data set; the student generates none (lambda = 0 in arXiv:2306.13649).
 
+The teacher can also be known by its K most probable tokens alone. All others then count as one
+outcome, the "ghost token" of arXiv:2503.16870: p and q have K + 1 values. Such a divergence is at
+most that over the vocabulary (data processing inequality) and equal to it for K = V - 1. With the
+gradient g of the K + 1 log-probabilities, that of a logit among the others is g times its share of
+their probability.
+
 Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a chunk, N rows that
-are computed at a time.
+are computed at a time, K kept tokens, L = K + 1 outcomes, T supervised tokens of a side.
 """
 
 from __future__ import annotations
@@ -25,9 +31,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from mens_exp.objective.causal import ChunkGradients, LossSum, Objective, row_pieces
+from mens_exp.objective.causal import (
+    ChunkGradients,
+    LossSum,
+    Objective,
+    TopTokens,
+    row_pieces,
+)
+from mens_exp.objective.groups import places
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import Passed
 
 
@@ -50,18 +66,26 @@ class Distillation(Objective):
     ce_weight: float = 0.0
 
     def loss(self, passed: Passed) -> LossSum:
-        """Return the sum over the tokens of a micro-batch; the teacher is ``passed.reference``."""
-        teacher, targets_M = passed.reference, passed.batch.targets_M
-        assert teacher is not None, "the objective has a teacher"
+        """Return the sum over the tokens of a micro-batch.
+
+        The teacher is ``passed.reference``, or what is known of it ``passed.top_tokens``.
+        """
+        teacher, known, targets_M = passed.reference, passed.top_tokens, passed.batch.targets_M
         learns = torch.is_grad_enabled()
         sums = torch.zeros(4, dtype=torch.float32, device=targets_M.device)
         gradients = ChunkGradients(passed.hidden_MD)
         for start in range(0, len(targets_M), self.chunk_tokens):
             piece = slice(start, start + self.chunk_tokens)
             hidden_CD = passed.hidden_MD[piece].detach().requires_grad_(learns)
+            of_teacher: torch.Tensor | TopTokens
+            if known is not None:
+                of_teacher = known[piece]
+            else:
+                assert teacher is not None, "the objective has a teacher"
+                of_teacher = teacher.head(teacher.hidden_MD[piece])
             found = summed_divergence(
                 passed.head(hidden_CD),
-                teacher.head(teacher.hidden_MD[piece]),
+                of_teacher,
                 targets_M[piece],
                 beta=self.beta,
                 temperature=self.temperature,
@@ -96,7 +120,7 @@ class Summed(NamedTuple):
 
 def summed_divergence(
     logits_CV: torch.Tensor,
-    teacher_CV: torch.Tensor,
+    teacher: torch.Tensor | TopTokens,
     targets_C: torch.Tensor,
     *,
     beta: float,
@@ -109,14 +133,14 @@ def summed_divergence(
 
     Args:
         logits_CV: the student's logits; the gradient has the same format.
-        teacher_CV: the teacher's logits, without a gradient.
+        teacher: its logits ``[C, V]`` without a gradient, or what is known of it.
         targets_C: target ids.
         beta: 0 is the forward KL, 1 the reverse, else the generalized Jensen-Shannon divergence.
         temperature: T, of the divergence alone.
         ce_weight: share of the cross entropy.
     """
     settings = (beta, temperature, ce_weight)
-    found = _Summed.apply(logits_CV, teacher_CV, targets_C, *settings)  # type: ignore[no-untyped-call]
+    found = _Summed.apply(logits_CV, teacher, targets_C, *settings)  # type: ignore[no-untyped-call]
     return Summed(*cast("tuple[torch.Tensor, ...]", found))
 
 
@@ -127,7 +151,7 @@ class _Summed(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_CV: torch.Tensor,
-        teacher_CV: torch.Tensor,
+        teacher: torch.Tensor | TopTokens,
         targets_C: torch.Tensor,
         beta: float,
         temperature: float,
@@ -138,17 +162,16 @@ class _Summed(torch.autograd.Function):
         sums = torch.zeros(3, dtype=torch.float32, device=logits_CV.device)
         for piece in row_pieces(logits_CV, on_gpu=_GPU_ELEMENTS):
             chosen_N1 = targets_C[piece, None]
-            z_NV, y_NV = logits_CV[piece].float(), teacher_CV[piece].float()
-            z_logs_NV = torch.log_softmax(z_NV, dim=-1)
-            y_logs_NV = torch.log_softmax(y_NV, dim=-1)
+            z_logs_NV, q_logs_NV = _log_softmax(logits_CV[piece], temperature)
             nll = -z_logs_NV.gather(1, chosen_N1).sum()
-            teacher_nll = -y_logs_NV.gather(1, chosen_N1).sum()
-            if temperature == 1:
-                q_logs_NV, p_logs_NV = z_logs_NV, y_logs_NV
+            if isinstance(teacher, TopTokens):
+                known = teacher[piece]
+                teacher_nll = -known.target_logp_M.sum()
+                divergence, by_z_NV = _over_outcomes(q_logs_NV, known, beta)
             else:
-                q_logs_NV = torch.log_softmax(z_NV / temperature, dim=-1)
-                p_logs_NV = torch.log_softmax(y_NV / temperature, dim=-1)
-            divergence, by_z_NV = _divergence(q_logs_NV, p_logs_NV, beta)
+                y_logs_NV, p_logs_NV = _log_softmax(teacher[piece], temperature)
+                teacher_nll = -y_logs_NV.gather(1, chosen_N1).sum()
+                divergence, by_z_NV = _divergence(q_logs_NV, p_logs_NV, beta)
             sums += torch.stack([divergence, nll, teacher_nll])
             if gradient_CV is None:
                 continue
@@ -169,6 +192,101 @@ class _Summed(torch.autograd.Function):
         """Scale the saved gradient."""
         (gradient_CV,) = ctx.saved_tensors
         return gradient_CV.mul_(upstream[0].to(gradient_CV.dtype)), *(None,) * 5
+
+
+def _log_softmax(logits_NV: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities at temperature 1 and at the given one, f32 ``[N, V]``."""
+    logits_NV = logits_NV.float()
+    logs_NV = torch.log_softmax(logits_NV, dim=-1)
+    if temperature == 1:
+        return logs_NV, logs_NV
+    return logs_NV, torch.log_softmax(logits_NV / temperature, dim=-1)
+
+
+def _over_outcomes(
+    q_logs_NV: torch.Tensor, known: TopTokens, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `_divergence` does, over the teacher's top tokens and all others together."""
+    q_logs_NL = _with_others(q_logs_NV, known.ids_MK)
+    divergence, by_outcome_NL = _divergence(q_logs_NL, known.logp_ML, beta)
+    shares_NV = (q_logs_NV - q_logs_NL[:, -1:]).exp()  # of the others; at top tokens replaced
+    by_z_NV = shares_NV.mul_(by_outcome_NL[:, -1:])
+    return divergence, by_z_NV.scatter_(1, known.ids_MK, by_outcome_NL[:, :-1])
+
+
+def _with_others(logs_NV: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of some tokens, and last that of all others, ``[N, K + 1]``."""
+    others_NV = logs_NV.scatter(1, ids_NK, -torch.inf)
+    others_N1 = torch.logsumexp(others_NV, dim=1, keepdim=True)
+    return torch.cat([logs_NV.gather(1, ids_NK), others_N1], dim=1)
+
+
+def top_tokens(teacher: Passed, top_k: int, *, chunk_tokens: int, temperature: float) -> TopTokens:
+    """Return what is kept of a micro-batch that has passed through the teacher.
+
+    Args:
+        teacher: the micro-batch.
+        top_k: K, less than V.
+        chunk_tokens: positions whose logits exist at the same time.
+        temperature: T, of the log-probabilities except the target's.
+    """
+    found = []
+    targets_M1 = teacher.batch.targets_M[:, None]
+    for start in range(0, len(targets_M1), chunk_tokens):
+        piece = slice(start, start + chunk_tokens)
+        plain_CV, p_logs_CV = _log_softmax(teacher.head(teacher.hidden_MD[piece]), temperature)
+        ids_CK = p_logs_CV.topk(top_k, dim=1).indices
+        target_C1 = plain_CV.gather(1, targets_M1[piece])
+        found.append((ids_CK, _with_others(p_logs_CV, ids_CK), target_C1[:, 0]))
+    return TopTokens(*(torch.cat(of_all) for of_all in zip(*found, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTeacher:
+    """What is known of the teacher over one side of the rows, in host memory or a mapped file.
+
+    Attributes:
+        before_D: supervised tokens of the documents before each, int64.
+        values: K ids, L log-probabilities and the target's, f32 ``[T, 2 K + 2]``, in which an id is
+            exact up to 2^24; NaN where not computed.
+    """
+
+    before_D: torch.Tensor
+    values: np.ndarray
+
+    def of(self, batch: Batch) -> TopTokens:
+        """Return the part of a micro-batch, on its device."""
+        found = torch.from_numpy(self.values[places(batch, self.before_D).numpy()])
+        assert not found.isnan().any(), "all that the run needs was computed"
+        kept = (found.shape[1] - 2) // 2
+        there = found.to(batch.targets_M.device)
+        return TopTokens(there[:, :kept].long(), there[:, kept:-1], there[:, -1])
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTeachers:
+    """What is known of the teacher: of training, of validation, and of the documents of the probe.
+
+    Attributes:
+        train: of the training documents that the run reads.
+        val: of the validation documents.
+        probe: of the documents of :func:`mens_exp.training.contract_probe.probe`.
+    """
+
+    train: KnownTeacher
+    val: KnownTeacher
+    probe: KnownTeacher
+
+    def side(self, *, is_probed: bool, trains: bool) -> KnownTeacher:
+        """Return the side that a micro-batch is of.
+
+        Args:
+            is_probed: whether it has documents of the probe.
+            trains: whether it is one of training; otherwise it is one of validation.
+        """
+        if is_probed:
+            return self.probe
+        return self.train if trains else self.val
 
 
 def _divergence(

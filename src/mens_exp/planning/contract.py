@@ -423,6 +423,7 @@ _LATER: dict[str, Any] = {
     "objective.dft": False,
     "objective.label_smoothing": 0.0,
     "objective.neftune_alpha": 0.0,
+    "objective.top_k": None,
     "objective.weight_field": None,
     "objective.z_loss": 0.0,
     **dict.fromkeys(

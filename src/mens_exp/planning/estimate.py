@@ -12,7 +12,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import StdlibData, SyntheticData
-from mens_exp.config.model import HfModel
+from mens_exp.config.model import HfModel, teacher_of
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
@@ -385,8 +385,11 @@ def _reference(
     train = data["train_tokens"] if total is None else min(total, data["train_tokens"])
     tokens = passes * (train + min(config.data.val_max_tokens, data["val_tokens"]))
     pace = expected.pace.of_several(config.trainer.world_size, device.kind)
-    seconds = throughput_model.reference_s(pace, shape, frozen_linears(config, shape), tokens)
-    return {"reference": seconds}
+    teacher = teacher_of(config.objective, config.model)
+    if teacher is None:
+        linears = frozen_linears(config, shape)
+        return {"reference": throughput_model.reference_s(pace, shape, tokens, linears)}
+    return {"reference": throughput_model.reference_s(pace, shape_of(teacher), tokens)}
 
 
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:

@@ -315,7 +315,9 @@ def _per_token(config: RunConfig, shape: Shape, documents: Documents, machine: M
         )
     again = recomputes(config, shape, machine.kind)
     teacher = teacher_of(config.objective, config.model)
-    passes = 0.0 if teacher is None else throughput_model.forward_flop_per_token(shape_of(teacher))
+    passes = 0.0
+    if teacher is not None and not spec.passes_before(config.objective):
+        passes = throughput_model.forward_flop_per_token(shape_of(teacher))
     return passes + throughput_model.flop_per_token(
         shape,
         adapter,

@@ -211,6 +211,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     dense = dense_experts(config, shape)
     # If every weight is trained, the base is counted among the trained parameters.
     frozen = 0 if config.backend.name == "full" else 1
+    teacher = _teacher(config, shape, kind, width)
+    passes_before = config.objective.spec.passes_before(config.objective)
     components = {
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
@@ -227,7 +229,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
-        **_teacher(config, shape, kind, width),
+        **({"teacher": teacher} if teacher and not passes_before else {}),
         "head chunk": _head_positions(config, shape, kind) * shape.vocab_size * LOGIT_BYTES,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
@@ -237,6 +239,9 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         components |= {"completions": _COMPLETIONS} if config.suite.spec.scores else {}
         components["weights file, mapped"] = _MAPPED * shape.parameters
     components |= _comparison(config, shape, components, kept)
+    if teacher and passes_before:  # it is gone when the model that learns is loaded
+        beyond = teacher - (sum(components.values()) - components["framework"])
+        components |= {"teacher before step 1": beyond} if beyond > 0 else {}
     if is_in_parts(config):
         layers = shape.num_hidden_layers
         of_codes = bits_per_weight(config.quant)
@@ -276,15 +281,15 @@ def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
     return {"reference": positions * shape.hidden_size * width}
 
 
-def _teacher(config: RunConfig, shape: Shape, kind: str, width: int) -> dict[str, int]:
+def _teacher(config: RunConfig, shape: Shape, kind: str, width: int) -> int:
     """Return the weights of the model to learn from, its states, and a chunk of its logits."""
     named = teacher_of(config.objective, config.model)
     if named is None:
-        return {}
+        return 0
     teacher = shape_of(named)
     positions = config.data.seq_len * config.data.micro_batch_size
     logits = _head_positions(config, shape, kind) * teacher.vocab_size
-    return {"teacher": (teacher.parameters + positions * teacher.hidden_size + logits) * width}
+    return (teacher.parameters + positions * teacher.hidden_size + logits) * width
 
 
 def compares(config: RunConfig) -> bool:

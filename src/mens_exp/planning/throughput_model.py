@@ -232,14 +232,16 @@ def forward_flop_per_token(shape: Shape, linears: int | None = None) -> float:
     return 2 * through + 2 * shape.vocab_size * shape.hidden_size * _SUPERVISED
 
 
-def reference_s(pace: Throughput, shape: Shape, linears: int, tokens: int) -> float | None:
-    """Estimate the seconds of one pass of the base over documents before training.
+def reference_s(
+    pace: Throughput, shape: Shape, tokens: int, linears: int | None = None
+) -> float | None:
+    """Estimate the seconds of one pass of a model over documents before training.
 
     Args:
         pace: the throughput; unknown on a GPU without earlier runs.
-        shape: dimensions of the base.
-        linears: weights of the linear layers that a token passes through.
+        shape: dimensions of the model.
         tokens: tokens of the documents.
+        linears: weights of the linear layers that a token passes through; None is all.
     """
     if pace.rate is None:
         return None

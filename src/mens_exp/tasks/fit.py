@@ -155,6 +155,7 @@ def fit(
         lightning_quiet,
     )
     from mens_exp.training.distributed import is_sharded
+    from mens_exp.training.teacher_pass import teacher_for
 
     data = inputs.data
     for stream in (data.train_dataloader(), data.val_dataloader()):
@@ -166,6 +167,7 @@ def fit(
         module = build_module(config, whole, data)
         compared = compared_whole(config, run, inputs.base, module, data)
 
+    teacher = teacher_for(config, run, inputs.teacher, data, rank)
     _say_stage("loading the base model", rank)
     with lightning_quiet():
         backend = build_backend(
@@ -177,7 +179,7 @@ def fit(
         report_start(run, backend)
         if start is not None:
             backend.load_adapter(start.tensors)
-        module = build_module(config, backend, data, teacher=inputs.teacher, rank=rank)
+        module = build_module(config, backend, data, teacher=teacher, rank=rank)
         early = scoring = None
         if rank.is_first:
             early = prepared_early(config, run, backend, inputs.rows.heldout, inputs.tokenizer)
@@ -224,7 +226,7 @@ def compute_reference(
         from mens_exp.training.policy_pass import known_answers
 
         module.known_answers = known_answers(run, module, data, rank)
-    elif config.objective.spec.passes_before(config.objective):
+    elif config.objective.spec.passes_before(config.objective) and not module.known_teachers:
         from mens_exp.training.reference_pass import known_reference
 
         module.known_reference = known_reference(config, run, base, module, data, rank)

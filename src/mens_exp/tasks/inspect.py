@@ -333,6 +333,7 @@ def _steps(
     """Train until a step differs or enough steps were equal."""
     from mens_exp.training.build import build_module, build_trainer, fit_first_steps
     from mens_exp.training.optimizer import in_its_order
+    from mens_exp.training.teacher_pass import teacher_for
 
     def look(step: int, figures: dict[str, Any], state: dict[int, dict[str, Any]]) -> bool:
         checks = _figure_checks(again, step, figures)
@@ -353,7 +354,8 @@ def _steps(
         )
         scratch = Run(RunDir(Path(folder)), blank)
         with scratch.telemetry:
-            module = build_module(again.config, backend, data, teacher=teacher)
+            learned = teacher_for(again.config, scratch, teacher, data)
+            module = build_module(again.config, backend, data, teacher=learned)
             trainer = build_trainer(again.config, scratch, max_steps=data.max_steps)
             compute_reference(again.config, scratch, base, module, data, ALONE)
             fit_first_steps(trainer, module, data, look)

@@ -38,6 +38,7 @@ from mens_exp.config.schedule import LrRangeConfig
 from mens_exp.config.trainer import ScorecardConfig, Selection
 from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.shape import shape_of
+from mens_exp.objective.distillation import KnownTeachers
 from mens_exp.planning.machine import ALONE
 from mens_exp.training.distributed import (
     StartedProcesses,
@@ -178,7 +179,7 @@ def build_module(
     backend: Backend,
     data: RowsDataModule,
     *,
-    teacher: BaseModel | None = None,
+    teacher: BaseModel | KnownTeachers | None = None,
     rank: Rank = ALONE,
 ) -> TrainingModule:
     """Combine backend and objective into the module, in training mode.
@@ -187,7 +188,7 @@ def build_module(
         config: the whole configuration.
         backend: the model to train.
         data: the rows.
-        teacher: the model to learn from, if the objective has one.
+        teacher: the model to learn from, or what is known of it, if the objective has one.
         rank: the rank of this process.
     """
     declare(config.objective.spec.metrics)
@@ -195,7 +196,9 @@ def build_module(
     module.validation_documents = len(data.val_documents)
     if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes
-    if teacher is not None:
+    if isinstance(teacher, KnownTeachers):
+        module.known_teachers = teacher
+    elif teacher is not None:
         module.teacher = Teacher(
             config, teacher, device_of(config.trainer.accelerator, rank.local_rank)
         )

@@ -108,7 +108,7 @@ def probe(
     began = time.monotonic()
     batches = _first_batches(data)
     first = batches[0]
-    with preserve_state(module):
+    with preserve_state(module), module.as_probed():
         trial = _trial(module, data, batches)
         together = trial.together()
         peek = trial.peek()
@@ -167,6 +167,12 @@ def _trial(module: TrainingModule, data: RowsDataModule, batches: Sequence[Batch
     packed, pad_id = data.config.data.packing, data.tokenizer.pad_id
     documents = short_documents(batches, together=data.train_documents.together)
     return _Trial(module, documents, packed=packed, pad_id=pad_id)
+
+
+def probed_stream(data: RowsDataModule) -> MicroBatches:
+    """Return the documents that `probe` passes through a model, one by one."""
+    documents = short_documents(_first_batches(data), together=data.train_documents.together)
+    return _stream(data.config, documents, 1, data.tokenizer.pad_id)
 
 
 def _reference(module: TrainingModule, trial: _Trial) -> Reference:
@@ -469,7 +475,8 @@ class _Observing(TrainingModule):
 def _step(config: RunConfig, module: TrainingModule, stream: MicroBatches) -> _Step:
     """Run one optimizer step over a stream."""
     observing = _Observing(config, module.backend, module.objective, total_steps=1)
-    observing.teacher = module.teacher
+    observing.teacher, observing.known_teachers = module.teacher, module.known_teachers
+    observing.is_probed = module.is_probed
     trainer = Trainer(
         accelerator="cpu" if next(module.parameters()).device.type == "cpu" else "gpu",
         devices=1,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import LossSum, TokenLoss
+    from mens_exp.objective.distillation import KnownTeachers
     from mens_exp.objective.groups import SampledSide
     from mens_exp.objective.preference import KnownReference
 
@@ -164,7 +165,8 @@ class TrainingModule(LightningModule):
     of the current step. ``known_reference`` has the log-likelihoods under the base, if they were
     computed before training, ``known_answers`` what is known of the sampled answers of training and
     of validation, if the objective compares groups of them, and ``teacher`` the model to learn
-    from, if the objective has one. ``scored`` is the step of the latest scorecard of this process
+    from, if the objective has one, or ``known_teachers`` what was computed of it before training.
+    ``scored`` is the step of the latest scorecard of this process
     (-1 before the first) and its metrics. ``validated_bytes`` is the size of the text that
     validation predicts, if it is known and the objective is a likelihood; the loss is then also
     reported in bits per byte.
@@ -218,6 +220,8 @@ class TrainingModule(LightningModule):
         self.known_reference: KnownReference | None = None
         self.known_answers: tuple[SampledSide, SampledSide] | None = None
         self.teacher: Teacher | None = None
+        self.known_teachers: KnownTeachers | None = None
+        self.is_probed = False
         self._step = _Sums()
         self._val = _Sums()
 
@@ -283,9 +287,22 @@ class TrainingModule(LightningModule):
         elif self.config.objective.spec.needs_reference:
             logp_S = self._precomputed(batch)
             reference = self.of_base(batch) if logp_S is None else None
+        top_tokens = None
         if self.teacher is not None:
             reference = self.teacher.passed(batch)
-        passed = Passed(batch, self.backend(batch), self.backend.head, reference, logp_S, sampled)
+        elif self.known_teachers is not None:
+            top_tokens = self.known_teachers.side(
+                is_probed=self.is_probed, trains=self.training
+            ).of(batch)
+        passed = Passed(
+            batch,
+            self.backend(batch),
+            self.backend.head,
+            reference=reference,
+            reference_logp_S=logp_S,
+            sampled=sampled,
+            top_tokens=top_tokens,
+        )
         return passed, self.objective.loss(passed)
 
     def _precomputed(self, batch: Batch) -> torch.Tensor | None:
@@ -476,6 +493,15 @@ class TrainingModule(LightningModule):
         if self.trainer.state.fn is TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.selected = (self.trainer.global_step, self.validation["val/loss"])
             self.selected_validated = self.validated
+
+    @contextmanager
+    def as_probed(self) -> Iterator[None]:
+        """Expect, inside the block, the short documents of the probe."""
+        self.is_probed = True
+        try:
+            yield
+        finally:
+            self.is_probed = False
 
     @contextmanager
     def as_base(self) -> Iterator[None]:

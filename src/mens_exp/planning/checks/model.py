@@ -173,7 +173,18 @@ def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[Me
 def check_teacher(config: RunConfig) -> Iterator[MensError]:
     """Yield the reasons why a teacher's distributions are not those of the student's tokens."""
     teacher = teacher_of(config.objective, config.model)
-    if teacher is None or teacher is config.model:
+    if teacher is None:
+        return
+    top_k, vocab_size = getattr(config.objective, "top_k", None), shape_of(config.model).vocab_size
+    if top_k is not None and top_k >= vocab_size:
+        yield ConfigError(
+            "leaves no token out",
+            where="objective.top_k",
+            found=top_k,
+            expected=f"less than the {vocab_size:,} logits of {config.model.name}",
+            remedy="choose a smaller one, or objective.top_k=null",
+        )
+    if teacher is config.model:
         return
     assert isinstance(teacher, HfModel), "another one is a directory or of the hub"
     directory = hub.describe(teacher)
