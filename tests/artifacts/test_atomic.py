@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from mens_exp.artifacts import atomic
@@ -211,6 +212,26 @@ def test_a_directory_left_between_its_two_moves_is_restored(tmp_path):
     atomic.remove_stale(tmp_path)
     assert names_in(tmp_path / "adapter") == ["file"]
     assert not aside.exists()
+
+
+def test_the_next_writer_removes_what_a_write_inside_of_a_write_left(tmp_path):
+    """A process ended while it replaced the directory that it was about to rename."""
+    lines = (
+        "import os, sys, pathlib",
+        "from mens_exp.artifacts import atomic",
+        "with atomic.directory(pathlib.Path(sys.argv[1])) as outer:",
+        "    (outer / 'file').write_text('')",
+        "    with atomic.directory(outer) as inner:",
+        "        atomic.write_text(inner / 'new', '')",
+        "        os._exit(9)",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path / "out")]
+    assert fork_server.run(command, check=False).returncode == 9
+    assert len(names_in(tmp_path)) == 2
+    with atomic.directory(tmp_path / "out") as again:
+        atomic.write_text(again / "whole", "")
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(tmp_path / "out") == ["whole"]
 
 
 def test_nothing_is_stale_where_there_is_no_directory(tmp_path):

@@ -187,10 +187,12 @@ def remove_stale(parent: Path, name: str | None = None) -> list[Path]:
     gone = []
     for path in sorted(parent.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
-        if match is None or name not in (None, match["name"]) or not _is_stale(path, match):
+        if match is None or not _is_stale(path, match):
             continue
-        target = parent / match["name"]
-        if match["kind"] == "old" and not target.exists():
+        target = parent / _written(match)
+        if name not in (None, target.name):
+            continue
+        if (match["kind"], match["name"]) == ("old", target.name) and not target.exists():
             path.replace(target)
         else:
             _remove(path)
@@ -260,6 +262,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _written(match: re.Match[str]) -> str:
+    """Return the name that a temporary one stands for, also of one inside of another write."""
+    inner = _TEMPORARY.fullmatch(match["name"])
+    return match["name"] if inner is None else _written(inner)
 
 
 def _is_stale(path: Path, match: re.Match[str]) -> bool:
