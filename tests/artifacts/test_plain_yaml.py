@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 import pytest
+import yaml
 from attacks import attack
 
 from mens_exp.artifacts.untrusted_input import parse_yaml
@@ -31,6 +32,9 @@ BOMBS = {
     "nested lines": "a:\n" + " " * 4 + "- " * 5_000 + "x\n",
     "many values": "a: [" + "1," * 300_000 + "]",
     "a number of many digits": "a: " + "9" * 5_000,
+    "a number of 64 bits and more": f"a: {2**70}",
+    "a number of 64 bits and more to base 16": f"a: {2**96:#x}",
+    "keys with equal hashes": "".join(f"{n * (2**61 - 1)}: 1\n" for n in range(1, 90_000)),
     "a number to base 60": "a: " + ":".join(["59"] * 400_000),
     "a number to base 2": "a: 0b" + "1" * 5_000_000,
 }
@@ -54,6 +58,15 @@ def test_what_is_small_in_the_file_and_large_in_memory_is_refused(text):
     end = attack(parse_yaml, text, "x.yaml")
     assert end.how == "refused", end
     assert end.message.startswith("x.yaml: the YAML holds more than a configuration does")
+
+
+@pytest.mark.parametrize(
+    "value", [2**64 - 1, -(2**63), 1.5e300, "deadbeef" * 5, "1" * 8, "0" * 19 + "e5", "a1" * 32]
+)
+def test_numbers_of_64_bits_and_digests_are_read(value):
+    """As PyYAML itself reads them."""
+    text = f"a: {value}"
+    assert parse_yaml(text, "x.yaml") == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("text", [*WRONG.values(), doubled("[x]", "[@, @")], ids=[*WRONG, "cut"])

@@ -128,6 +128,40 @@ def test_a_list_that_is_wrong_is_refused(portable, tmp_path, change, said):
         verify(run)
 
 
+def added_file(run):
+    (run.path / "events.jsonl").write_text("")
+
+
+def added_link(run):
+    (run.path / "events.jsonl").symlink_to(run.path.parent / "nowhere")
+
+
+def linked_file(run):
+    """The same bytes, of a file that is not in the bundle."""
+    outside = run.path.parent / "outside.json"
+    run.plan.rename(outside)
+    run.plan.symlink_to(outside)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (added_file, r"events\.jsonl: was not packed"),
+        (added_link, r"events\.jsonl: was not packed"),
+        (linked_file, r"plan\.json: is not what was packed.*a link that leads out of the bundle"),
+    ],
+)
+def test_what_the_list_does_not_have_is_refused(portable, tmp_path, change, said):
+    """What was uploaded to W&B since is no part of it."""
+    pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
+    run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
+    run.sync.write_text("{}")
+    verify(run)
+    change(run)
+    with pytest.raises(MensError, match=said):
+        verify(run)
+
+
 def test_a_run_that_was_changed_is_not_packed(copied):
     """Its adapter is no longer what the manifest says it left."""
     assert problems(copied) == []

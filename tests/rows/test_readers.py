@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -129,6 +130,14 @@ def test_directory_is_refused_with_a_file_in_it(tmp_path, rows):
         read_rows(tmp_path)
     assert caught.value.where == "data.path"
     assert "the nearest there is rows.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])
+def test_a_pipe_is_refused_and_not_waited_for(name, tmp_path):
+    """Nobody writes into it."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=r"data\.path: this is no file on a disk"):
+        read_rows(tmp_path / name)
 
 
 def test_unreadable_file_is_refused(tmp_path):

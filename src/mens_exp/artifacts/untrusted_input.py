@@ -31,6 +31,10 @@ MAX_YAML_NODES: Final = 100_000  # the largest run configuration has about 500
 MAX_YAML_DEPTH: Final = 100
 _OPEN: Final = 0  # the size of a collection that is still open
 _MOST_DIGITS: Final = 4_300  # Python's own limit; base-60 numbers take quadratic time
+# Of longer whole numbers, many can be found whose hashes are equal, and a mapping with these as its
+# keys takes quadratic time. The longest settings are seeds of 64 bits.
+_MOST_WHOLE_DIGITS: Final = 20
+_WHOLE: Final = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|0b[01_]+|[0-9_:]+)")
 _DIGITS: Final = re.compile(r"[-+0-9a-fA-FxXoO:_.]+")
 # The C implementation, if PyYAML was built with libyaml: ten times as fast.
 YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -101,6 +105,9 @@ def _repeated(event: yaml.AliasEvent, sizes: dict[str, int], where: str) -> int:
 def _check_number(event: yaml.ScalarEvent, where: str) -> None:
     if event.implicit[0] and len(event.value) > _MOST_DIGITS and _DIGITS.fullmatch(event.value):
         raise _too_much(where, f"a number of {len(event.value):,} digits")
+    most = _MOST_WHOLE_DIGITS
+    if event.implicit[0] and len(event.value) > most + 1 and _WHOLE.fullmatch(event.value):
+        raise _too_much(where, f"a whole number of more than {most} digits: {event.value[:60]}")
 
 
 def _too_much(where: str, found: str) -> DataError:

@@ -185,7 +185,8 @@ def verify(run: RunDir) -> None:
     """Compare an unpacked bundle with its list; a directory without one passes.
 
     Raises:
-        DataError: a file is missing or has changed since packing, or the list cannot be read.
+        DataError: a file is missing, was added or has changed since packing, or the list cannot be
+            read.
         Problems: several of these.
     """
     if run.bundle.is_file():
@@ -214,7 +215,7 @@ def _differences(run: RunDir) -> Iterator[MensError]:
             yield DataError("leads out of the bundle", where=str(run.bundle), found=name)
             continue
         path = run.path / relative
-        found = _hash(path)
+        found = _hash(path, inside=run.path)
         if found != expected:
             yield DataError(
                 "is not what was packed",
@@ -223,10 +224,23 @@ def _differences(run: RunDir) -> Iterator[MensError]:
                 expected=expected,
                 remedy="unpack the bundle again",
             )
+    for path in () if problems else sorted(run.path.rglob("*")):
+        name = path.relative_to(run.path).as_posix()
+        is_ours = path in (run.bundle, run.sync) or name in listing["files"]
+        if not is_ours and (path.is_symlink() or not path.is_dir()):
+            yield DataError(
+                "was not packed",
+                where=str(path),
+                found="a file that the bundle does not list",
+                expected="the files of the list alone",
+                remedy="move it out of the directory",
+            )
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path, *, inside: Path) -> str:
     try:
+        if not path.resolve().is_relative_to(inside.resolve()):
+            return "a link that leads out of the bundle"
         return sha256_file(path) if path.is_file() else "no such file"
     except ValueError:  # a zero byte in a name
         return "no such file"

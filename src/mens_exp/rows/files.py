@@ -150,6 +150,14 @@ def open_file(path: Path, field: str) -> BinaryIO:
                 expected=f"a file of rows{nearest_file(path, path.name, ROWS)}",
                 remedy=f"for all files in it: {field}='{glob_in(path)}'",
             )
+        if path.exists() and not path.is_file():  # a pipe waits, a device may never end
+            raise DataError(
+                "this is no file on a disk, and rows are read more than once",
+                where=field,
+                found=str(path),
+                expected="a file of rows",
+                remedy="write the rows into a file first",
+            )
         return path.open("rb")
     except FileNotFoundError as error:
         raise DataError(
