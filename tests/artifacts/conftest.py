@@ -69,6 +69,7 @@ def scorecard():
             "tuned": {"parse_rate": 1.0, "parsed": 3, "completed": 3, "tokens_out_mean": 41.5},
         },
         metrics={"probe/recall": 0.5, "probe/seen": None},
+        declared={"own/points": {"unit": "points", "direction": "max", "note": "of ten"}},
         generation={"engine": "hf", "temperature": 0.0, "samples": 1, "max_retries": 0},
         unknown={"conditions.base.tokens_out_mean": "the tokenizer failed"},
     )

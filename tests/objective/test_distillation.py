@@ -20,7 +20,7 @@ from mens_exp.objective.distillation import Distillation, summed_divergence, top
 from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.load import load_tokenizer
-from mens_exp.training.build import _objective, build_backend
+from mens_exp.training.build import build_backend, objective_of
 from mens_exp.training.module import TrainingModule
 
 CLOSE = 1e-5
@@ -269,7 +269,7 @@ def test_loss_and_gradient_are_those_of_two_plain_models(
     named = f"objective.teacher={teacher_directory}"
     config = tiny_config("objective=distillation", *words, named, "objective.beta=0.3")
     backend = fill_b(build_backend(config, tiny_base))
-    module = TrainingModule(config, backend, _objective(config), total_steps=1).train()
+    module = TrainingModule(config, backend, objective_of(config), total_steps=1).train()
     named_model = teacher_of(config.objective, config.model)
     module.teacher = Teacher(config, resolve(named_model, None), torch.device("cpu"))
     pairs = [

@@ -23,7 +23,7 @@ from mens_exp.planning.machine import ALONE
 from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
-from mens_exp.training.build import _objective, build_backend
+from mens_exp.training.build import build_backend, objective_of
 from mens_exp.training.module import TrainingModule
 from mens_exp.training.policy_pass import known_answers
 
@@ -141,7 +141,7 @@ def ours(tiny_config, tiny_base, settings):
         config = tiny_config(*settings, f"objective={objective}", *case.ours)
         backend = fill_b(build_backend(config, tiny_base))
         times(backend, case.scale)
-        module = TrainingModule(config, backend, _objective(config), total_steps=1).train()
+        module = TrainingModule(config, backend, objective_of(config), total_steps=1).train()
         tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
         pairs = [parse_row(row, "rows.jsonl:1") for row in rows]
         documents = encode(pairs, tokenizer, labelling_of(config))

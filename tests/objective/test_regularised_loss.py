@@ -11,7 +11,7 @@ from torch.nn import functional
 from mens_exp.config.validate import problems_of
 from mens_exp.objective import causal
 from mens_exp.objective.causal import CrossEntropy, summed_cross_entropy
-from mens_exp.training.build import _objective
+from mens_exp.training.build import objective_of
 
 CLOSE = 1e-5
 BOTH = (0.1, 0.02)  # far more z-loss than anyone takes, so that it weighs
@@ -173,11 +173,11 @@ def test_a_head_that_learns_gets_the_gradient_of_torch(overrides, tiny_backend, 
 def test_the_settings_reach_the_loss(tiny_config):
     """A configuration makes the objective of its values."""
     config = tiny_config("objective.label_smoothing=0.1", "objective.z_loss=1e-4")
-    made = _objective(config)
+    made = objective_of(config)
     assert (made.label_smoothing, made.z_loss) == (0.1, 1e-4)
-    made = _objective(tiny_config())
+    made = objective_of(tiny_config())
     assert (made.label_smoothing, made.z_loss, made.dft) == (0, 0, False)
-    assert _objective(tiny_config("objective.dft=true")).dft
+    assert objective_of(tiny_config("objective.dft=true")).dft
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ TASKS = [
     Task("encode", "base", tuple(SHORT), (_RESUME, tuple(SHORT)), ("cache/",)),
     Task("train", "encoded", tuple(TRAIN), (_RESUME, tuple(TRAIN)), ("run",), is_done=_ENDED),
     Task("ddp", "encoded", _DDP, (_RESUME, _DDP), ("run",), is_done=_ENDED),
-    Task("resume", "stopped", _RESUME, (_RESUME,)),
+    Task("resume", "stopped", _RESUME, (_RESUME,), is_done=_ENDED),
     Task("merge", "trained", *_twice("task=merge", "logger=none", "path=run")),
     Task(
         "export",
@@ -238,8 +238,8 @@ class Place:
         said = hit.stdout + hit.stderr
         problems += after_faults.differences(self.case, expected, _own_of(ended), said)
         site = getattr(case.fault, "site", None)
-        if site is not None and (site.kind, case.fault.action) == ("unlink", "error"):
-            # A lock that could not be removed does no harm: who needs it next takes it.
+        if site is not None and site.kind == "unlink" and case.fault.action in ("error", "kill"):
+            # A lock that was not removed does no harm: who needs it next takes it.
             return [one for one in problems if not re.match(r"left over: .*lock$", one)]
         return problems
 

@@ -20,7 +20,7 @@ from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training import cached_pass, reference_pass
-from mens_exp.training.build import _objective, build_backend
+from mens_exp.training.build import build_backend, objective_of
 from mens_exp.training.cached_pass import CachedPass
 from mens_exp.training.module import TrainingModule
 from mens_exp.training.reference_pass import known_reference
@@ -37,7 +37,7 @@ def parts(tiny_config, tiny_base):
     words = ("objective=dpo", "backend=lora", "quant=none", "quant.compute_dtype=f32")
     config = tiny_config(*words, "data.seq_len=256")
     module = TrainingModule(
-        config, build_backend(config, tiny_base), _objective(config), total_steps=1
+        config, build_backend(config, tiny_base), objective_of(config), total_steps=1
     ).train()
     tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
     pairs = [parse_row(row, "rows.jsonl:1") for row in ROWS]

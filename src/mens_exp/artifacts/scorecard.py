@@ -42,7 +42,17 @@ class _LintEvent(TypedDict, total=False):
     lints: list[str]
 
 
-class ItemEvent(_LintEvent):
+class _OwnEvent(TypedDict, total=False):
+    """A field present only if an own suite measures KPIs that are not in the table.
+
+    Attributes:
+        values: KPI -> value of the last attempt; one that an answer does not have is absent.
+    """
+
+    values: dict[str, float]
+
+
+class ItemEvent(_LintEvent, _OwnEvent):
     """One sample of one item under one condition; null values are explained in `unknown`.
 
     Attributes:
@@ -134,7 +144,7 @@ def _scorecard_of_1(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scorecard_of_2(value: dict[str, Any]) -> dict[str, Any]:
-    return {**value, "metrics": {}}
+    return {**value, "metrics": {}, "declared": {}}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,6 +161,8 @@ class Scorecard(StoredRecord):
         metrics: metric of the user's callbacks and modules -> its value for the run, as in the
             manifest's ``results.metrics``; None if no value was finite. Empty if the run trained
             nothing.
+        declared: KPI of an own suite, a mean over the answers that have it -> its unit, direction
+            and meaning.
         generation: how answers were generated: engine, temperature, samples, retries.
         sandbox: where generated code ran; None if none was run. ``unsafe`` is not valid for
             promotion.
@@ -168,6 +180,7 @@ class Scorecard(StoredRecord):
     items: int
     conditions: dict[str, dict[str, float | int | None]]
     metrics: dict[str, float | int | None] = field(default_factory=dict)
+    declared: dict[str, dict[str, str]] = field(default_factory=dict)
     generation: dict[str, Any]
     sandbox: str | None = None
     self_test: dict[str, Any] | None = None

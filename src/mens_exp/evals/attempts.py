@@ -6,17 +6,19 @@ The module also makes a small scorecard of a model in training, from the first i
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from mens_exp.artifacts.digest import digest
-from mens_exp.artifacts.metrics import METRICS
+from mens_exp.artifacts.metrics import METRICS, own_metric
 from mens_exp.artifacts.scorecard import EVENT_VERSION, Condition, Scorecard
+from mens_exp.errors import RequestError
 from mens_exp.evals.completion_styles import GRADING
 from mens_exp.evals.engines import Request, seed_of
-from mens_exp.evals.kpis import summarise
+from mens_exp.evals.kpis import kpi_like, summarise
 from mens_exp.evals.observations import kpi_named, observations, scores
 from mens_exp.evals.suite import Answer, Suite
 
@@ -188,6 +190,7 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         "repair_stalled": any(one and one == after for one, after in pairwise(errors)),
         "error_count": sum(map(len, errors)),
         **values,
+        **({"values": _own_values(last)} if last.values else {}),
         "unknown": {
             name: _reason(name, last.unknown if name in _OF_THE_LAST else first.unknown, depth)
             for name, value in values.items()
@@ -195,6 +198,32 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
         },
     }
     return cast("ItemEvent", event)
+
+
+def _own_values(last: Judgement) -> dict[str, float]:
+    """Return the KPIs of an own suite that an answer has.
+
+    Raises:
+        RequestError: a name is one of ours or nearly so, or a value is no finite number.
+    """
+    found = {name: float(value) for name, value in last.values.items()}
+    for name, value in found.items():
+        own_metric(name)
+        if (ours := kpi_like(name)) is not None:
+            raise RequestError(
+                "a KPI of a suite has the name of one of ours, or nearly so",
+                where="Judgement.values",
+                found=name,
+                expected=f"another name than {ours}",
+            )
+        if not math.isfinite(value):
+            raise RequestError(
+                "a KPI of an answer is no finite number",
+                where=f"Judgement.values: {name}",
+                found=value,
+                expected="a number, or no entry if the answer has none",
+            )
+    return found
 
 
 def _lint(last: Judgement) -> dict[str, Any]:
@@ -284,16 +313,24 @@ def to_scorecard(
             mine, items=len(suite.items), samples=plan.samples, max_retries=plan.max_retries
         )
         unknown |= {f"conditions.{condition}.{name}": reason for name, reason in why.items()}
+    own = {name for event in events for name in event.get("values") or {}}
     return Scorecard(
         suite=suite.name,
         suite_digest=graded_digest(suite),
         items=len(suite.items),
         conditions=conditions,
+        declared={name: _about(name) for name in own},
         generation={**generation, **dataclasses.asdict(plan), "grading": GRADING},
         sandbox=sandbox,
         self_test=None if self_test is None else dataclasses.asdict(self_test),
         unknown=unknown,
     )
+
+
+def _about(name: str) -> dict[str, str]:
+    """Return what an own suite declares of a KPI with ``@declares``."""
+    about = own_metric(name)
+    return {"unit": about.unit, "direction": about.direction, "note": about.note}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

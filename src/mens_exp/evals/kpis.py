@@ -210,6 +210,12 @@ def misspelt(name: str) -> str | None:
     return None if name in KPIS else nearest(name, KPIS, cutoff=_SLIP)
 
 
+def kpi_like(name: str) -> str | None:
+    """Return the KPI or the field of an item that a suite's own KPI would be taken for."""
+    ours = {*KPIS, *_BY_KEY, *_BY_FIELD, *_OF_ITEM, *SUMMARY_KPIS}
+    return name if name in ours else nearest(name, ours, cutoff=_SLIP)
+
+
 def kpi_of_field(field: str) -> Kpi | None:
     """Return the KPI that an item's field is of, None where the table has none."""
     return _BY_FIELD.get(field)
@@ -328,7 +334,16 @@ def summarise(
         mine = [event for event in events if event["group"] == group]
         name = f"{group}_task_success"
         kpis[name] = _mean(mine, "task_success", name, unknown, len(mine))
-    return kpis, unknown
+    return kpis | _own(events), unknown
+
+
+def _own(events: Sequence[ItemEvent]) -> Kpis:
+    """Return the KPIs of an own suite, each a mean over the answers that have it."""
+    every: dict[str, list[float]] = {}
+    for event in events:
+        for name, value in (event.get("values") or {}).items():
+            every.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in every.items()}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

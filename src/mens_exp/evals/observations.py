@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.manifest import Manifest
@@ -50,7 +50,7 @@ class Observation:
         item: None for what the run has as a whole.
         values: KPI -> value; None where it is unknown.
         parts: KPI of the whole run -> item -> its value and its weight in the run's.
-        declared: the user's metrics of the whole run that have a direction.
+        declared: the user's metrics among the values that have a direction.
     """
 
     arm: str
@@ -100,8 +100,9 @@ def observations(
         losses: of the documents that it validated on, which are the items of the validation loss.
     """
     made = functools.partial(Observation, arm=arm, seed=manifest.seed, run=manifest.run_id)
+    own = {} if scorecard is None else _kpis_of(scorecard.declared)
     found = [
-        made(item=str(line["item_id"]), values=_values(line))
+        made(item=str(line["item_id"]), values=_values(line), declared=own)
         for line in events
         if str(line.get("condition")) == condition
     ]
@@ -133,6 +134,7 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
     by_item: dict[str, dict[str, list[float]]] = {}
     made: dict[str, Score] = {}
     names: set[str] = set()
+    declared: dict[str, Kpi] = {}
     for one in found:
         if one.item is None:
             for name, value in one.values.items():
@@ -148,12 +150,14 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
             continue
         values = by_item.setdefault(one.item, {})
         names |= one.values.keys()
+        declared |= one.declared
         for name, value in one.values.items():
             if value is not None:  # several answers to one item are one value, their mean
                 values.setdefault(name, []).append(value)
     for name in sorted(names):
         valued = {i: _mean(v[name]) for i, v in by_item.items() if name in v}
-        made[name] = _score(kpi_named(name), valued, sorted(by_item), items)
+        score = _score(kpi_named(name), valued, sorted(by_item), items)
+        made[name] = replace(score, declared=declared.get(name))
     return made
 
 
@@ -170,14 +174,19 @@ def kpi_named(name: str) -> Kpi:
 
 def _declared(manifest: Manifest) -> dict[str, Kpi]:
     """Return the user's metrics of a run for which a direction is declared."""
+    return _kpis_of(manifest.facts.get("metrics") or {})
+
+
+def _kpis_of(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Kpi]:
     return {
         name: Kpi(
             name=name,
             group=KpiGroup.OTHER,
             direction=Direction(about["direction"]),
             unit=about["unit"],
+            missing=Missing.ABSENT,
         )
-        for name, about in (manifest.facts.get("metrics") or {}).items()
+        for name, about in declared.items()
         if about["direction"] != Direction.NONE
     }
 
@@ -201,6 +210,9 @@ def _values(line: Mapping[str, Any]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, value in line.items():
         if name in _LABELS:
+            continue
+        if name == "values":
+            found |= {own: _number(one) for own, one in value.items()}
             continue
         kpi = kpi_of_field(name)
         if kpi is not None and value is None:

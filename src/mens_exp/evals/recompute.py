@@ -304,7 +304,7 @@ def _answers(
     is_executed = suite.needs_sandbox and scorecard.sandbox is not None
     for line, judgement in zip(lines, suite.judge(answers, None), strict=True):
         for name, expected in _judged(judgement, is_executed=is_executed, line=line):
-            if not _alike(line[name], expected):
+            if not _alike(line.get(name), expected):
                 seen.setdefault((line["condition"], name), []).append((line, expected))
     found.problems += _described(seen, where, "is not what its answer says", reader)
 
@@ -335,6 +335,8 @@ def _judged(judgement: Judgement, *, is_executed: bool, line: Line) -> Iterator[
             yield name, value
     if not is_executed:
         yield from ((name, getattr(judgement, source)) for name, source in _JUDGED.items())
+        if judgement.values or "values" in line:
+            yield "values", dict(judgement.values)
     elif judgement.errors and line["task_success"]:
         yield "task_success", False  # what is no program was never executed
 
@@ -349,7 +351,7 @@ def _described(
         yield DataError(
             what,
             where=f"{where}: {name}",
-            found=f"{_short(line[name])} for item {line['item_id']} of {condition}{more}",
+            found=f"{_short(line.get(name))} for item {line['item_id']} of {condition}{more}",
             expected=f"{_short(expected)}, by {by}",
             remedy="put the lines back as they were, or run it again",
         )

@@ -125,6 +125,7 @@ class Judgement:
             lint, or the answer does not compile.
         lint_clean: whether it compiles and the linter finds nothing; None where the suite does not
             lint.
+        values: further KPIs of an own suite, by name; see `OWN_KPIS`.
         unknown: name of a field that is null -> why.
     """
 
@@ -142,6 +143,7 @@ class Judgement:
     style: str | None = None
     lints: tuple[str, ...] | None = None
     lint_clean: bool | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property

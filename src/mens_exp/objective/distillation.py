@@ -243,7 +243,7 @@ def top_tokens(teacher: Passed, top_k: int, *, chunk_tokens: int, temperature: f
 
 @dataclass(frozen=True, slots=True)
 class KnownTeacher:
-    """What is known of the teacher over one side of the rows, in host memory or a mapped file.
+    """A teacher's top tokens over one side of the rows, in host memory or a mapped file.
 
     Attributes:
         before_D: supervised tokens of the documents before each, int64.
@@ -265,7 +265,7 @@ class KnownTeacher:
 
 @dataclass(frozen=True, slots=True)
 class KnownTeachers:
-    """What is known of the teacher: of training, of validation, and of the documents of the probe.
+    """A teacher's top tokens over training, validation and the documents of the probe.
 
     Attributes:
         train: of the training documents that the run reads.

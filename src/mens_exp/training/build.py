@@ -192,7 +192,7 @@ def build_module(
         rank: the rank of this process.
     """
     declare(config.objective.spec.metrics)
-    module = _module(config, backend, _objective(config), total_steps=data.max_steps)
+    module = _module(config, backend, objective_of(config), total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
     if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes
@@ -219,7 +219,7 @@ def _module(
     return made
 
 
-def _objective(config: RunConfig) -> Objective | TokenLoss:
+def objective_of(config: RunConfig) -> Objective | TokenLoss:
     """Build the objective from its own settings; the other settings select its tokens."""
     node = config.objective
     on_gpu = device_of(config.trainer.accelerator).type == "cuda"

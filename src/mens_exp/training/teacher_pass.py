@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from hydra.utils import get_class
 
 from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.backends.frozen_base import Teacher
@@ -28,7 +27,7 @@ from mens_exp.objective.distillation import (
     top_tokens,
 )
 from mens_exp.planning.machine import ALONE
-from mens_exp.training.build import device_of
+from mens_exp.training.build import device_of, objective_of
 from mens_exp.training.cached_pass import CachedPass, surroundings
 from mens_exp.training.contract_probe import probed_stream
 
@@ -72,7 +71,7 @@ def teacher_for(
     settings: Any = config.objective
     if teacher is None or not settings.spec.passes_before(settings):
         return teacher
-    if not issubclass(get_class(settings._target_), Distillation):  # Hydra's own spelling
+    if not isinstance(objective_of(config), Distillation):
         raise ConfigError(
             "the objective's class may compare with the teacher in another way",
             where="objective.top_k",

@@ -7,11 +7,15 @@ from string import ascii_lowercase
 
 import pytest
 
+from mens_exp.artifacts.comparison import Comparison
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import read_item_events
 from mens_exp.config.suite import SuiteConfig, SuiteSpec
-from mens_exp.errors import SetupError
-from mens_exp.evals.suite import suite_class
+from mens_exp.errors import RequestError, SetupError
+from mens_exp.evals.attempts import judged_once
+from mens_exp.evals.engines import Completion
+from mens_exp.evals.suite import Item, Judgement, suite_class
 
 BASE = ("task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu", "logger=none")
 LETTERS = ("suite=letters", "suite.items=26", "suite.max_new_tokens=64", "eval.temperature=1")
@@ -33,6 +37,98 @@ def test_a_base_is_scored_on_an_installed_suite(typed, tmp_path):
     assert "judges words" in card["unknown"]["conditions.base.compile_at_1"]
     assert (card["self_test"]["references"], card["sandbox"]) == ({"whole": 26}, None)
     assert len(card["suite_digest"]) == 64
+    sizes = [
+        len(event["completion"]) for event, is_right in zip(events, judged, strict=True) if is_right
+    ]
+    assert base["letters/characters"] == pytest.approx(sum(sizes) / len(sizes))
+    assert [event.get("values") for event in events] == [
+        {"letters/characters": len(event["completion"])} if is_right else None
+        for event, is_right in zip(events, judged, strict=True)
+    ]
+    about = {"unit": "characters", "direction": "min", "note": "of a right answer"}
+    assert card["declared"] == {"letters/characters": about}
+    assert "letters/characters" in run.report.read_text("utf-8")
+
+
+@pytest.fixture
+def sweep(typed, tmp_path):
+    """Return the runs of two arms in two seeds, in the order of the command."""
+    rows = [{"prompt": f"Say {n}.", "response": f"word {n}"} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny = ("model=tiny_llama", "trainer=cpu", "logger=none", "trainer.max_steps=2", "data=jsonl")
+    tiny += ("data.path=rows.jsonl", "data.seq_len=64", "data.val_frac=0.1", "optim.lr=0.05")
+    tiny += ("schedule=constant", "schedule.warmup_steps=0", "hydra.sweep.dir=all")
+    typed("-m", *tiny, *LETTERS, "lora.r=2,4", "seed=1,2")
+    found = [RunDir(one) for one in (tmp_path / "all").iterdir() if one.is_dir()]
+    return sorted(found, key=lambda run: run.path.name)
+
+
+def tuned_sizes(run):
+    return {
+        event["item_id"]: len(event["completion"])
+        for event in read_item_events(run.events)
+        if event["condition"] == "tuned" and event["item_id"] in event["completion"].casefold()
+    }
+
+
+def mean_difference(run, other):
+    """Over the items that both have answered right."""
+    mine, theirs = tuned_sizes(run), tuned_sizes(other)
+    both = mine.keys() & theirs.keys()
+    return sum(mine[item] - theirs[item] for item in both) / len(both)
+
+
+COMPARED = ("task=compare", "path=all", "logger=none", "compare.primary=letters/characters")
+
+
+def test_its_own_kpi_decides_a_comparison(typed, sweep, tmp_path):
+    """In its direction; by hand, item by item in each seed."""
+    typed(*COMPARED, "hydra.run.dir=compared")
+    record = Comparison.read(tmp_path / "compared" / "compare.json")
+    (contrast,) = record.contrasts
+    found = contrast["kpis"]["letters/characters"]
+    assert (found["unit"], found["direction"]) == ("characters", "min")
+    expected = (mean_difference(sweep[2], sweep[0]) + mean_difference(sweep[3], sweep[1])) / 2
+    sign = 1 if contrast["arm"] == "lora.r=4" else -1
+    assert found["estimate"] == pytest.approx(sign * expected)
+
+
+def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
+    """Though the mean and all hashes were made to fit."""
+    run = sweep[0]
+    lines = [json.loads(line) for line in run.events.read_text("utf-8").splitlines()]
+    mine = [one for one in lines if one["condition"] == "tuned" and "values" in one]
+    mine[0]["values"]["letters/characters"] -= 1
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    card = json.loads(run.scorecard.read_text("utf-8"))
+    values = [one["values"]["letters/characters"] for one in mine]
+    card["conditions"]["tuned"]["letters/characters"] = sum(values) / len(values)
+    run.scorecard.write_text(json.dumps(card), "utf-8")
+    manifest = json.loads(run.manifest.read_text("utf-8"))
+    for file in (run.events, run.scorecard):
+        manifest["outputs"][file.name] = sha256_file(file)
+    run.manifest.write_text(json.dumps(manifest), "utf-8")
+    said = typed(*COMPARED, code=2).stderr
+    assert "values: is not what its answer says" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("task_success", 1.0, "has the name of one of ours"),
+        ("canonical", 1.0, "has the name of one of ours"),
+        ("latency_m", 1.0, "has the name of one of ours, or nearly so"),
+        ("eval/pass_at_1", 1.0, "every run records itself"),
+        ("own/x", float("nan"), "is no finite number"),
+    ],
+)
+def test_a_kpi_that_would_be_taken_for_another_is_refused(name, value, said):
+    """By its name or value, at the first answer."""
+    item = Item(id="a", messages=({"role": "user", "content": "?"},))
+    completion = Completion(text="a", tokens_in=1, tokens_out=1, latency_ms=1.0, is_finished=True)
+    judgement = Judgement(success=True, values={name: value})
+    with pytest.raises(RequestError, match=said):
+        judged_once(item, completion, judgement, "base")
 
 
 @pytest.mark.parametrize(

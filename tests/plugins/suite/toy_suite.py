@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 
 from mens_exp.artifacts.digest import digest
+from mens_exp.artifacts.metrics import declares
 from mens_exp.config.fields import setting
 from mens_exp.config.suite import AnsweredSuite, SuiteSpec
 from mens_exp.evals.suite import Item, Judgement, SelfTest, Suite
@@ -22,6 +23,7 @@ class LettersSuite(AnsweredSuite):
     items: int = setting(8, "The first so many letters.", ge=1, le=26)
 
 
+@declares("letters/characters", unit="characters", direction="min", note="of a right answer")
 @dataclass(frozen=True, kw_only=True)
 class Letters(Suite):
     """The items, and what judges their answers."""
@@ -72,6 +74,7 @@ class Letters(Suite):
             success=has_it,
             semantic=has_it,
             errors=() if has_it else (f"there is no {item.id}",),
+            values={"letters/characters": len(text)} if has_it else {},
             unknown=dict.fromkeys((*OF_CODE, "compiles"), NO_CODE),
         )
 
