@@ -14,7 +14,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition, Scorecard, read_item_events
 from mens_exp.artifacts.sweep import INTERRUPTED, JobState
-from mens_exp.errors import MensError
+from mens_exp.errors import DataError, MensError
 from mens_exp.evals.kpis import (
     ITEM_VALUES,
     KPIS,
@@ -178,6 +178,15 @@ def _declared(manifest: Manifest) -> dict[str, Kpi]:
 
 
 def _kpis_of(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Kpi]:
+    for name, about in declared.items():
+        if about.get("direction") not in set(Direction) or "unit" not in about:
+            raise DataError(
+                "is no declaration of a metric",
+                where=name,
+                found=str(dict(about)),
+                expected=f"a unit, and one of the directions {', '.join(Direction)}",
+                remedy="put the record back as it was, or run it again",
+            )
     return {
         name: Kpi(
             name=name,

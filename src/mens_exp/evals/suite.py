@@ -125,7 +125,8 @@ class Judgement:
             lint, or the answer does not compile.
         lint_clean: whether it compiles and the linter finds nothing; None where the suite does not
             lint.
-        values: further KPIs of an own suite, by name; see `OWN_KPIS`.
+        values: KPIs that are not in the table, by name; declare them with ``@declares`` on the
+            suite's class. Leave one out that the answer does not have.
         unknown: name of a field that is null -> why.
     """
 

@@ -112,6 +112,18 @@ def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
     assert "values: is not what its answer says" in " ".join(said.split())
 
 
+def test_a_declaration_that_is_none_is_refused(typed, sweep):
+    """Of a scorecard that somebody edited."""
+    run = sweep[0]
+    card = json.loads(run.scorecard.read_text("utf-8"))
+    card["declared"]["letters/characters"]["direction"] = "up"
+    run.scorecard.write_text(json.dumps(card), "utf-8")
+    manifest = json.loads(run.manifest.read_text("utf-8"))
+    manifest["outputs"][run.scorecard.name] = sha256_file(run.scorecard)
+    run.manifest.write_text(json.dumps(manifest), "utf-8")
+    assert "is no declaration of a metric" in typed(*COMPARED, code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
