@@ -188,7 +188,9 @@ CHOICES = {
     "adafactor": ("optim=adafactor", "schedule=one_cycle"),
     "ia3": ("lora=ia3", "optim=sgd"),
     "loha": ("lora=loha",),
+    "lokr": ("lora=lokr", "lora.r=3"),
     "vera": ("lora=vera", "lora.r=24"),
+    "randlora": ("lora=randlora", "lora.r=24"),
 }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm
+from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm, factors
 from mens_exp.artifacts.adapter_v3 import PROJECTION_SEED
 from mens_exp.config.fields import Condition, Effect, setting, when
 from mens_exp.config.plugins import Registry
@@ -48,7 +48,6 @@ class AdapterSpec:
         not_on_experts: why it cannot adapt the experts of a layer; None if it can.
         not_merged: why it cannot be merged into weights; None if it can.
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
-        forms_update: whether a forward pass makes the update of a whole weight, and keeps it.
         not_sharded: why processes cannot each hold a part of the layers; None if they can.
     """
 
@@ -65,7 +64,6 @@ class AdapterSpec:
     not_on_experts: str | None = _LINEAR_ALONE
     not_merged: str | None = None
     not_on_biased: str | None = None
-    forms_update: bool = False
     not_sharded: str | None = None
 
     def fits(self, settings: LoraConfig) -> bool:
@@ -80,15 +78,26 @@ class AdapterSpec:
         """Return the alpha for records; 1 for a method without one."""
         return settings.alpha if "alpha" in self.settings else 1
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the elements that the backward pass keeps of a layer, besides its input.
 
         Args:
             r: rank of the layer.
             out: outputs of the layer.
+            width: inputs of the layer.
         """
-        del r
+        del r, width
         return out
+
+    def formed(self, *, r: int, out: int, width: int) -> int:
+        """Return the elements of a matrix that each forward pass makes and keeps; see above."""
+        del r, out, width
+        return 0
+
+    def largest_rank(self, *, out: int, width: int) -> int | None:
+        """Return the largest rank that a layer can have; None without a limit."""
+        del out, width
+        return None
 
     def projections(
         self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
@@ -101,6 +110,16 @@ class AdapterSpec:
         """
         del settings, sizes
         return {}
+
+    def shared_bytes(self, projections: Mapping[str, int], *, width: int) -> int:
+        """Return the size of the matrices that :meth:`projections` describes, f32.
+
+        Args:
+            projections: their description.
+            width: bytes of an element in the compute format.
+        """
+        del width
+        return projections["r"] * (projections["out"] + projections["width"]) * 4
 
     def described(self, settings: LoraConfig) -> list[str]:
         """Describe the adapter in a few words; defaults are omitted."""
@@ -127,9 +146,9 @@ class _Lora(AdapterSpec):
     not_on_head: str | None = None
     not_on_experts: str | None = None
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the size of A's output."""
-        del out
+        del out, width
         return r
 
 
@@ -144,9 +163,27 @@ class _Plain(_Lora):
 class _Dora(_Lora):
     """DoRA, whose ratio of lengths scales an output."""
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the sizes of A's output and of the one that is scaled."""
+        del width
         return r + out
+
+
+class _WholeUpdate(AdapterSpec):
+    """A method whose forward pass makes the update of a whole weight."""
+
+    def formed(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of the weight."""
+        del r
+        return out * width
+
+
+class _Lokr(_WholeUpdate):
+    """LoKr, one of whose matrices is itself a product of low rank."""
+
+    def largest_rank(self, *, out: int, width: int) -> int:
+        """Return the largest rank at which PEFT has that product, and not a whole matrix."""
+        return (max(factors(out)[1], factors(width)[1]) - 1) // 2
 
 
 class _Vera(AdapterSpec):
@@ -163,9 +200,28 @@ class _Vera(AdapterSpec):
             "width": max((width for _, width in sizes), default=0),
         }
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the sizes of both projections' outputs, which trained factors multiply."""
+        del width
         return r + out
+
+
+class _RandLora(_Vera):
+    """RandLoRA, which makes one factor of each update of the random bases and keeps it."""
+
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of the fixed factor's output, if the fixed factor comes first."""
+        return -(-out // r) * r if out < width else 0
+
+    def formed(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of the factor."""
+        smaller = min(out, width)
+        return -(-smaller // r) * r * smaller
+
+    def shared_bytes(self, projections: Mapping[str, int], *, width: int) -> int:
+        """Return the size of A and of all bases in B, in the compute format."""
+        r, sides = projections["r"], (projections["out"], projections["width"])
+        return (r * min(sides) + -(-min(sides) // r) * r * max(sides)) * width
 
 
 _BUILT_IN: dict[str, AdapterSpec] = {
@@ -192,13 +248,19 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             form=FORMS["ia3"],
             not_on_biased="(IA)³ multiplies the bias too, and a merge changes weights alone",
         ),
-        AdapterSpec(
+        _WholeUpdate(
             name="loha",
             method="mens_exp.lora.peft_methods:LOHA",
             form=FORMS["loha"],
             settings=frozenset({"r", "alpha"}),
             keeps_inputs=True,
-            forms_update=True,
+        ),
+        _Lokr(
+            name="lokr",
+            method="mens_exp.lora.peft_methods:LOKR",
+            form=FORMS["lokr"],
+            settings=frozenset({"r", "alpha"}),
+            keeps_inputs=True,
         ),
         _Vera(
             name="vera",
@@ -207,6 +269,15 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             settings=frozenset({"r"}),
             not_sharded="all layers share VeRA's projections, and each process holds a part of "
             "the layers",
+        ),
+        _RandLora(
+            name="randlora",
+            method="mens_exp.lora.peft_methods:RANDLORA",
+            form=FORMS["randlora"],
+            settings=frozenset({"r", "alpha"}),
+            keeps_inputs=True,
+            not_sharded="all layers share RandLoRA's bases, and each process holds a part of the "
+            "layers",
         ),
     )
 }
@@ -282,7 +353,9 @@ class LoraVariant(Enum):
     dora = "dora"
     ia3 = "ia3"
     loha = "loha"
+    lokr = "lokr"
     vera = "vera"
+    randlora = "randlora"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
     @property
@@ -364,8 +437,9 @@ class LoraConfig:
         "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns "
         "the length of each output's weights apart (arXiv:2402.09353); ia3, a factor for each "
         "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
-        "(arXiv:2108.06098); or vera, factors on random projections that all layers share "
-        "(arXiv:2310.11454).",
+        "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); vera, factors on "
+        "random projections that all layers share (arXiv:2310.11454); or randlora, factors on "
+        "random bases of full rank (arXiv:2502.00987).",
     )
     rank_pattern: dict[str, int] = setting(
         {},
