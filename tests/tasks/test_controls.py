@@ -191,6 +191,7 @@ CHOICES = {
     "lokr": ("lora=lokr", "lora.r=3"),
     "vera": ("lora=vera", "lora.r=24"),
     "randlora": ("lora=randlora", "lora.r=24"),
+    "eva": ("lora.init=eva", "lora.r=4"),
 }
 
 

@@ -140,7 +140,7 @@ class _Lora(AdapterSpec):
 
     method: str = "mens_exp.backends.lora:PEFT_LORA"
     settings: frozenset[str] = _OF_LORA
-    inits: frozenset[str] = frozenset({"default", "pissa", "loftq"})
+    inits: frozenset[str] = frozenset({"default", "eva", "pissa", "loftq"})
     backends: tuple[str, ...] = ("qlora", "lora", "burn")
     keeps_inputs: bool = True
     not_on_head: str | None = None
@@ -304,11 +304,18 @@ class InitSpec:
         start: ``module:name`` of the :class:`mens_exp.lora.method.Initialization` that makes
             initial values of a weight; None draws A and sets B to zero.
         settings: the settings of the `lora` group that it reads.
+        from_inputs: whether A then takes directions of the inputs of its layer.
     """
 
     name: str
     start: str | None = None
     settings: frozenset[str] = frozenset()
+    from_inputs: bool = False
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it depends on the seed and the shapes alone."""
+        return self.start is None and not self.from_inputs
 
     @property
     def from_weights(self) -> bool:
@@ -337,6 +344,7 @@ INITS = {
     spec.name: spec
     for spec in (
         InitSpec(name="default"),
+        InitSpec(name="eva", from_inputs=True),
         InitSpec(name="pissa", start="mens_exp.lora.method:PISSA"),
         _OfError(
             name="loftq", start="mens_exp.lora.method:LOFTQ", settings=frozenset({"loftq_iters"})
@@ -368,6 +376,7 @@ class LoraInit(Enum):
     """The initialization of an adapter's tensors."""
 
     default = "default"
+    eva = "eva"
     pissa = "pissa"
     loftq = "loftq"
 
@@ -457,7 +466,8 @@ class LoraConfig:
     )
     init: LoraInit = setting(
         LoraInit.default,
-        "default: A random, B zero (PEFT's); pissa: the first r singular directions of a weight, "
+        "default: A random, B zero (PEFT's); eva: A the main directions of the layer's inputs "
+        "(arXiv:2410.07170); pissa: the first r singular directions of a weight, "
         "the base quantizes what is left (arXiv:2404.02948); loftq: those of the quantization "
         "error (arXiv:2310.08659).",
     )

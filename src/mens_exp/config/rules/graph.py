@@ -84,7 +84,7 @@ def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
     usual: dict[str, tuple[bool, Any]] = {
         "targets": (lora.targets == [PROXY_STACK], [PROXY_STACK]),
         "variant": (config.backend.name in lora.spec.backends, "lora"),
-        "init": (not lora.init.spec.from_weights, "default"),
+        "init": (lora.init.spec.is_drawn, "default"),
         "rank_pattern": (not lora.rank_pattern, {}),
         "alpha_pattern": (not lora.alpha_pattern, {}),
     }
@@ -269,7 +269,9 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip and type_pattern",
         )
-    if lora.init_from is not None and lora.init.spec.from_weights:
+    if lora.init.spec.from_inputs:
+        yield from _inputs_problems(config)
+    if lora.init_from is not None and not lora.init.spec.is_drawn:
         yield ConfigError(
             "an adapter starts from one place",
             where="lora.init",
@@ -277,6 +279,29 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="lora.init=default, or lora.init_from=null",
             remedy="drop one of the two",
         )
+
+
+def _inputs_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what a start from the inputs of layers cannot be had with."""
+    wanted = {
+        "backend": (config.backend.name in {"qlora", "lora"}, config.backend.name, "qlora or lora"),
+        "trainer.devices": (config.trainer.world_size == 1, config.trainer.world_size, "1 process"),
+        "objective": (
+            not config.objective.spec.compares_groups,
+            config.objective.name,
+            "an objective with supervised tokens in its rows",
+        ),
+    }
+    for where, (holds, found, expected) in wanted.items():
+        if not holds:
+            yield ConfigError(
+                f"lora.init={config.lora.init.value} passes the run's rows through the base in one "
+                "process before training",
+                where=where,
+                found=found,
+                expected=expected,
+                remedy="set lora.init=default",
+            )
 
 
 def _method_problems(config: RunConfig) -> Iterator[ConfigError]:

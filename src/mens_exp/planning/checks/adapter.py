@@ -55,6 +55,8 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
             remedy="choose other targets, or lora.variant=lora",
         )
     yield from _rank_problems(lora, modules)
+    if lora.init.spec.from_inputs:
+        yield from _inputs_problems(lora, modules, shape)
     if any(one.stack is not None for one in modules):
         yield from _expert_problems(config, without_experts(shape.family, modules))
 
@@ -72,6 +74,25 @@ def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterato
             expected=f"at most {limited[kind]}",
             remedy=f"set lora.r={limited[kind]}, or choose other targets",
         )
+
+
+def _inputs_problems(
+    lora: LoraConfig, modules: Sequence[LinearModule], shape: Shape
+) -> Iterator[MensError]:
+    """Refuse layers whose inputs a start cannot decompose."""
+    ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
+    for one in modules:
+        plain = one.layer is not None and one.stack is None
+        if not plain or 2 * ranks[one.path] > one.width:
+            yield ConfigError(
+                f"lora.init={lora.init.value} starts from twice as many directions of the inputs "
+                "of linear layers in decoder layers",
+                where="lora.r" if plain else "lora.init",
+                found=f"rank {ranks[one.path]} of {one.path}, which reads {one.width}",
+                expected=f"at most {one.width // 2}" if plain else "other targets",
+                remedy="set lora.init=default, or choose other targets or ranks",
+            )
+            return
 
 
 def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
