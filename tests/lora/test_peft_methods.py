@@ -29,6 +29,7 @@ SETTINGS = {
     "ia3": ("lora=ia3",),
     "loha": ("lora=loha",),
     "lokr": ("lora=lokr", "lora.r=3", "lora.alpha=6"),
+    "adalora": ("lora=adalora", "lora.r=6", "lora.target_r=3"),
     "vera": ("lora=vera",),
     "randlora": ("lora=randlora", "lora.r=24", "lora.alpha=48"),
 }
@@ -38,13 +39,24 @@ LENGTHS = (11, 30, 47)
 
 def own_config(name, **others):
     """Return PEFT's configuration of the options of `lora` with these names."""
-    from peft import IA3Config, LoHaConfig, LoKrConfig, RandLoraConfig, VeraConfig
+    from peft import (
+        AdaLoraConfig,
+        IA3Config,
+        LoHaConfig,
+        LoKrConfig,
+        RandLoraConfig,
+        VeraConfig,
+    )
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     if name == "loha":
         return LoHaConfig(r=4, alpha=4, target_modules=projections)
     if name == "lokr":
         return LoKrConfig(r=3, alpha=6, target_modules=projections)
+    if name == "adalora":
+        sizes = {"init_r": 6, "target_r": 3, "lora_alpha": 8, "total_step": 9}
+        usual = {"target_modules": projections, "orth_reg_weight": 0.0}
+        return AdaLoraConfig(**{**sizes, **usual, **others})
     if name == "vera":
         return VeraConfig(r=256, target_modules=projections)
     if name == "randlora":
@@ -81,7 +93,9 @@ def places(backend, model):
     for one in backend.modules_chosen:
         theirs = layers[f"base_model.model.{one.path}"]
         for part, ours in backend.method.parameters(backend.layers[one.logical]).items():
-            yield ours, getattr(theirs, part)["default"]
+            named = part.replace("adalora_e", "lora_E").replace("adalora", "lora")
+            named = f"{named[:-1]}{named[-1].upper()}" if part.startswith("adalora") else part
+            yield ours, getattr(theirs, named)["default"]
 
 
 def filled(backend, model=None, seed=7):
@@ -133,7 +147,7 @@ def test_a_start_adds_nothing_and_is_drawn_from_the_seed(name, tiny_backend, doc
     values = [torch.cat([p.flatten() for p in b.trainable().values()]) for b in (backend, again)]
     assert torch.equal(*values)
     drawn = torch.cat([p.flatten() for p in other.trainable().values()])
-    assert torch.equal(values[0], drawn) is (name not in {"loha", "lokr"})
+    assert torch.equal(values[0], drawn) is (name not in {"loha", "lokr", "adalora"})
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -159,9 +173,9 @@ def test_losses_and_steps_are_those_of_a_loop_over_peft(name, tiny_backend, tiny
     )
 
 
-@pytest.mark.parametrize("name", ["ia3", "vera", "randlora"])
+@pytest.mark.parametrize("name", ["ia3", "adalora", "vera", "randlora"])
 def test_on_four_bits_the_loss_is_that_of_peft(name, tiny_backend, tiny_base, documents):
-    """PEFT has layers of (IA)³, VeRA and RandLoRA for bitsandbytes' weights."""
+    """PEFT has layers of these methods for bitsandbytes' weights."""
     backend = tiny_backend(*SETTINGS[name], *F32).train()
     model = of_peft(name, tiny_base.directory, quantized=True)
     filled(backend, model)
@@ -228,6 +242,7 @@ def test_merged_weights_are_those_that_peft_merges(name, tiny_backend, tiny_base
         ("lora=ia3",),
         ("lora=loha", "lora.r=3", "lora.alpha=12"),
         ("lora=lokr", "lora.r=2", "lora.alpha=12"),
+        ("lora=adalora", "lora.r=5", "lora.alpha=12", "lora.target_r=2"),
         ("lora=vera", "lora.r=24", "lora.targets=[attention]"),
         ("lora=randlora", "lora.r=5", "lora.alpha=12", "lora.targets=[attention]"),
     ],

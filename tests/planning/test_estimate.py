@@ -339,12 +339,12 @@ def test_the_planned_state_is_that_of_the_optimizer(on_rows, cache, tiny_backend
     assert planned == held
 
 
-@pytest.mark.parametrize("option", ["lora", "ia3", "loha", "lokr", "vera", "randlora"])
+@pytest.mark.parametrize("option", ["lora", "ia3", "loha", "lokr", "adalora", "vera", "randlora"])
 def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend, option):
     """Counted from shapes, and in the model; updates of whole weights are a component."""
     overrides = () if option == "lora" else (f"lora={option}", "lora.r=3")
-    if option == "ia3":
-        overrides = ("lora=ia3",)
+    if option in {"ia3", "adalora"}:
+        overrides = (f"lora={option}",)
     plan = make_plan(on_rows(*overrides), cache)
     parameters = tiny_backend(*overrides).trainable().values()
     assert plan["trainable_parameters"] == sum(one.numel() for one in parameters)

@@ -189,6 +189,7 @@ CHOICES = {
     "ia3": ("lora=ia3", "optim=sgd"),
     "loha": ("lora=loha",),
     "lokr": ("lora=lokr", "lora.r=3"),
+    "adalora": ("lora=adalora", "lora.target_r=4", "lora.settle_steps=2"),
     "vera": ("lora=vera", "lora.r=24"),
     "randlora": ("lora=randlora", "lora.r=24"),
     "eva": ("lora.init=eva", "lora.r=4"),

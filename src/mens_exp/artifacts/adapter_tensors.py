@@ -175,6 +175,15 @@ FORMS = {
             },
             no_delta="the update of LoKr is a Kronecker product, and no product of low rank",
         ),
+        AdapterForm(
+            name="adalora",
+            tensors={
+                "adalora_a": ("r", "in"),
+                "adalora_e": ("r",),
+                "adalora_b": ("out", "r"),
+            },
+            no_delta="the update of AdaLoRA also has a factor for each rank",
+        ),
         _RandLora(
             name="randlora",
             tensors={"randlora_lambda": ("r", "bases"), "randlora_gamma": ("bases", "smaller")},

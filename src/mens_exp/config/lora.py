@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _OF_LORA = frozenset(
     {"r", "alpha", "dropout", "rank_pattern", "alpha_pattern", "init", "loftq_iters"}
 )
+_OF_ALLOCATION = frozenset(
+    {"target_r", "orthogonality", "allocate_after_steps", "allocate_every_n_steps", "settle_steps"}
+)
 _LINEAR_ALONE = "the adapter method is for linear layers of decoder layers alone"
 
 
@@ -48,6 +51,7 @@ class AdapterSpec:
         not_on_experts: why it cannot adapt the experts of a layer; None if it can.
         not_merged: why it cannot be merged into weights; None if it can.
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
+        allocates: whether training takes ranks away, the same number of all layers together.
         not_sharded: why processes cannot each hold a part of the layers; None if they can.
     """
 
@@ -64,6 +68,7 @@ class AdapterSpec:
     not_on_experts: str | None = _LINEAR_ALONE
     not_merged: str | None = None
     not_on_biased: str | None = None
+    allocates: bool = False
     not_sharded: str | None = None
 
     def fits(self, settings: LoraConfig) -> bool:
@@ -186,6 +191,15 @@ class _Lokr(_WholeUpdate):
         return (max(factors(out)[1], factors(width)[1]) - 1) // 2
 
 
+class _Adalora(AdapterSpec):
+    """AdaLoRA, whose matrices are LoRA's with a factor between them."""
+
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of A's output."""
+        del out, width
+        return r
+
+
 class _Vera(AdapterSpec):
     """VeRA, whose frozen projections are as large as its largest layer."""
 
@@ -261,6 +275,16 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             form=FORMS["lokr"],
             settings=frozenset({"r", "alpha"}),
             keeps_inputs=True,
+        ),
+        _Adalora(
+            name="adalora",
+            method="mens_exp.lora.peft_methods:ADALORA",
+            form=FORMS["adalora"],
+            settings=frozenset({"r", "alpha", *_OF_ALLOCATION}),
+            keeps_inputs=True,
+            allocates=True,
+            not_sharded="ranks are taken from all layers together, and each process holds a part "
+            "of them",
         ),
         _Vera(
             name="vera",
@@ -362,6 +386,7 @@ class LoraVariant(Enum):
     ia3 = "ia3"
     loha = "loha"
     lokr = "lokr"
+    adalora = "adalora"
     vera = "vera"
     randlora = "randlora"
     vars().update({name: name for name in ADAPTERS.installed_names()})
@@ -446,9 +471,46 @@ class LoraConfig:
         "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns "
         "the length of each output's weights apart (arXiv:2402.09353); ia3, a factor for each "
         "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
-        "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); vera, factors on "
-        "random projections that all layers share (arXiv:2310.11454); or randlora, factors on "
+        "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
+        "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
+        "on random projections that all layers share (arXiv:2310.11454); or randlora, factors on "
         "random bases of full rank (arXiv:2502.00987).",
+    )
+    target_r: int = setting(
+        8,
+        "Mean rank of a layer at the end in adalora, below lora.r (PEFT's).",
+        ge=1,
+        only_if=_read("target_r"),
+        idle=8,
+    )
+    orthogonality: float = setting(
+        0.5,
+        "Weight in the gradient of how far A and B are from orthogonal ones in adalora (PEFT's "
+        "`orth_reg_weight`).",
+        ge=0,
+        only_if=_read("orthogonality"),
+        idle=0.5,
+    )
+    allocate_after_steps: int = setting(
+        0,
+        "Steps with full ranks at the beginning of adalora (PEFT's `tinit`).",
+        ge=0,
+        only_if=_read("allocate_after_steps"),
+        idle=0,
+    )
+    allocate_every_n_steps: int = setting(
+        1,
+        "Steps between two allocations of ranks in adalora (PEFT's `deltaT`).",
+        ge=1,
+        only_if=_read("allocate_every_n_steps"),
+        idle=1,
+    )
+    settle_steps: int = setting(
+        0,
+        "Steps with the final ranks at the end of adalora (PEFT's `tfinal`).",
+        ge=0,
+        only_if=_read("settle_steps"),
+        idle=0,
     )
     rank_pattern: dict[str, int] = setting(
         {},

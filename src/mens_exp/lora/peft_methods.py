@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _ADAPTER = "default"
 _NAME = "layer"
+_ADALORA_STD = 0.02  # PEFT's, and the paper's code
 _FIRST_LAMBDA_D = 0.1  # PEFT's `d_initial`, and the paper's (section 4)
 
 
@@ -149,6 +150,60 @@ class Lokr(_Lycoris):
         """Return the weight plus the update."""
         second = tensors["lokr_w2_a"] @ tensors["lokr_w2_b"]
         return weight_OI + scale * torch.kron(tensors["lokr_w1"], second)
+
+
+class AdaloraLayer(AdaptedLayer):
+    """A linear layer, and two matrices with a factor for each rank between them."""
+
+    def __init__(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> None:
+        """Start with factors of zero, as PEFT does."""
+        super().__init__(base)
+        device = next(base.parameters()).device
+        self.adalora_a = torch.nn.Parameter(torch.empty(lora.r, one.width, device=device))
+        self.adalora_e = torch.nn.Parameter(torch.zeros(lora.r, device=device))
+        self.adalora_b = torch.nn.Parameter(torch.empty(one.out, lora.r, device=device))
+        self.scale = float(lora.alpha / lora.r)
+
+    def adapted(self, x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+        """Add ``s · B (e ⊙ A) x``."""
+        first_RI = self.adalora_a * self.adalora_e[:, None]
+        low = torch.nn.functional.linear(x.to(first_RI.dtype), first_RI)
+        high: torch.Tensor = torch.nn.functional.linear(low, self.adalora_b)
+        return plain + high * _of_adalora(self.scale, len(first_RI))
+
+
+class Adalora(AdapterMethod):
+    """AdaLoRA (arXiv:2303.10512): ``s · B diag(e) A``, whose unimportant factors become zero.
+
+    :mod:`mens_exp.training.adalora` decides which.
+    """
+
+    def layer(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> AdaptedLayer:
+        """Return the layer with its tensors."""
+        return AdaloraLayer(base, one, lora)
+
+    def draw(self, layer: Any, *, seed: int, logical: str) -> None:
+        """Draw A and B from PEFT's normal distribution, from generators of their own."""
+        with torch.no_grad():
+            for name in ("adalora_a", "adalora_b"):
+                generator = torch.Generator().manual_seed(key_of(seed, name, logical))
+                parameter = getattr(layer, name)
+                draws = torch.empty(parameter.shape).normal_(0, _ADALORA_STD, generator=generator)
+                parameter.copy_(draws)
+
+    def scale(self, layer: Any) -> float:
+        """Return ``alpha / r``."""
+        return float(layer.scale)
+
+    def weight(self, weight_OI: torch.Tensor, tensors: Tensors, *, scale: float) -> torch.Tensor:
+        """Return the weight plus the update."""
+        first_RI = tensors["adalora_a"] * tensors["adalora_e"][:, None]
+        return weight_OI + (tensors["adalora_b"] @ first_RI) * _of_adalora(scale, len(first_RI))
+
+
+def _of_adalora(scale: float, r: int) -> float:
+    """Return the scale that PEFT applies: ``alpha / (r + 1e-5)``."""
+    return scale * r / (r + 1e-5)
 
 
 class Projections:
@@ -352,6 +407,7 @@ class RandLora(Vera):
 IA3 = Ia3()
 LOHA = Loha()
 LOKR = Lokr()
+ADALORA = Adalora()
 VERA = Vera()
 RANDLORA = RandLora()
 

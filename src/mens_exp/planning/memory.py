@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.planning.activations import Documents
 
+RANKS = "importance of ranks"  # of each value of the adapter, and two averages of it
 BUCKETS = "gradient buckets"  # what only several processes have
 
 _F32 = 4  # bytes of an element
@@ -222,6 +223,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **_sums_of_experts(config, shape, width=width, again=again),
+        **({RANKS: 3 * parameters * _F32} if config.lora.spec.allocates else {}),
         **_updates(config, shape, width=width, again=again),
         **_projections(config, shape, width=width),
         **{name: round(value) for name, value in kept.items()},

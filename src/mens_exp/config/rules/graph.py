@@ -8,6 +8,7 @@ from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
+from mens_exp.config.optim import ScheduleFreeConfig
 from mens_exp.config.quant import ComputeDtype, names_for, names_made_again
 from mens_exp.errors import ConfigError, expected_name
 
@@ -315,6 +316,8 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected=f"an option with the schema of {spec.name}",
             remedy=f"choose it by its option, lora={spec.name}",
         )
+    if spec.allocates:
+        yield from _allocation_problems(config)
     if lora.init.value not in spec.inits:
         yield ConfigError(
             f"{spec.name} does not start so",
@@ -353,6 +356,32 @@ def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
             where="lora.targets",
             found=", ".join(targets),
             expected="each module once",
+        )
+
+
+def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield settings with which training cannot take ranks away."""
+    lora, steps = config.lora, config.trainer.max_steps
+    if lora.target_r >= lora.r:
+        yield ConfigError(
+            f"{lora.spec.name} takes ranks away",
+            where="lora.target_r",
+            found=f"{lora.target_r} with lora.r={lora.r}",
+            expected="less than lora.r",
+        )
+    if steps is not None and lora.allocate_after_steps + lora.settle_steps >= steps:
+        yield ConfigError(
+            "no steps are left to allocate ranks in",
+            where="lora.allocate_after_steps",
+            found=f"{lora.allocate_after_steps}, and lora.settle_steps={lora.settle_steps}",
+            expected=f"fewer than trainer.max_steps={steps} together",
+        )
+    if isinstance(config.optim, ScheduleFreeConfig):
+        yield ConfigError(
+            "ranks are taken from the weights of a step, and this optimizer returns an average",
+            where="optim",
+            found=config.optim.name,
+            expected="another optimizer, such as optim=adamw",
         )
 
 
