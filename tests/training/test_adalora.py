@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.config.validate import problems_of
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import ConfigError
@@ -152,6 +153,15 @@ def test_a_state_continues_with_the_same_steps(tiny_backend, tiny_config, docume
     for stop in (3, 7):
         again = trained(stop)
         assert all(torch.equal(one, again[name]) for name, one in whole.items())
+
+
+def test_a_run_ends_with_the_ranks_that_it_was_asked_for(train_in, tmp_path):
+    """Four steps, numbered from 0: the last one leaves 4 of 12 ranks to each layer on average."""
+    run = train_in(tmp_path / "run", "lora=adalora", "lora.target_r=4", "lora.settle_steps=1")
+    _, tensors = read_adapter(run.adapter)
+    factors = [values for name, values in tensors.items() if name.endswith("_e")]
+    assert len(factors) == 14
+    assert sum(int((one != 0).sum()) for one in factors) == 14 * 4
 
 
 def test_the_plan_counts_what_is_kept_of_each_value(tiny_backend, tiny_config, documents):
