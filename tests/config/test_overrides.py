@@ -42,7 +42,7 @@ REFUSED = [
     (
         "lora.variant=drora",
         "lora.variant",
-        ["no such value", "loha, vera", "write lora.variant=dora"],
+        ["no such value", "loha, lokr", "write lora.variant=dora"],
     ),
     ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
     (

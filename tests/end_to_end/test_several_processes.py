@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from mens_exp import cli
+from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_document_losses, read_events
@@ -85,6 +86,17 @@ def test_weights_smoothing_and_noise_are_those_of_one_process(train_in, rows_fil
     for mine, its in zip(steps(again)[2:], steps(one)[2:], strict=True):
         for name in ("train/loss", "train/grad_norm", "batches_sha256"):
             assert mine[name] == its[name]
+
+
+def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
+    """AdaLoRA, whose allocation each process computes from the same gradients."""
+    settings = (*F32, "lora=adalora", "lora.target_r=4", "trainer.max_steps=4")
+    one = train_in(tmp_path / "one", *settings)
+    both = train_in(tmp_path / "both", *settings, *TWO)
+    same_course(both, one)
+    (_, ours), (_, theirs) = (read_adapter(run.adapter) for run in (one, both))
+    for name in (name for name in ours if name.endswith("_e")):
+        assert ((ours[name] == 0) == (theirs[name] == 0)).all()
 
 
 def test_one_process_keeps_the_record(two):

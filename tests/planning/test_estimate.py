@@ -339,15 +339,17 @@ def test_the_planned_state_is_that_of_the_optimizer(on_rows, cache, tiny_backend
     assert planned == held
 
 
-@pytest.mark.parametrize("option", ["lora", "ia3", "loha", "vera"])
+@pytest.mark.parametrize("option", ["lora", "ia3", "loha", "lokr", "adalora", "vera", "randlora"])
 def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend, option):
-    """Counted from shapes, and in the model; LoHa's updates of whole weights are a component."""
-    overrides = () if option == "lora" else (f"lora={option}",)
+    """Counted from shapes, and in the model; updates of whole weights are a component."""
+    overrides = () if option == "lora" else (f"lora={option}", "lora.r=3")
+    if option in {"ia3", "adalora"}:
+        overrides = (f"lora={option}",)
     plan = make_plan(on_rows(*overrides), cache)
     parameters = tiny_backend(*overrides).trainable().values()
     assert plan["trainable_parameters"] == sum(one.numel() for one in parameters)
     component = plan["memory_bytes"]["components"].get("updates of whole weights", 0)
-    assert (component > 0) is (option == "loha")
+    assert (component > 0) is (option in {"loha", "lokr", "randlora"})
 
 
 def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):

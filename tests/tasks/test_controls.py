@@ -188,7 +188,11 @@ CHOICES = {
     "adafactor": ("optim=adafactor", "schedule=one_cycle"),
     "ia3": ("lora=ia3", "optim=sgd"),
     "loha": ("lora=loha",),
+    "lokr": ("lora=lokr", "lora.r=3"),
+    "adalora": ("lora=adalora", "lora.target_r=4", "lora.settle_steps=2"),
     "vera": ("lora=vera", "lora.r=24"),
+    "randlora": ("lora=randlora", "lora.r=24"),
+    "eva": ("lora.init=eva", "lora.r=4"),
 }
 
 

@@ -34,7 +34,10 @@ FORMS = {
     "loftq": ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
     "ia3": ["lora=ia3"],
     "loha": ["lora=loha", "lora.alpha=12"],
+    "lokr": ["lora=lokr", "lora.r=3", "lora.alpha=12"],
+    "adalora": ["lora=adalora", "lora.alpha=24"],
     "vera": ["lora=vera", "lora.r=24"],
+    "randlora": ["lora=randlora", "lora.r=24", "lora.alpha=48"],
     "fp4, some left alone": ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
 }
 MERGED = [(family, kind) for family in FAMILIES for kind in KINDS]
@@ -51,7 +54,9 @@ def graph_on(directory, config, *, std=0.05):
             parameter.data.normal_(std=std, generator=generator)
         elif name.endswith("lora_magnitude"):
             parameter.data.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
-        elif name.endswith(("ia3_l", "hada_w2_b", "vera_lambda_b")):
+        elif name.endswith(
+            ("ia3_l", "hada_w2_b", "lokr_w1", "adalora_e", "vera_lambda_b", "randlora_lambda")
+        ):
             parameter.data.add_(0.1 * torch.rand(parameter.shape, generator=generator))
     return graph.eval()
 

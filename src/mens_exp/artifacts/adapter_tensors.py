@@ -43,7 +43,8 @@ class AdapterForm:
 
     Attributes:
         name: the adapter method, as records have it.
-        tensors: sizes of each tensor, by the last part of its name: ``r`` (rank), ``in``, ``out``.
+        tensors: sizes of each tensor, by the last part of its name: ``r`` (rank), ``in``, ``out``,
+            or others that :meth:`sizes` derives from these.
         root_scale: whether the scale of ``B A`` is ``alpha / sqrt(r)`` instead of ``alpha / r``.
         no_delta: why the tensors are no update ``s · B A``; None if they are.
         shares: whether the update also needs random matrices that all layers share.
@@ -70,8 +71,12 @@ class AdapterForm:
 
     def shapes(self, *, r: int, width: int, out: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a layer's tensors, by the last part of their names."""
-        sizes = {"r": r, "in": width, "out": out}
+        sizes = self.sizes(r=r, width=width, out=out)
         return {name: tuple(sizes[one] for one in dims) for name, dims in self.tensors.items()}
+
+    def sizes(self, *, r: int, width: int, out: int) -> dict[str, int]:
+        """Return the sizes of a layer's tensors by their names in :attr:`tensors`."""
+        return {"r": r, "in": width, "out": out}
 
     def parameters(self, *, r: int, width: int, out: int) -> int:
         """Return the number of values of a layer's tensors."""
@@ -93,7 +98,39 @@ class AdapterForm:
             shape = shapes[f"{layer}.{name}"]
             stacked = shape[: len(shape) - len(dims)]
             found |= dict(zip(dims, shape[len(stacked) :], strict=True))
-        return (*stacked, found.get("out"), found.get("in"))
+        return (*stacked, *self.ends(found))
+
+    def ends(self, sizes: Mapping[str, int]) -> tuple[int | None, int | None]:
+        """Return the outputs and inputs of a layer whose tensors have these sizes, if known."""
+        return sizes.get("out"), sizes.get("in")
+
+
+class _Lokr(AdapterForm):
+    """LoKr's Kronecker product of two matrices, each side of the layer being a product of two."""
+
+    def sizes(self, *, r: int, width: int, out: int) -> dict[str, int]:
+        """Split outputs and inputs into two factors each."""
+        (out_1, out_2), (in_1, in_2) = factors(out), factors(width)
+        return {"r": r, "out_1": out_1, "out_2": out_2, "in_1": in_1, "in_2": in_2}
+
+    def ends(self, sizes: Mapping[str, int]) -> tuple[int | None, int | None]:
+        """Multiply the factors."""
+        return sizes["out_1"] * sizes["out_2"], sizes["in_1"] * sizes["in_2"]
+
+
+class _RandLora(AdapterForm):
+    """RandLoRA's factors on as many random bases as make up the layer's full rank."""
+
+    def sizes(self, *, r: int, width: int, out: int) -> dict[str, int]:
+        """Count the bases."""
+        smaller = min(width, out)
+        return {"r": r, "bases": -(-smaller // r), "smaller": smaller}
+
+
+def factors(size: int) -> tuple[int, int]:
+    """Return two factors of a size, as near to each other as they can be, the smaller one first."""
+    smaller = next(one for one in range(math.isqrt(size), 0, -1) if size % one == 0)
+    return smaller, size // smaller
 
 
 FORMS = {
@@ -127,6 +164,30 @@ FORMS = {
             name="vera",
             tensors={"vera_lambda_b": ("out",), "vera_lambda_d": ("r",)},
             no_delta="VeRA's update also has projections, which all layers share and no file holds",
+            shares=True,
+        ),
+        _Lokr(
+            name="lokr",
+            tensors={
+                "lokr_w1": ("out_1", "in_1"),
+                "lokr_w2_a": ("out_2", "r"),
+                "lokr_w2_b": ("r", "in_2"),
+            },
+            no_delta="the update of LoKr is a Kronecker product, and no product of low rank",
+        ),
+        AdapterForm(
+            name="adalora",
+            tensors={
+                "adalora_a": ("r", "in"),
+                "adalora_e": ("r",),
+                "adalora_b": ("out", "r"),
+            },
+            no_delta="the update of AdaLoRA also has a factor for each rank",
+        ),
+        _RandLora(
+            name="randlora",
+            tensors={"randlora_lambda": ("r", "bases"), "randlora_gamma": ("bases", "smaller")},
+            no_delta="RandLoRA's update also has bases, which all layers share and no file holds",
             shares=True,
         ),
     )
@@ -320,17 +381,19 @@ def _shape_problems(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> list[DataError]:
-    found = []
+    found, sizes = [], {"r": rank}
     for part, dims in form.tensors.items():
         name = f"{layer}.{part}"
         shape = shapes.get(name)
         if shape is None or part == MAGNITUDE:
             continue
         stacks = (len(dims), len(dims) + 1) if part in HALVES else (len(dims),)
-        given = zip(dims[::-1], shape[::-1], strict=False)
-        if len(shape) not in stacks or any(one == "r" and size != rank for one, size in given):
-            expected = ", ".join(str(rank) if one == "r" else one for one in dims)
+        given = list(zip(dims[::-1], shape[::-1], strict=False))
+        if len(shape) not in stacks or any(sizes.get(one, size) != size for one, size in given):
+            expected = ", ".join(str(sizes.get(one, one)) for one in dims)
             found.append(_wrong_shape(f"{where}: {name}", shape, f"[{expected}]"))
+        else:
+            sizes |= dict(given)
     first, second = (shapes.get(f"{layer}.{half}", ()) for half in HALVES)
     if first and second and first[:-2] != second[:-2]:
         what = f"{list(first[:-2])}, the experts of lora_a, before its rows and columns"

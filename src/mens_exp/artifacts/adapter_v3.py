@@ -94,7 +94,10 @@ PROJECTION_SEED = 0  # PEFT's default, `projection_prng_key`
 
 
 class Projections(TypedDict):
-    """Random matrices A ``[r, width]`` and B ``[out, r]`` that all layers of VeRA share.
+    """Random matrices A and B that all layers of VeRA or of RandLoRA share.
+
+    VeRA has A ``[r, width]`` and B ``[out, r]``. RandLoRA has A ``[r, 1, min(out, width)]`` and B
+    ``[max(out, width), n, r]``, where n bases of rank r make up the smaller side.
 
     Attributes:
         seed: of a Mersenne Twister (MT19937), torch's on a CPU, which draws A and then B.
@@ -217,9 +220,9 @@ class AdapterManifest:
         provenance: origin of the base model.
         mens_exp: our additions: content hashes, `rank_pattern` and `alpha_pattern` by logical
             layer, `variant` (default lora), `scale`, `init`, the embedding's key (`embed_key`),
-            the quantizer of the base (`quantizer`), VeRA's `projections`, whether an adapted head
-            is tied, and the sizes of each tensor of a layer (`tensors`) if the variant is none of
-            ours.
+            the quantizer of the base (`quantizer`), `projections` of VeRA and RandLoRA, whether an
+            adapted head is tied, and the sizes of each tensor of a layer (`tensors`) if the variant
+            is none of ours.
     """
 
     format: str = "vox_mens_adapter"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm
+from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm, factors
 from mens_exp.artifacts.adapter_v3 import PROJECTION_SEED
 from mens_exp.config.fields import Condition, Effect, setting, when
 from mens_exp.config.plugins import Registry
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _OF_LORA = frozenset(
     {"r", "alpha", "dropout", "rank_pattern", "alpha_pattern", "init", "loftq_iters"}
+)
+_OF_ALLOCATION = frozenset(
+    {"target_r", "orthogonality", "allocate_after_steps", "allocate_every_n_steps", "settle_steps"}
 )
 _LINEAR_ALONE = "the adapter method is for linear layers of decoder layers alone"
 
@@ -48,7 +51,7 @@ class AdapterSpec:
         not_on_experts: why it cannot adapt the experts of a layer; None if it can.
         not_merged: why it cannot be merged into weights; None if it can.
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
-        forms_update: whether a forward pass makes the update of a whole weight, and keeps it.
+        allocates: whether training takes ranks away, the same number of all layers together.
         not_sharded: why processes cannot each hold a part of the layers; None if they can.
     """
 
@@ -65,7 +68,7 @@ class AdapterSpec:
     not_on_experts: str | None = _LINEAR_ALONE
     not_merged: str | None = None
     not_on_biased: str | None = None
-    forms_update: bool = False
+    allocates: bool = False
     not_sharded: str | None = None
 
     def fits(self, settings: LoraConfig) -> bool:
@@ -80,15 +83,26 @@ class AdapterSpec:
         """Return the alpha for records; 1 for a method without one."""
         return settings.alpha if "alpha" in self.settings else 1
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the elements that the backward pass keeps of a layer, besides its input.
 
         Args:
             r: rank of the layer.
             out: outputs of the layer.
+            width: inputs of the layer.
         """
-        del r
+        del r, width
         return out
+
+    def formed(self, *, r: int, out: int, width: int) -> int:
+        """Return the elements of a matrix that each forward pass makes and keeps; see above."""
+        del r, out, width
+        return 0
+
+    def largest_rank(self, *, out: int, width: int) -> int | None:
+        """Return the largest rank that a layer can have; None without a limit."""
+        del out, width
+        return None
 
     def projections(
         self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
@@ -101,6 +115,16 @@ class AdapterSpec:
         """
         del settings, sizes
         return {}
+
+    def shared_bytes(self, projections: Mapping[str, int], *, width: int) -> int:
+        """Return the size of the matrices that :meth:`projections` describes, f32.
+
+        Args:
+            projections: their description.
+            width: bytes of an element in the compute format.
+        """
+        del width
+        return projections["r"] * (projections["out"] + projections["width"]) * 4
 
     def described(self, settings: LoraConfig) -> list[str]:
         """Describe the adapter in a few words; defaults are omitted."""
@@ -121,15 +145,15 @@ class _Lora(AdapterSpec):
 
     method: str = "mens_exp.backends.lora:PEFT_LORA"
     settings: frozenset[str] = _OF_LORA
-    inits: frozenset[str] = frozenset({"default", "pissa", "loftq"})
+    inits: frozenset[str] = frozenset({"default", "eva", "pissa", "loftq"})
     backends: tuple[str, ...] = ("qlora", "lora", "burn")
     keeps_inputs: bool = True
     not_on_head: str | None = None
     not_on_experts: str | None = None
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the size of A's output."""
-        del out
+        del out, width
         return r
 
 
@@ -144,9 +168,36 @@ class _Plain(_Lora):
 class _Dora(_Lora):
     """DoRA, whose ratio of lengths scales an output."""
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the sizes of A's output and of the one that is scaled."""
+        del width
         return r + out
+
+
+class _WholeUpdate(AdapterSpec):
+    """A method whose forward pass makes the update of a whole weight."""
+
+    def formed(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of the weight."""
+        del r
+        return out * width
+
+
+class _Lokr(_WholeUpdate):
+    """LoKr, one of whose matrices is itself a product of low rank."""
+
+    def largest_rank(self, *, out: int, width: int) -> int:
+        """Return the largest rank at which PEFT has that product, and not a whole matrix."""
+        return (max(factors(out)[1], factors(width)[1]) - 1) // 2
+
+
+class _Adalora(AdapterSpec):
+    """AdaLoRA, whose matrices are LoRA's with a factor between them."""
+
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of A's output."""
+        del out, width
+        return r
 
 
 class _Vera(AdapterSpec):
@@ -163,9 +214,28 @@ class _Vera(AdapterSpec):
             "width": max((width for _, width in sizes), default=0),
         }
 
-    def kept_per_token(self, *, r: int, out: int) -> int:
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the sizes of both projections' outputs, which trained factors multiply."""
+        del width
         return r + out
+
+
+class _RandLora(_Vera):
+    """RandLoRA, which makes one factor of each update of the random bases and keeps it."""
+
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of the fixed factor's output, if the fixed factor comes first."""
+        return -(-out // r) * r if out < width else 0
+
+    def formed(self, *, r: int, out: int, width: int) -> int:
+        """Return the size of the factor."""
+        smaller = min(out, width)
+        return -(-smaller // r) * r * smaller
+
+    def shared_bytes(self, projections: Mapping[str, int], *, width: int) -> int:
+        """Return the size of A and of all bases in B, in the compute format."""
+        r, sides = projections["r"], (projections["out"], projections["width"])
+        return (r * min(sides) + -(-min(sides) // r) * r * max(sides)) * width
 
 
 _BUILT_IN: dict[str, AdapterSpec] = {
@@ -192,13 +262,29 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             form=FORMS["ia3"],
             not_on_biased="(IA)³ multiplies the bias too, and a merge changes weights alone",
         ),
-        AdapterSpec(
+        _WholeUpdate(
             name="loha",
             method="mens_exp.lora.peft_methods:LOHA",
             form=FORMS["loha"],
             settings=frozenset({"r", "alpha"}),
             keeps_inputs=True,
-            forms_update=True,
+        ),
+        _Lokr(
+            name="lokr",
+            method="mens_exp.lora.peft_methods:LOKR",
+            form=FORMS["lokr"],
+            settings=frozenset({"r", "alpha"}),
+            keeps_inputs=True,
+        ),
+        _Adalora(
+            name="adalora",
+            method="mens_exp.lora.peft_methods:ADALORA",
+            form=FORMS["adalora"],
+            settings=frozenset({"r", "alpha", *_OF_ALLOCATION}),
+            keeps_inputs=True,
+            allocates=True,
+            not_sharded="ranks are taken from all layers together, and each process holds a part "
+            "of them",
         ),
         _Vera(
             name="vera",
@@ -207,6 +293,15 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             settings=frozenset({"r"}),
             not_sharded="all layers share VeRA's projections, and each process holds a part of "
             "the layers",
+        ),
+        _RandLora(
+            name="randlora",
+            method="mens_exp.lora.peft_methods:RANDLORA",
+            form=FORMS["randlora"],
+            settings=frozenset({"r", "alpha"}),
+            keeps_inputs=True,
+            not_sharded="all layers share RandLoRA's bases, and each process holds a part of the "
+            "layers",
         ),
     )
 }
@@ -233,11 +328,18 @@ class InitSpec:
         start: ``module:name`` of the :class:`mens_exp.lora.method.Initialization` that makes
             initial values of a weight; None draws A and sets B to zero.
         settings: the settings of the `lora` group that it reads.
+        from_inputs: whether A then takes directions of the inputs of its layer.
     """
 
     name: str
     start: str | None = None
     settings: frozenset[str] = frozenset()
+    from_inputs: bool = False
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it depends on the seed and the shapes alone."""
+        return self.start is None and not self.from_inputs
 
     @property
     def from_weights(self) -> bool:
@@ -266,6 +368,7 @@ INITS = {
     spec.name: spec
     for spec in (
         InitSpec(name="default"),
+        InitSpec(name="eva", from_inputs=True),
         InitSpec(name="pissa", start="mens_exp.lora.method:PISSA"),
         _OfError(
             name="loftq", start="mens_exp.lora.method:LOFTQ", settings=frozenset({"loftq_iters"})
@@ -282,7 +385,10 @@ class LoraVariant(Enum):
     dora = "dora"
     ia3 = "ia3"
     loha = "loha"
+    lokr = "lokr"
+    adalora = "adalora"
     vera = "vera"
+    randlora = "randlora"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
     @property
@@ -295,6 +401,7 @@ class LoraInit(Enum):
     """The initialization of an adapter's tensors."""
 
     default = "default"
+    eva = "eva"
     pissa = "pissa"
     loftq = "loftq"
 
@@ -364,8 +471,46 @@ class LoraConfig:
         "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns "
         "the length of each output's weights apart (arXiv:2402.09353); ia3, a factor for each "
         "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
-        "(arXiv:2108.06098); or vera, factors on random projections that all layers share "
-        "(arXiv:2310.11454).",
+        "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
+        "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
+        "on random projections that all layers share (arXiv:2310.11454); or randlora, factors on "
+        "random bases of full rank (arXiv:2502.00987).",
+    )
+    target_r: int = setting(
+        8,
+        "Mean rank of a layer at the end in adalora, below lora.r (PEFT's).",
+        ge=1,
+        only_if=_read("target_r"),
+        idle=8,
+    )
+    orthogonality: float = setting(
+        0.5,
+        "Weight in the gradient of how far A and B are from orthogonal ones in adalora (PEFT's "
+        "`orth_reg_weight`).",
+        ge=0,
+        only_if=_read("orthogonality"),
+        idle=0.5,
+    )
+    allocate_after_steps: int = setting(
+        0,
+        "Steps with full ranks at the beginning of adalora (PEFT's `tinit`).",
+        ge=0,
+        only_if=_read("allocate_after_steps"),
+        idle=0,
+    )
+    allocate_every_n_steps: int = setting(
+        1,
+        "Steps between two allocations of ranks in adalora (PEFT's `deltaT`).",
+        ge=1,
+        only_if=_read("allocate_every_n_steps"),
+        idle=1,
+    )
+    settle_steps: int = setting(
+        0,
+        "Steps with the final ranks at the end of adalora (PEFT's `tfinal`).",
+        ge=0,
+        only_if=_read("settle_steps"),
+        idle=0,
     )
     rank_pattern: dict[str, int] = setting(
         {},
@@ -383,7 +528,8 @@ class LoraConfig:
     )
     init: LoraInit = setting(
         LoraInit.default,
-        "default: A random, B zero (PEFT's); pissa: the first r singular directions of a weight, "
+        "default: A random, B zero (PEFT's); eva: A the main directions of the layer's inputs "
+        "(arXiv:2410.07170); pissa: the first r singular directions of a weight, "
         "the base quantizes what is left (arXiv:2404.02948); loftq: those of the quantization "
         "error (arXiv:2310.08659).",
     )

@@ -133,7 +133,9 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     inputs = {one.reads: one.width for one in modules} if method.keeps_inputs else {}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     mask = _MASK if config.lora.dropout > 0 and on_cpu else 0
-    kept = sum(method.kept_per_token(r=ranks[one.path], out=one.out) for one in modules)
+    kept = sum(
+        method.kept_per_token(r=ranks[one.path], out=one.out, width=one.width) for one in modules
+    )
     adapters = sum(inputs.values()) * (width + mask) + kept * width
     if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
         shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them

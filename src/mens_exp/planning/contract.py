@@ -417,6 +417,11 @@ _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
 # out, so that a stored configuration means what it meant.
 _LATER: dict[str, Any] = {
     "module._target_": TUNING,
+    "lora.target_r": 8,
+    "lora.orthogonality": 0.5,
+    "lora.allocate_after_steps": 0,
+    "lora.allocate_every_n_steps": 1,
+    "lora.settle_steps": 0,
     "eval.keep_failing": False,
     "optim.loraplus_lr_ratio": None,
     "quant.type_pattern": {},

@@ -458,7 +458,7 @@ def _lora(config: RunConfig) -> str:
     if config.backend.name == "full":
         return "none"
     lora = config.lora
-    start = [f"starts from {lora.init.value}"] if lora.init.spec.from_weights else []
+    start = [f"starts from {lora.init.value}"] if not lora.init.spec.is_drawn else []
     return ", ".join(["+".join(lora.targets), *lora.spec.described(lora), *start])
 
 

@@ -96,7 +96,7 @@ def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Dis
     return Disk(
         adapter=parameters * _F32,
         peft=parameters * _F32,
-        checkpoint=parameters * _F32 + moments,
+        checkpoint=parameters * _F32 * (3 if config.lora.spec.allocates else 1) + moments,
         checkpoints_kept=keep if saved is None else min(keep, saved),
         checkpoints_saved=saved,
         base=_base(config, whole, cache),

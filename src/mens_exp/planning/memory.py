@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.planning.activations import Documents
 
+RANKS = "importance of ranks"  # of each value of the adapter, and two averages of it
 BUCKETS = "gradient buckets"  # what only several processes have
 
 _F32 = 4  # bytes of an element
@@ -224,8 +225,9 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
         "optimizer": 0 if is_paged and not on_cpu else moments,
         **_sums_of_experts(config, shape, width=width, again=again),
+        **({RANKS: 3 * parameters * _F32} if config.lora.spec.allocates else {}),
         **_updates(config, shape, width=width, again=again),
-        **_projections(config, shape),
+        **_projections(config, shape, width=width),
         **{name: round(value) for name, value in kept.items()},
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
@@ -349,32 +351,33 @@ def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool
 
 
 def _updates(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
-    """Return the memory of updates as large as their weights, which some methods compute.
+    """Return the memory of updates about as large as their weights, which some methods compute.
 
     The backward pass needs each again, in the compute format. Two more of the largest, in f32,
     exist while one is made.
     """
-    if config.backend.name in {"full", "proxy"} or not config.lora.spec.forms_update:
+    if config.backend.name in {"full", "proxy"}:
         return {}
-    sizes = [one.out * one.width for one in modules_of(config, shape)]
-    layers: dict[int | None, int] = {}
+    lora, layers, largest = config.lora, dict[int | None, int](), 0
     for one in modules_of(config, shape):
-        layers[one.layer] = layers.get(one.layer, 0) + one.out * one.width
-    if not sizes:
+        size = lora.spec.formed(r=lora.r, out=one.out, width=one.width)
+        layers[one.layer] = layers.get(one.layer, 0) + size
+        largest = max(largest, size)
+    if not largest:
         return {}
-    kept = max(layers.values()) if again else sum(sizes)
-    return {"updates of whole weights": kept * width + 2 * max(sizes) * _F32}
+    kept = max(layers.values()) if again else sum(layers.values())
+    return {"updates of whole weights": kept * width + 2 * largest * _F32}
 
 
-def _projections(config: RunConfig, shape: Shape) -> dict[str, int]:
-    """Return the memory of random matrices, f32, that all layers of an adapter share."""
+def _projections(config: RunConfig, shape: Shape, *, width: int) -> dict[str, int]:
+    """Return the memory of random matrices that all layers of an adapter share."""
     if config.backend.name in {"full", "proxy"}:
         return {}
     sizes = [(one.out, one.width) for one in modules_of(config, shape)]
     found = config.lora.spec.projections(config.lora, sizes)
     if not found:
         return {}
-    return {"shared projections": found["r"] * (found["out"] + found["width"]) * _F32}
+    return {"shared projections": config.lora.spec.shared_bytes(found, width=width)}
 
 
 def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:

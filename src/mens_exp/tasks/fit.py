@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.data_contract import DataContract, StoredReference
@@ -179,6 +179,7 @@ def fit(
         report_start(run, backend)
         if start is not None:
             backend.load_adapter(start.tensors)
+        run.manifest.facts.update(start_from_rows(config, backend, data, checkpoint))
         module = build_module(config, backend, data, teacher=teacher, rank=rank)
         early = scoring = None
         if rank.is_first:
@@ -211,6 +212,17 @@ def fit(
     module.teacher = None  # scoring needs its memory
     _note_processes(run, rank)
     return Fitted(trainer=trainer, module=module, early=early)
+
+
+def start_from_rows(
+    config: RunConfig, backend: Backend, data: RowsDataModule, checkpoint: Path | None = None
+) -> dict[str, Any]:
+    """Set a new adapter's values that depend on the rows; return facts for the record."""
+    if checkpoint is not None or not config.lora.init.spec.from_inputs:
+        return {}
+    from mens_exp.training.eva import start_from_inputs
+
+    return start_from_inputs(backend, data.train_dataloader())
 
 
 def compute_reference(

@@ -52,7 +52,7 @@ from mens_exp.tasks.checks import (
     other_conditions,
     refuse_differences,
 )
-from mens_exp.tasks.fit import compute_reference
+from mens_exp.tasks.fit import compute_reference, start_from_rows
 from mens_exp.tasks.inputs import describe, hashes_in, read_teacher, tokenizer_of
 from mens_exp.tasks.lineage import Inspected, lineage, named_base, shortened
 from mens_exp.tasks.resolve_references import inspected
@@ -291,6 +291,7 @@ def _run(again: _Again) -> str:
         backend = build_backend(config, base)
         if start is not None:
             backend.load_adapter(start.tensors)
+        start_from_rows(config, backend, data)
         again.checks += _start_checks(again, backend)
         if not differing(again.checks):
             _steps(again, backend, data, base, teacher)

@@ -40,6 +40,7 @@ from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.objective.distillation import KnownTeachers
 from mens_exp.planning.machine import ALONE
+from mens_exp.training.adalora import RankAllocation
 from mens_exp.training.distributed import (
     StartedProcesses,
     is_sharded,
@@ -193,6 +194,9 @@ def build_module(
     """
     declare(config.objective.spec.metrics)
     module = _module(config, backend, objective_of(config), total_steps=data.max_steps)
+    if config.lora.spec.allocates and backend.has_adapter:
+        parameters = backend.trainable()
+        module.ranks = RankAllocation(config.lora, parameters, total_steps=data.max_steps)
     module.validation_documents = len(data.val_documents)
     if config.objective.spec.is_likelihood:
         module.validated_bytes, _ = data.validated_bytes

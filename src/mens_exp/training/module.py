@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mens_exp.objective.distillation import KnownTeachers
     from mens_exp.objective.groups import SampledSide
     from mens_exp.objective.preference import KnownReference
+    from mens_exp.training.adalora import RankAllocation
 
 
 class RunRecord(Protocol):
@@ -222,6 +223,7 @@ class TrainingModule(LightningModule):
         self.teacher: Teacher | None = None
         self.known_teachers: KnownTeachers | None = None
         self.is_probed = False
+        self.ranks: RankAllocation | None = None
         self._step = _Sums()
         self._val = _Sums()
 
@@ -347,6 +349,9 @@ class TrainingModule(LightningModule):
         count = float(self._step.count) if self.trainer.world_size == 1 else figures[1]
         for gradient in gradients:
             gradient.div_(count)
+        if self.ranks is not None:
+            self.ranks.pull()
+            gradients = [p.grad for p in self.trained() if p.grad is not None]
         norms = torch._foreach_norm(gradients)  # noqa: SLF001  # the fused form that clipping uses
         norm = torch.linalg.vector_norm(torch.stack(norms))
         step = self._read(torch.cat([figures, norm.to(figures)[None]]))
@@ -371,6 +376,12 @@ class TrainingModule(LightningModule):
         self.record("data/tokens", self.tokens)
         self.record("data/supervised_tokens", self.supervised_tokens)
         self._step = _Sums()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Take a step, and then ranks away, before anything sees the weights."""
+        super().optimizer_step(*args, **kwargs)
+        if self.ranks is not None:
+            self.ranks.update(self.trainer.global_step)
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that a step changes."""
@@ -545,6 +556,8 @@ class TrainingModule(LightningModule):
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
         }
+        if self.ranks is not None:
+            checkpoint["ranks"] = self.ranks.state_dict()
         checkpoint["selected"] = self.selected
         checkpoint["selected_validated"] = self.selected_validated
         checkpoint["world_size"] = self.trainer.world_size
@@ -557,6 +570,8 @@ class TrainingModule(LightningModule):
         with torch.no_grad():
             for name, value in checkpoint["adapter"].items():
                 parameters[name].copy_(value)
+        if self.ranks is not None:
+            self.ranks.load_state_dict(checkpoint["ranks"])
         self.tokens = checkpoint["counters"]["tokens"]
         self.supervised_tokens = checkpoint["counters"]["supervised_tokens"]
         self.selected = checkpoint["selected"]

@@ -44,6 +44,8 @@ def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
             "2",
             "every_n_steps=null",
         ),
+        ([BF16, "lora=randlora"], "lora.variant", "randlora", "trainer=ddp"),
+        ([BF16, "lora=adalora"], "lora.variant", "adalora", "trainer=ddp"),
     ],
 )
 def test_what_cannot_be_is_refused(

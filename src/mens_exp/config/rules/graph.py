@@ -8,6 +8,7 @@ from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
+from mens_exp.config.optim import ScheduleFreeConfig
 from mens_exp.config.quant import ComputeDtype, names_for, names_made_again
 from mens_exp.errors import ConfigError, expected_name
 
@@ -84,7 +85,7 @@ def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
     usual: dict[str, tuple[bool, Any]] = {
         "targets": (lora.targets == [PROXY_STACK], [PROXY_STACK]),
         "variant": (config.backend.name in lora.spec.backends, "lora"),
-        "init": (not lora.init.spec.from_weights, "default"),
+        "init": (lora.init.spec.is_drawn, "default"),
         "rank_pattern": (not lora.rank_pattern, {}),
         "alpha_pattern": (not lora.alpha_pattern, {}),
     }
@@ -269,7 +270,9 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip and type_pattern",
         )
-    if lora.init_from is not None and lora.init.spec.from_weights:
+    if lora.init.spec.from_inputs:
+        yield from _inputs_problems(config)
+    if lora.init_from is not None and not lora.init.spec.is_drawn:
         yield ConfigError(
             "an adapter starts from one place",
             where="lora.init",
@@ -277,6 +280,29 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="lora.init=default, or lora.init_from=null",
             remedy="drop one of the two",
         )
+
+
+def _inputs_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield what a start from the inputs of layers cannot be had with."""
+    wanted = {
+        "backend": (config.backend.name in {"qlora", "lora"}, config.backend.name, "qlora or lora"),
+        "trainer.devices": (config.trainer.world_size == 1, config.trainer.world_size, "1 process"),
+        "objective": (
+            not config.objective.spec.compares_groups,
+            config.objective.name,
+            "an objective with supervised tokens in its rows",
+        ),
+    }
+    for where, (holds, found, expected) in wanted.items():
+        if not holds:
+            yield ConfigError(
+                f"lora.init={config.lora.init.value} passes the run's rows through the base in one "
+                "process before training",
+                where=where,
+                found=found,
+                expected=expected,
+                remedy="set lora.init=default",
+            )
 
 
 def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -290,6 +316,8 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected=f"an option with the schema of {spec.name}",
             remedy=f"choose it by its option, lora={spec.name}",
         )
+    if spec.allocates:
+        yield from _allocation_problems(config)
     if lora.init.value not in spec.inits:
         yield ConfigError(
             f"{spec.name} does not start so",
@@ -328,6 +356,32 @@ def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
             where="lora.targets",
             found=", ".join(targets),
             expected="each module once",
+        )
+
+
+def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield settings with which training cannot take ranks away."""
+    lora, steps = config.lora, config.trainer.max_steps
+    if lora.target_r >= lora.r:
+        yield ConfigError(
+            f"{lora.spec.name} takes ranks away",
+            where="lora.target_r",
+            found=f"{lora.target_r} with lora.r={lora.r}",
+            expected="less than lora.r",
+        )
+    if steps is not None and lora.allocate_after_steps + lora.settle_steps >= steps:
+        yield ConfigError(
+            "no steps are left to allocate ranks in",
+            where="lora.allocate_after_steps",
+            found=f"{lora.allocate_after_steps}, and lora.settle_steps={lora.settle_steps}",
+            expected=f"fewer than trainer.max_steps={steps} together",
+        )
+    if isinstance(config.optim, ScheduleFreeConfig):
+        yield ConfigError(
+            "ranks are taken from the weights of a step, and this optimizer returns an average",
+            where="optim",
+            found=config.optim.name,
+            expected="another optimizer, such as optim=adamw",
         )
 
 

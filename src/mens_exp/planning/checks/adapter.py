@@ -24,12 +24,13 @@ from mens_exp.planning.messages import another_in_the_adapter
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.shape import Shape
+    from mens_exp.layout.targets import LinearModule
 
 
 def check_lora(config: RunConfig) -> Iterator[MensError]:
@@ -53,8 +54,45 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
             expected="layers without a bias",
             remedy="choose other targets, or lora.variant=lora",
         )
+    yield from _rank_problems(lora, modules)
+    if lora.init.spec.from_inputs:
+        yield from _inputs_problems(lora, modules, shape)
     if any(one.stack is not None for one in modules):
         yield from _expert_problems(config, without_experts(shape.family, modules))
+
+
+def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterator[MensError]:
+    """Refuse a rank beyond that of a layer whose adapter then has other tensors."""
+    limits = {one.kind: lora.spec.largest_rank(out=one.out, width=one.width) for one in modules}
+    limited = {kind: most for kind, most in limits.items() if most is not None and most < lora.r}
+    if limited:
+        kind = min(limited, key=lambda one: limited[one])
+        yield ConfigError(
+            f"too large a rank for {lora.spec.name}, which then has a whole matrix and no rank",
+            where="lora.r",
+            found=f"{lora.r}, and at most {limited[kind]} fits {kind}",
+            expected=f"at most {limited[kind]}",
+            remedy=f"set lora.r={limited[kind]}, or choose other targets",
+        )
+
+
+def _inputs_problems(
+    lora: LoraConfig, modules: Sequence[LinearModule], shape: Shape
+) -> Iterator[MensError]:
+    """Refuse layers whose inputs a start cannot decompose."""
+    ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
+    for one in modules:
+        plain = one.layer is not None and one.stack is None
+        if not plain or 2 * ranks[one.path] > one.width:
+            yield ConfigError(
+                f"lora.init={lora.init.value} starts from twice as many directions of the inputs "
+                "of linear layers in decoder layers",
+                where="lora.r" if plain else "lora.init",
+                found=f"rank {ranks[one.path]} of {one.path}, which reads {one.width}",
+                expected=f"at most {one.width // 2}" if plain else "other targets",
+                remedy="set lora.init=default, or choose other targets or ranks",
+            )
+            return
 
 
 def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
