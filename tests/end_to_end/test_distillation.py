@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 
 import pytest
+from hydra.utils import get_class
 from safetensors.numpy import load_file, save_file
 from teachers import model_directory
 
 from mens_exp import cli
+from mens_exp.artifacts import host
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
+from mens_exp.backends.frozen_base import Teacher
+from mens_exp.backends.qlora import QloraBackend
 from mens_exp.rows.cache import cache_root
-from mens_exp.training import teacher_pass
+from mens_exp.training import build, teacher_pass
 
 DISTIL = "objective=distillation"
 
@@ -140,6 +145,30 @@ def test_top_tokens_are_resumed_and_shared_by_processes(teacher, train_in, tmp_p
     two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
     for one, other in zip(events(two, "step"), events(whole, "step"), strict=True):
         assert one["train/divergence"] == pytest.approx(other["train/divergence"], rel=1e-4)
+
+
+def test_the_teacher_is_gone_when_the_student_is_loaded(teacher, train_in, tmp_path, monkeypatch):
+    """Though garbage is collected rarely while a command starts, and what is left then is kept."""
+    made, there = [], []
+
+    class Watched(Teacher):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.extend(weakref.ref(one) for one in self.causal_lm.parameters())
+
+    def loaded(*arguments, **options):
+        there.append(sum(one() is not None for one in made))
+        return QloraBackend(*arguments, **options)
+
+    monkeypatch.setattr(teacher_pass, "Teacher", Watched)
+    monkeypatch.setattr(
+        build, "get_class", lambda name: loaded if "Qlora" in name else get_class(name)
+    )
+    host.collect_rarely()
+    settings = (DISTIL, f"objective.teacher={teacher}", "objective.top_k=7")
+    train_in(tmp_path / "run", *settings, "trainer.max_steps=1")
+    assert len(made) > 10
+    assert there == [0]
 
 
 def test_the_plan_has_the_teacher_before_training(teacher, train_in, tmp_path):

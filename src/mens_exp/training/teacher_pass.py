@@ -10,12 +10,14 @@ Shapes: M targets of a micro-batch, K kept tokens.
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from mens_exp.artifacts import host
 from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.backends.frozen_base import Teacher
 from mens_exp.errors import ConfigError
@@ -101,9 +103,13 @@ def teacher_for(
         side.read(run, rank)
     from_cache = sum(int(np.isfinite(side.needed_values[:, 0]).sum()) for side in sides[:2])
     if any(side.missing for side in sides):
+        host.collect_as_usual()
         passed = _passed(Teacher(config, teacher, device), common, device)
         for side in sides:
             side.complete(passed, rank)
+        del passed  # and the teacher with it, before the model that learns is loaded
+        gc.collect()
+        host.release_free()
     run.manifest.facts[_NAME] = {
         "train_tokens": len(sides[0].needed_values),
         "val_tokens": len(sides[1].needed_values),
