@@ -91,6 +91,20 @@ def test_its_own_kpi_decides_a_comparison(typed, sweep, tmp_path):
     expected = (mean_difference(sweep[2], sweep[0]) + mean_difference(sweep[3], sweep[1])) / 2
     sign = 1 if contrast["arm"] == "lora.r=4" else -1
     assert found["estimate"] == pytest.approx(sign * expected)
+    decided = ("task=promote", "path=compared", "ledger=ledger.jsonl", "policy=eval_gate")
+    typed(*decided, "policy.ceilings={letters/characters:1.0}", "hydra.run.dir=decided", code=4)
+    entry = json.loads((tmp_path / "ledger.jsonl").read_text("utf-8").splitlines()[-1])
+    rules = {
+        rule["rule"]: rule
+        for rule in entry["decision"]["rules"]
+        if rule["kpi"] == "letters/characters"
+    }
+    (four,) = [arm for arm in record.arms if arm["name"] == contrast["arm"]]
+    ceiling = rules["ceiling"]
+    assert (ceiling["outcome"], ceiling["threshold"]) == ("failed", 1.0)
+    assert ceiling["observed"] == pytest.approx(four["kpis"]["letters/characters"])
+    worse = {True: "failed", False: "passed"}[sign * expected > 0.03]
+    assert rules["regression"]["outcome"] == worse
 
 
 def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
