@@ -237,11 +237,7 @@ class Place:
         problems += after_faults.believed(self.case)
         said = hit.stdout + hit.stderr
         problems += after_faults.differences(self.case, expected, _own_of(ended), said)
-        site = getattr(case.fault, "site", None)
-        if site is not None and site.kind == "unlink" and case.fault.action in ("error", "kill"):
-            # A lock that was not removed does no harm: who needs it next takes it.
-            return [one for one in problems if not re.match(r"left over: .*lock$", one)]
-        return problems
+        return [one for one in problems if not _stays(case.fault, one)]
 
     def _hit(self, case, more):
         """Run a case's command with its fault; None where it ended before the fault came."""
@@ -345,6 +341,15 @@ class Place:
     def _must(self, command):
         done = self.run(command)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _stays(fault, problem):
+    """Tell whether a problem is a file that could not be deleted and that does no harm."""
+    if getattr(fault, "site", None) is None or fault.site.kind != "unlink":
+        return False
+    if re.match(r"left over: .*lock$", problem):
+        return fault.action in ("error", "kill")
+    return fault.action == "error" and bool(re.fullmatch(r"\S*\.scratch\.\S* is there", problem))
 
 
 def _own_of(command):
