@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 
+from mens_exp.artifacts import atomic
+from mens_exp.artifacts.data_contract import StoredReference
 from mens_exp.config.data import ContractConfig
 from mens_exp.corpus import contract_rules
 from mens_exp.rows.documents import Labelling
@@ -196,3 +200,16 @@ def test_an_overlap_names_the_worst_row():
     part = {**OVERLAP, "contained_frac": 0.06}
     (error,) = contract_rules.of_overlap(part, LIMITS)
     assert "row r has 90% of item i" in str(error.found)
+
+
+def test_a_cached_comparison_takes_the_place_of_what_a_killed_writer_left(tmp_path):
+    """Of another entry too, which nobody may write again."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    left = tmp_path / f".other.json.{atomic._machine()}-{gone.pid}-00000000.tmp"
+    left.write_text("{")
+    part = {"loss": 0.0, "gradient": 0.0, "parameters": 1, "loss_tolerance": 1e-4}
+    part |= {"gradient_tolerance": 1e-3, "seconds": 0.1, "from_cache": False}
+    assert StoredReference(part=part).keep(tmp_path / "mine.json") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    assert StoredReference.read(tmp_path / "mine.json").part == part

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from mens_exp.artifacts.atomic import remove_stale
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.record import StoredRecord, write_record
 from mens_exp.errors import DataError
@@ -149,6 +150,7 @@ class _Cached(StoredRecord):
     def keep(self: Any, path: Path) -> str | None:
         """Write the record if the disk lets it; return the reason why not, which harms no run."""
         try:
+            remove_stale(path.parent)  # of any entry: nobody may need the same again
             self.write(path)
         except OSError as error:
             return f"{path} was not kept for later runs: {error.strerror or error}"
