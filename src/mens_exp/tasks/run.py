@@ -294,8 +294,8 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
                 run.telemetry.emit("resumed", {"step": step, "notes": notes})
                 yield run
         finally:
-            if ended is None or not ended.is_back:
-                directory.bundle.unlink(missing_ok=True)  # the packed bundle is outdated
+            if (ended is None or not ended.is_back) and directory.bundle.exists():
+                directory.bundle.unlink()  # the packed bundle is outdated
 
 
 def _manifest(run_id: str, cell: Cell) -> Manifest:
