@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -255,6 +256,16 @@ def test_a_metric_of_the_users_that_its_telemetry_shows_is_accepted(probed, comp
     runs, _ = probed
     found = primary(compare(runs, "compare.primary=probe/margin"))
     assert found["estimate"] == pytest.approx(1.0)
+
+
+def test_a_metric_of_the_users_without_telemetry_is_said_to_be_unverifiable(probed, compare):
+    """Whoever deletes the file deletes the proof."""
+    runs, manifest = probed
+    RunDir(manifest.parent).telemetry.unlink()
+    record = compare(runs, "compare.primary=probe/margin")
+    said = "probe/margin are taken as recorded: the run has no telemetry.jsonl"
+    assert any(said in one for one in read_study([str(manifest.parent)]).unverifiable)
+    assert said in json.dumps(dataclasses.asdict(record))
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "scorecard.json"])

@@ -11,7 +11,6 @@ import torch
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.config.validate import problems_of
 from mens_exp.data.batch import packed_batch
-from mens_exp.errors import ConfigError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.activations import Documents
@@ -200,7 +199,12 @@ def test_what_leaves_nothing_to_allocate_is_refused(overrides, where, tiny_confi
     assert where in {one.where for one in problems_of(tiny_config("lora=adalora", *overrides))}
 
 
-def test_a_run_of_too_few_steps_is_refused(tiny_config):
-    """Where only the rows say how many steps there are."""
-    with pytest.raises(ConfigError, match="no steps are left"):
-        RankAllocation(tiny_config(*DENSE, *WHEN).lora, {}, total_steps=3)
+def test_a_run_of_too_few_steps_is_refused(train_in, tmp_path, capsys):
+    """Where only the rows say how many steps there are, before the model is loaded."""
+    epoch = ("trainer.max_steps=null", "trainer.max_epochs=1", "checkpoint.every_n_steps=1")
+    words = ("lora=adalora", *epoch, "lora.allocate_after_steps=3", "lora.settle_steps=3")
+    run = train_in(tmp_path / "run", *words, code=2)
+    said = capsys.readouterr()
+    assert "lora.allocate_after_steps: no steps are left to allocate ranks in" in said.err
+    assert "loading the base model" not in said.out + said.err
+    assert not run.adapter.exists()

@@ -115,7 +115,8 @@ def _too_much(where: str, found: str) -> DataError:
         "the YAML holds more than a configuration does",
         where=where,
         found=found,
-        expected=f"at most {MAX_YAML_NODES:,} values, nested at most {MAX_YAML_DEPTH} deep",
+        expected=f"at most {MAX_YAML_NODES:,} values, nested at most {MAX_YAML_DEPTH} deep, and "
+        f"whole numbers of at most {_MOST_WHOLE_DIGITS} digits",
     )
 
 

@@ -215,13 +215,15 @@ def _own_values(last: Judgement) -> dict[str, float]:
                 where="Judgement.values",
                 found=name,
                 expected=f"another name than {ours}",
+                remedy=f"call it own/{name.rpartition('/')[2]}, say",
             )
         if not math.isfinite(value):
             raise RequestError(
                 "a KPI of an answer is no finite number",
                 where=f"Judgement.values: {name}",
                 found=value,
-                expected="a number, or no entry if the answer has none",
+                expected="a finite number",
+                remedy="leave it out where the answer has none",
             )
     return found
 

@@ -270,12 +270,12 @@ class KnownTeachers:
     Attributes:
         train: of the training documents that the run reads.
         val: of the validation documents.
-        probe: of the documents of :func:`mens_exp.training.contract_probe.probe`.
+        probe: of the documents of :func:`mens_exp.training.contract_probe.probe`; None without it.
     """
 
     train: KnownTeacher
     val: KnownTeacher
-    probe: KnownTeacher
+    probe: KnownTeacher | None = None
 
     def side(self, *, is_probed: bool, trains: bool) -> KnownTeacher:
         """Return the side that a micro-batch is of.
@@ -285,6 +285,7 @@ class KnownTeachers:
             trains: whether it is one of training; otherwise it is one of validation.
         """
         if is_probed:
+            assert self.probe is not None, "a run without a probe has no such micro-batch"
             return self.probe
         return self.train if trains else self.val
 

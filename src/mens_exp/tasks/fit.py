@@ -18,6 +18,7 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
 from mens_exp.config.quant import QUANTIZERS
+from mens_exp.config.rules.graph import allocated_steps_problems
 from mens_exp.config.rules.optim import warmup_problems
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.corpus import contract_rules
@@ -105,7 +106,8 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
             groups_of(documents, scaled=False)
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
     late = late_scorecard_problems(config, data.max_steps, bound)
-    Problems.raise_if([*warmup_problems(config, data.max_steps, bound), *late])
+    short = allocated_steps_problems(config.lora, data.max_steps, bound)
+    Problems.raise_if([*warmup_problems(config, data.max_steps, bound), *short, *late])
     teacher = read_teacher(config, base, cache)
     inputs = describe(base, tokenizer, rows, data, teacher)
     refuse_changed(run.manifest.inputs, inputs)  # empty, unless a run is resumed
@@ -234,11 +236,12 @@ def compute_reference(
     rank: Rank,
 ) -> None:
     """Compute log-likelihoods before training, if the run or its objective asks for it."""
-    if config.objective.spec.compares_groups:
+    spec = config.objective.spec
+    if spec.compares_groups:
         from mens_exp.training.policy_pass import known_answers
 
         module.known_answers = known_answers(run, module, data, rank)
-    elif config.objective.spec.passes_before(config.objective) and not module.known_teachers:
+    elif spec.needs_reference and spec.passes_before(config.objective):
         from mens_exp.training.reference_pass import known_reference
 
         module.known_reference = known_reference(config, run, base, module, data, rank)

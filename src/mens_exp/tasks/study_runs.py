@@ -263,6 +263,7 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
         *_contradicted_losses(run, manifest, losses),
         *_contradicted_metrics(run, manifest, scorecard if scorer is None else None),
     ]
+    taken = _taken_metrics(run, manifest)
     settings = _settings(run)
     trial = Trial(
         manifest=manifest,
@@ -281,11 +282,11 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
         curves=_curves(run),
     )
     if scorecard is None:
-        return scored, Recomputed(problems=contradicted)
+        return scored, Recomputed(problems=contradicted, unverifiable=taken)
     made = Manifest.read(measured.manifest)
     if not measured.events.is_file() and measured.events.name not in made.outputs:
         what = f"no figure could be computed again: the run has no {measured.events.name}"
-        return scored, Recomputed(problems=contradicted, unverifiable=[what])
+        return scored, Recomputed(problems=contradicted, unverifiable=[what, *taken])
     again = recomputed(
         scorecard,
         lines,
@@ -295,6 +296,7 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
         python=made.provenance.get("python"),
     )
     again.problems += contradicted
+    again.unverifiable += taken
     return scored, again
 
 
@@ -315,6 +317,14 @@ def _contradicted_losses(
                 expected=f"{found}, over {len(of_these)} documents of {run.validation.name}",
                 remedy="run it again; records are never edited",
             )
+
+
+def _taken_metrics(run: RunDir, manifest: Manifest) -> list[str]:
+    """Name the user's metrics of a run without telemetry, which nothing can verify."""
+    names = sorted(manifest.results.get("metrics") or {})
+    if not names or run.telemetry.is_file():
+        return []
+    return [f"{', '.join(names)} are taken as recorded: the run has no {run.telemetry.name}"]
 
 
 def _contradicted_metrics(

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -38,27 +36,14 @@ class RankAllocation:
         Args:
             lora: the `lora` group.
             parameters: the adapter's, by logical name.
-            total_steps: length of the run.
-
-        Raises:
-            ConfigError: the run has too few steps.
+            total_steps: length of the run, which leaves steps to allocate ranks in.
         """
         from peft import AdaLoraConfig
         from peft.tuners.adalora.layer import RankAllocator
 
-        self.weight, self.total_steps, self.settle = (
-            lora.orthogonality,
-            total_steps,
-            lora.settle_steps,
-        )
+        self.weight = lora.orthogonality
+        self.total_steps, self.settle = total_steps, lora.settle_steps
         self.parameters = parameters
-        if lora.allocate_after_steps + lora.settle_steps >= total_steps:
-            raise ConfigError(
-                "no steps are left to allocate ranks in",
-                where="lora.allocate_after_steps",
-                found=f"{lora.allocate_after_steps}, and lora.settle_steps={lora.settle_steps}",
-                expected=f"fewer than the {total_steps} steps of the run together",
-            )
         settings = AdaLoraConfig(
             init_r=lora.r,
             target_r=lora.target_r,

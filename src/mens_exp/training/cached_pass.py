@@ -129,12 +129,17 @@ class CachedPass:
         return found
 
     @property
+    def known(self) -> int:
+        """The number of needed values that are known."""
+        return int(np.isfinite(self.values[self.of(np.concatenate(self._documents)), 0]).sum())
+
+    @property
     def missing(self) -> list[int]:
         """The numbers of the needed micro-batches whose values are not known."""
         return [
             int(number)
             for number, documents in zip(self.needed, self._documents, strict=True)
-            if np.isnan(self.values[self.of(documents)]).any()
+            if np.isnan(self.values[self.of(documents), 0]).any()
         ]
 
     def read(self, run: RunRecord, rank: Rank) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -93,15 +94,17 @@ def teacher_for(
         "temperature": arguments["temperature"],
         "chunk_tokens": arguments["chunk_tokens"],
     }
-    val, probed = data.val_dataloader(), probed_stream(data)
+    val = data.val_dataloader()
     sides = [
         _side(common, data.in_blocks(), data.trained_blocks(), data.train_counts.sha256),
         _side(common, val, np.arange(val.total), data.val_counts.sha256),
-        _side(common, probed, np.arange(probed.total), _content(probed.documents)),
     ]
+    if config.data.contract.probe:
+        probed = probed_stream(data)
+        sides.append(_side(common, probed, np.arange(probed.total), _content(probed.documents)))
     for side in sides:
         side.read(run, rank)
-    from_cache = sum(int(np.isfinite(side.needed_values[:, 0]).sum()) for side in sides[:2])
+    from_cache = sum(side.known for side in sides[:2])
     if any(side.missing for side in sides):
         host.collect_as_usual()
         passed = _passed(Teacher(config, teacher, device), common, device)
@@ -110,11 +113,14 @@ def teacher_for(
         del passed  # and the teacher with it, before the model that learns is loaded
         gc.collect()
         host.release_free()
+    content = hashlib.sha256()
+    for side in sides[:2]:
+        content.update(side.needed_values.tobytes())
     run.manifest.facts[_NAME] = {
-        "train_tokens": len(sides[0].needed_values),
-        "val_tokens": len(sides[1].needed_values),
+        "train_tokens": sides[0].known,
+        "val_tokens": sides[1].known,
         "from_cache": from_cache,
-        "sha256": sha256_bytes(b"".join(one.needed_values.tobytes() for one in sides[:2])),
+        "sha256": content.hexdigest(),
         "seconds": round(time.monotonic() - began, 3),
     }
     run.save()

@@ -368,20 +368,37 @@ def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
             where="lora.target_r",
             found=f"{lora.target_r} with lora.r={lora.r}",
             expected="less than lora.r",
+            remedy="lower lora.target_r, or raise lora.r",
         )
-    if steps is not None and lora.allocate_after_steps + lora.settle_steps >= steps:
-        yield ConfigError(
-            "no steps are left to allocate ranks in",
-            where="lora.allocate_after_steps",
-            found=f"{lora.allocate_after_steps}, and lora.settle_steps={lora.settle_steps}",
-            expected=f"fewer than trainer.max_steps={steps} together",
-        )
+    if steps is not None:
+        yield from allocated_steps_problems(lora, steps, "trainer.max_steps")
     if isinstance(config.optim, ScheduleFreeConfig):
         yield ConfigError(
             "ranks are taken from the weights of a step, and this optimizer returns an average",
             where="optim",
             found=config.optim.name,
-            expected="another optimizer, such as optim=adamw",
+            expected="another optimizer",
+            remedy="choose optim=adamw",
+        )
+
+
+def allocated_steps_problems(
+    lora: LoraConfig, total_steps: int, bound: str
+) -> Iterator[ConfigError]:
+    """Yield a problem if a method takes ranks away and the run is too short for it.
+
+    Args:
+        lora: the `lora` group.
+        total_steps: optimizer steps of the run.
+        bound: the setting that determines this length, for the message.
+    """
+    if lora.spec.allocates and lora.allocate_after_steps + lora.settle_steps >= total_steps:
+        yield ConfigError(
+            "no steps are left to allocate ranks in",
+            where="lora.allocate_after_steps",
+            found=f"{lora.allocate_after_steps}, and lora.settle_steps={lora.settle_steps}",
+            expected=f"together fewer than {bound} ({total_steps})",
+            remedy="lower one of them, or train longer",
         )
 
 

@@ -348,16 +348,15 @@ def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     yield from _teacher_problems(config)
     if spec.passes_before(settings) and isinstance(config.data, RowsData) and config.data.streaming:
-        off = "top_k=null" if spec.needs_teacher else f"{PRECOMPUTED}=false"
+        name, off = ("top_k", "null") if spec.needs_teacher else (PRECOMPUTED, "false")
         is_chosen = not spec.compares_groups
         yield ConfigError(
             "needs all rows before training, and data.streaming=true reads them as it goes",
-            where=f"objective.{off.partition('=')[0]}"
-            if is_chosen
-            else f"objective={settings.name}",
+            where=f"objective.{name}" if is_chosen else f"objective={settings.name}",
             found="data.streaming=true",
             expected="rows that are read before training",
-            remedy="set data.streaming=false" + (f", or objective.{off}" if is_chosen else ""),
+            remedy="set data.streaming=false"
+            + (f", or objective.{name}={off}" if is_chosen else ""),
         )
     yield from spec.problems(settings, config.data.seq_len)
 
