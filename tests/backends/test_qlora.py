@@ -218,7 +218,7 @@ def test_all_targets_that_match_nothing_are_reported_together(
 
 def test_a_model_without_four_bit_layers_is_refused(tiny_backend, monkeypatch):
     """A loader that leaves the weights as they are does not pass for QLoRA."""
-    monkeypatch.setattr(frozen_base, "quantization_config", lambda config, skip: None)
+    monkeypatch.setattr(frozen_base, "quantization_config", lambda config, skip, weights: None)
     with pytest.raises(SetupError, match="no linear layer was quantized"):
         tiny_backend()
 

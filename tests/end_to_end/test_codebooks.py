@@ -114,7 +114,7 @@ def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base
         torch.testing.assert_close(assumed[name], weight, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"]])
+@pytest.mark.parametrize("told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"], ["quant=hqq3"]])
 def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, told):
     """Resumed from its checkpoint, the adapter is the same, byte for byte."""
     through = train_in(tmp_path / "through", *told, "trainer.max_steps=4")

@@ -17,7 +17,7 @@ from mens_exp.quant.codebook import Codebook, CodebookLinear, integers, normal_f
 BINDINGS = {
     one.name: one
     for one in vars(codebook).values()
-    if isinstance(one, codebook._Codes)  # those that the settings name
+    if isinstance(one, codebook.CodesBinding)  # those that the settings name
 }
 
 

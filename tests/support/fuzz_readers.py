@@ -359,6 +359,52 @@ def _model(run: Path, directory: Path) -> None:
             (directory / name).write_bytes(data)
 
 
+def _read_codes(path: Path) -> Any:
+    """Read the codes of a published file as those of a model; its metadata say how it is made."""
+    import torch
+
+    from mens_exp.layout.checkpoint_files import data_start, read_header
+    from mens_exp.layout.prequantized import CODES
+    from mens_exp.model.stored_weights import StoredTensors
+
+    read_header(path)
+    with path.open("rb") as file:
+        header = json.loads(file.read(data_start(path))[8:])
+    try:
+        named = json.loads(header["__metadata__"]["quantization_config"])
+    except (KeyError, TypeError, ValueError):
+        named = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    described = {"quantization_config": named}
+    (path.parent / "config.json").write_text(json.dumps(described), "utf-8")
+    stored = StoredTensors(path.parent)
+    found = {}
+    for name, info in stored.directory.tensors.items():
+        if info.dtype == CODES:
+            codes = stored.codes(name, torch.device("cpu"))
+            found[name] = (info.shape, codes.rows(0, len(codes.codes_OI)))
+    return found
+
+
+def _whole_and_finite(_: Path, found: Any) -> None:
+    for shape, values in found.values():
+        assert len(shape) == 1 or tuple(values.shape) == shape
+        assert bool(values.isfinite().all())
+
+
+def _published(_: Path) -> list[bytes]:
+    """Return the published layers, each as the layer `q_proj` of a model."""
+    from safetensors import safe_open
+    from safetensors.torch import save
+
+    made = []
+    for path in sorted((Path(__file__).parents[1] / "model" / "published").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors = {f"q_proj.{name}": file.get_tensor(name) for name in list(file.keys())}
+            del tensors["q_proj.expected"]
+            made.append(save(tensors, file.metadata()))
+    return made
+
+
 def _tensors() -> bytes:
     header = {"model.embed_tokens.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
     text = json.dumps(header).encode()
@@ -536,6 +582,13 @@ READERS: dict[str, Reader] = {
         read=_read_directory,
         seeds=lambda _: [_MODEL["README.md"]],
         beside=_model,
+    ),
+    "model_codes": Reader(
+        file="model.safetensors",
+        read=_read_codes,
+        seeds=_published,
+        beside=_tokenizer_beside,
+        check=_whole_and_finite,
     ),
 }
 

@@ -35,6 +35,7 @@ from mens_exp.quant.bnb import (
     quantization_config,
     quantized_linears,
 )
+from mens_exp.quant.prequantized import dequantizing_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -274,9 +275,14 @@ def load_base(
     from transformers import AutoModelForCausalLM
 
     quant, shape = config.quant, shape_of(config.model)
+    weights = StoredWeights(base.directory, shape.family)
     skip = [one.path for one in skipped(quant.skip, shape)] if quant.skip else []
     stored = quantized_modules(quant, shape) if quant.is_quantized else {}
     others = otherwise_quantized(quant, shape)
+    wanted = dtype or compute_dtype(quant)
+    loading_config = quantization_config(quant, [*skip, *others], weights)
+    if loading_config is None:
+        loading_config = dequantizing_config(weights, wanted)
     with quiet():
         model_config = _config_without_dropout(base)
         attends = _attention_implementation(model_config, packing=config.data.packing)
@@ -284,8 +290,8 @@ def load_base(
             model, loading = AutoModelForCausalLM.from_pretrained(
                 base.directory,
                 config=model_config,
-                dtype=dtype or compute_dtype(quant),
-                quantization_config=quantization_config(quant, [*skip, *others]),
+                dtype=wanted,
+                quantization_config=loading_config,
                 attn_implementation=attends,
                 device_map={"": device},  # by default, bitsandbytes takes any GPU
                 use_safetensors=True,
@@ -294,7 +300,7 @@ def load_base(
             )
     _refuse_random(loading["missing_keys"], base)
     if quant.is_quantized:
-        _check_and_finish(model, config, base, stored)
+        _check_and_finish(model, config, weights, stored)
     if base.source == "hub":
         model.name_or_path = base.name  # PEFT records it as the base; others can load it
     for module in model.modules():
@@ -356,6 +362,7 @@ def _config_without_dropout(base: BaseModel) -> Any:
     because many models (OPT, BioGPT) call the functional form of dropout.
     """
     found = published_config(base)
+    vars(found).pop("quantization_config", None)  # codes are read here, not by transformers
     for part in [found, *_parts(found)]:
         for name, value in vars(part).items():
             if type(value) in {int, float} and "drop" in name:
@@ -423,14 +430,14 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
 
 
 def _check_and_finish(
-    model: Any, config: RunConfig, base: BaseModel, stored: Mapping[str, QuantConfig]
+    model: Any, config: RunConfig, weights: StoredWeights, stored: Mapping[str, QuantConfig]
 ) -> None:
     """Prepare quantized layers for training, and apply what the loader has no setting for.
 
     Args:
         model: as it was loaded.
         config: the whole configuration.
-        base: the model on disk.
+        weights: the base's weights on disk.
         stored: the settings that each module is quantized with, by path.
 
     Raises:
@@ -441,7 +448,7 @@ def _check_and_finish(
     types = dict.fromkeys([usual, *type_of.values()])
     for quant_type in types:
         binding, settings = binding_of(quant_type.spec), config.quant.of(quant_type)
-        if quant_type is not usual or binding.loading_config(settings, ()) is None:
+        if quant_type is not usual or binding.loading_config(settings, (), weights) is None:
             paths = [path for path, one in type_of.items() if one is quant_type]
             binding.quantize(model, paths, settings)  # the loader has not
     layers = quantized_linears(model)
@@ -455,16 +462,9 @@ def _check_and_finish(
         )
     keep_trainable(model)
 
-    @functools.cache
-    def weights() -> StoredWeights:
-        return StoredWeights(base.directory, shape_of(config.model).family)
-
-    def read(path: str, device: torch.device) -> torch.Tensor:
-        return weights().read(path, device)
-
     for quant_type in types:
         own = {path: one for path, one in layers.items() if type_of.get(path, usual) is quant_type}
-        binding_of(quant_type.spec).finish(own, config.quant.of(quant_type), read)
+        binding_of(quant_type.spec).finish(own, config.quant.of(quant_type), weights.read)
 
 
 class FrozenWeights:

@@ -46,6 +46,9 @@ class QuantizerSpec:
         tolerance: relative difference from rounding between evaluation and training; None is that
             of the compute format.
         differs_elsewhere: why others who load the quantized base may compute something else.
+        package: what has to be installed for it, which is also the name of our extra.
+        keeps_codes: whether the base is published quantized, and its codes are kept: the checkpoint
+            says which layers are quantized, and how.
     """
 
     name: str
@@ -62,6 +65,8 @@ class QuantizerSpec:
     keeps_inputs: bool = False
     tolerance: float | None = None
     differs_elsewhere: str | None = None
+    package: str | None = None
+    keeps_codes: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -177,8 +182,8 @@ class _Codebook(QuantizerSpec):
 
 
 def _codebook(name: str, stored_bits: int, **more: Any) -> _Codebook:
-    binding = f"mens_exp.quant.codebook:{name.upper()}"
-    return _Codebook(name=name, binding=binding, code_bits=stored_bits, **more)
+    own = {"binding": f"mens_exp.quant.codebook:{name.upper()}"}
+    return _Codebook(name=name, code_bits=stored_bits, **(own | more))
 
 
 _OF_FORMAT = frozenset({"skip", "type_pattern"})  # the format has its own block
@@ -217,8 +222,27 @@ BUILT_IN: dict[str, QuantizerSpec] = {
             _codebook(f"uint{bits}", stored, scale_bits=2 * _F32)
             for bits, stored in ((2, 2), (3, 4), (4, 4), (8, 8))
         ),
+        *(
+            _codebook(
+                f"hqq{bits}",
+                stored,
+                scale_bits=2 * _F32,
+                binding=f"mens_exp.quant.hqq:HQQ{bits}",
+                package="hqq",
+                weights_per_core_s=None,
+            )
+            for bits, stored in ((2, 2), (3, 4), (4, 4), (8, 8))
+        ),
         _codebook("mxfp4", 4, settings=_OF_FORMAT, usual_block=32),
         _codebook("nvfp4", 4, settings=_OF_FORMAT, usual_block=16),
+        QuantizerSpec(
+            name="prequantized",
+            binding="mens_exp.quant.prequantized:PREQUANTIZED",
+            code_bits=8,  # at most; the checkpoint says how many
+            settings=frozenset(),
+            weights_per_core_s=None,
+            keeps_codes=True,
+        ),
         _Unquantized(name="none"),
     )
 }
@@ -264,8 +288,13 @@ class QuantType(Enum):
     uint3 = "uint3"
     uint4 = "uint4"
     uint8 = "uint8"
+    hqq2 = "hqq2"
+    hqq3 = "hqq3"
+    hqq4 = "hqq4"
+    hqq8 = "hqq8"
     mxfp4 = "mxfp4"
     nvfp4 = "nvfp4"
+    prequantized = "prequantized"
     none = "none"
     vars().update({name: name for name in QUANTIZERS.installed_names()})
 
@@ -322,7 +351,10 @@ class QuantConfig:
         UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
         "nf3, nf8, int2, int3, int4, uint2, uint3, uint4, uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), "
-        "references in plain torch for comparisons; none leaves the weights in the compute format.",
+        "references in plain torch for comparisons; hqq2, hqq3, hqq4, hqq8, zero points by the hqq "
+        "package; prequantized keeps the codes of a base that "
+        "was published quantized (GPTQ, AWQ, FP8, bitsandbytes, compressed-tensors); none leaves "
+        "the weights in the compute format.",
         contract=("quant.base",),
         read_by=_READ,
         aliases={"quantize": "LitGPT", "bnb_4bit_quant_type": "Transformers and bitsandbytes"},

@@ -20,7 +20,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.artifacts.record import parse_json
 from mens_exp.backends.saved_model import copy_tokenizer
 from mens_exp.errors import RequestError, SetupError
-from mens_exp.layout.adapter_base import FLOAT_DTYPES
+from mens_exp.layout.adapter_base import WEIGHT_DTYPES
 from mens_exp.layout.checkpoint_files import (
     INDEX,
     SINGLE,
@@ -28,7 +28,8 @@ from mens_exp.layout.checkpoint_files import (
     SafetensorsWriter,
     read_directory,
 )
-from mens_exp.model.stored_weights import TORCH_DTYPES, StoredRows
+from mens_exp.layout.prequantized import CODES
+from mens_exp.model.stored_weights import TORCH_DTYPES, CodedRows, StoredRows
 from mens_exp.quant.binding import DTYPES
 from mens_exp.quant.round_trip import quantized_rows
 from mens_exp.tokenizer.implementations import HfTokenizer
@@ -71,7 +72,7 @@ def outlines(places: Iterable[Place], dtype: str) -> dict[str, Outline]:
     """Return the header of one output file; non-floating-point tensors keep their dtype."""
     return {
         one.name: Outline(
-            dtype=dtype if one.info.dtype in FLOAT_DTYPES else one.info.dtype, shape=one.info.shape
+            dtype=dtype if one.info.dtype in WEIGHT_DTYPES else one.info.dtype, shape=one.info.shape
         )
         for one in places
     }
@@ -105,10 +106,14 @@ def write_tensors(
 
 
 def _write(writer: SafetensorsWriter, place: Place, merge: Merge) -> None:
-    stored = StoredRows(place.shard, place.key, place.info)
+    stored = (
+        CodedRows(place.shard, place.key)
+        if place.info.dtype == CODES
+        else StoredRows(place.shard, place.key, place.info)
+    )
     changes = place.logical is not None or merge.quantizer is not None
     inner = math.prod(stored.inner)
-    if place.info.dtype not in FLOAT_DTYPES or (not changes and place.info.dtype == merge.dtype):
+    if place.info.dtype not in WEIGHT_DTYPES or (not changes and place.info.dtype == merge.dtype):
         for first, last in _pieces(stored.rows, inner):
             writer.write(place.name, _bytes(stored.read(first, last)))
     elif place.transposed and changes:
@@ -120,7 +125,7 @@ def _write(writer: SafetensorsWriter, place: Place, merge: Merge) -> None:
 
 
 def _write_transposed(
-    writer: SafetensorsWriter, place: Place, stored: StoredRows, merge: Merge
+    writer: SafetensorsWriter, place: Place, stored: StoredRows | CodedRows, merge: Merge
 ) -> None:
     """Merge a weight that is stored ``[I, O]``: quantizer and lengths go by rows of ``[O, I]``."""
     stored_IO = stored.read(0, stored.rows)

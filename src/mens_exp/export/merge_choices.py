@@ -373,9 +373,13 @@ def _of_kept_values(spec: QuantizerSpec, asked: MergeConfig) -> tuple[None, str]
             f"{values} are not made again",
             where="merge.base",
             found="dequantized",
-            expected="original, whose distance from them the certificate measures",
+            expected="original"
+            if spec.keeps_codes
+            else "original, whose distance from them the certificate measures",
             remedy="drop merge.base",
         )
+    if spec.keeps_codes:
+        return None, "the values of the published codes, on which the adapter was trained"
     return None, f"the published weights; the adapter was trained on {values} of them"
 
 
@@ -436,6 +440,6 @@ def _quantizers(
 
 
 def _keys(shard: Path) -> set[str]:
-    from mens_exp.layout.checkpoint_files import read_header
+    from mens_exp.layout.checkpoint_files import read_headers
 
-    return set(read_header(shard))
+    return set(read_headers([shard])[shard])

@@ -31,8 +31,10 @@ from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquanti
 from mens_exp.errors import MensError, ModelFileError
 from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.export.gguf import GGUF_FILE as GGUF
+from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD
 from mens_exp.model.quiet import quiet
+from mens_exp.model.stored_weights import CodedRows
 from mens_exp.quant.binding import DTYPES
 from mens_exp.quant.bnb import quantized_linears, values_of
 from mens_exp.quant.round_trip import round_trip
@@ -368,7 +370,7 @@ def tensor_errors(
             continue
         if place.name not in written:
             raise ModelFileError("a merged tensor is not in the output", found=place.name)
-        found_OI, base_OI = _read(written[place.name], place.name), _read(place.shard, place.key)
+        found_OI, base_OI = _read(written[place.name], place.name), _stored(place)
         if found_OI.shape != base_OI.shape:
             raise ModelFileError(
                 "a merged tensor has another shape than its base",
@@ -398,12 +400,20 @@ def row_lengths(place: Place, delta: Change, quantizer: Quantizer | None) -> tor
         delta: of the adapter.
         quantizer: what made 4-bit values of the base; None for the published weights.
     """
-    stored = _read(place.shard, place.key)
+    stored = _stored(place)
     stored_OI = stored.T if place.transposed else stored
     lengths_O: torch.Tensor = _base(stored_OI, place, delta, quantizer).norm(dim=1)
     if quantizer is not None:
         lengths_O = lengths_O.to(DTYPES[quantizer["compute_dtype"]]).double()
     return lengths_O
+
+
+def _stored(place: Place) -> torch.Tensor:
+    """Return the weight of a base as it is stored; of published codes, what they stand for."""
+    if place.info.dtype != CODES:
+        return _read(place.shard, place.key)
+    codes = CodedRows(place.shard, place.key)
+    return codes.read(0, codes.rows)
 
 
 def _read(path: Path, name: str) -> torch.Tensor:

@@ -44,7 +44,7 @@ from mens_exp.layout.checkpoint_files import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.peft_format import read_settings
-from mens_exp.layout.shape import Shape, shape_of
+from mens_exp.layout.shape import Shape, shape_of, stored_layers
 from mens_exp.planning.checks import classes, model
 from mens_exp.rows.cache import cache_root
 
@@ -396,14 +396,7 @@ def _of_directory(config: RunConfig, cache: Path) -> MergeInputs:
     model = _model(config, place)
     base = resolve(model, cache)
     found = read_directory(base.directory)
-    if "quantization_config" in found.config:
-        raise ModelFileError(
-            "the base is quantized itself, and has no weights to add to",
-            where=f"{base.directory}: config.json: quantization_config",
-            found=str(found.config["quantization_config"]),
-            expected="an unquantized model",
-            remedy="name the model that it was made from with base=",
-        )
+    stored_layers(found)  # refuses what is not read
     shape = shape_of(model)
     if place.form == "peft":
         manifest, tensors = _from_peft(

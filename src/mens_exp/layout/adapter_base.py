@@ -15,9 +15,10 @@ from mens_exp.artifacts.adapter_tensors import few
 from mens_exp.config.model import HfModel
 from mens_exp.errors import DataError, ModelFileError, RequestError, expected_name
 from mens_exp.layout import hub
-from mens_exp.layout.checkpoint_files import read_directory, read_header
+from mens_exp.layout.checkpoint_files import read_directory, read_headers
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key, shape_of
 from mens_exp.layout.targets import linear_modules, weight_shape
 
@@ -168,6 +169,7 @@ def _of_another_base(where: str, found: object, expected: str) -> DataError:
 
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+WEIGHT_DTYPES = (*FLOAT_DTYPES, CODES)
 _HEAD_KEY = f"{HEAD}.weight"
 _NUMBER = re.compile(r"\.(\d+)\.")
 _OF_LAYER = re.compile(r"(?:l|mid)(\d+)")
@@ -236,7 +238,9 @@ def layer_problems(
         ModelFileError: a shard is not a complete safetensors file.
     """
     layers = list(layers)
-    tensors = {name: info for shard in shards for name, info in read_header(shard).items()}
+    tensors = {
+        name: info for header in read_headers(shards).values() for name, info in header.items()
+    }
     kinds = _kinds(one.key for one in layers)
     if len(kinds) > 1:
         listed = ", ".join(f"{key} ({kind})" for kind, key in sorted(kinds.items()))
@@ -335,7 +339,7 @@ def _tensor_problems(
                 expected=_shown(shape),
                 remedy="name the base that the adapter was trained on",
             )
-        elif tensors[key].dtype not in FLOAT_DTYPES:
+        elif tensors[key].dtype not in WEIGHT_DTYPES:
             yield ModelFileError(
                 "the base's tensor cannot be merged into",
                 where=f"{one.logical}: {key}",
@@ -382,7 +386,7 @@ def places(
             ``lm_head`` represents a tied head.
     """
     quantizers = quantizers or {}
-    headers = {shard: read_header(shard) for shard in shards}
+    headers = read_headers(shards)
     keys = {key: shard for shard, header in headers.items() for key in header}
     layers = list(layers)
     apart = [one for one in layers if unties and untied(one)]

@@ -15,21 +15,22 @@ from __future__ import annotations
 import json
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.errors import DataError, ModelFileError
+from mens_exp.layout import prequantized
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
     from typing import BinaryIO
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _REMEDY = "download or copy the file again"
@@ -143,6 +144,7 @@ def _check_extent(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -
         )
 
 
+_MOST_STATE = 1 << 16  # bytes; bitsandbytes' state of a layer has some two hundred
 _ALIGNMENT = 8  # header alignment of the reference implementation
 
 
@@ -224,7 +226,14 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDirectory:
-    """The contents of a model directory, without its weights."""
+    """The contents of a model directory, without its weights.
+
+    Attributes:
+        path: the directory.
+        config: config.json.
+        shards: the files of weights.
+        tensors: by name; a layer of codes has one weight (:mod:`mens_exp.layout.prequantized`).
+    """
 
     path: Path
     config: dict[str, Any]
@@ -248,11 +257,90 @@ def read_directory(path: Path) -> ModelDirectory:
     config = read_description(path)
     places = _places(path)
     shards = tuple(sorted(set(places.values()))) if places else (path / SINGLE,)
-    tensors: dict[str, TensorInfo] = {}
-    for shard in shards:
-        tensors |= read_header(shard)
-    _check_index(path, places, tensors)
+    headers = {shard: read_header(shard) for shard in shards}
+    _check_index(path, places, {name for header in headers.values() for name in header})
+    seen = _with_weights(config, headers, str(path))
+    tensors = {name: info for header in seen.values() for name, info in header.items()}
     return ModelDirectory(path=path, config=config, shards=shards, tensors=tensors)
+
+
+def read_headers(shards: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
+    """Return the tensors of the files of a checkpoint; a layer of codes has one weight.
+
+    Raises:
+        ModelFileError: a file is missing, truncated or inconsistent.
+    """
+    headers = {shard: read_header(shard) for shard in shards}
+    described = {shard.parent / "config.json" for shard in headers}
+    configs = [_read_json(path) for path in described if path.is_file()]
+    if len(configs) != 1:
+        return headers
+    return _with_weights(configs[0], headers, str(next(iter(described)).parent))
+
+
+def _with_weights(
+    config: dict[str, Any], headers: Mapping[Path, dict[str, TensorInfo]], where: str
+) -> dict[Path, dict[str, TensorInfo]]:
+    """Return the headers of files, in which a layer of codes has one weight."""
+    shard_of = {name: shard for shard, header in headers.items() for name in header}
+
+    def read(name: str) -> bytes:
+        shard = shard_of[name]
+        info = headers[shard][name]
+        if info.end - info.start > _MOST_STATE:
+            raise ModelFileError("is no small tensor", where=f"{shard}: {name}")
+        with shard.open("rb") as file:
+            file.seek(data_start(shard) + info.start)
+            return file.read(info.end - info.start)
+
+    tensors = {name: info for header in headers.values() for name, info in header.items()}
+    kept, coded = with_weights(config, tensors, where, read)
+    found = {
+        shard: {name: info for name, info in header.items() if name in kept}
+        for shard, header in headers.items()
+    }
+    for name, (codes, info) in coded.items():
+        found[shard_of[codes]][name] = info
+    return found
+
+
+def with_weights(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    where: str,
+    read: Callable[[str], bytes | None],
+) -> tuple[dict[str, TensorInfo], dict[str, tuple[str, TensorInfo]]]:
+    """Return the tensors that are no codes, and one weight for each layer of codes.
+
+    The weight's dtype is :data:`mens_exp.layout.prequantized.CODES`, and its bytes are those of
+    the codes. A format that is not read, which planning refuses by name, is left as it is.
+
+    Args:
+        config: config.json.
+        tensors: of all files.
+        where: the directory, for messages.
+        read: gives the bytes of a small tensor, or None.
+
+    Returns:
+        The rest by name; and, by the name of each weight, the name of its codes and the weight.
+
+    Raises:
+        ModelFileError: a layer lacks its codes, or their shape is none.
+    """
+    try:
+        stored = prequantized.format_of(config, where)
+    except ModelFileError:
+        stored = None
+    if stored is None:
+        return dict(tensors), {}
+    layers = stored.layers({name: info.shape for name, info in tensors.items()}, where, read)
+    parts = {name for path in layers for name in stored.names(path)}
+    coded = {}
+    for path, shape in layers.items():
+        codes = f"{path}.{stored.codes}"
+        info = replace(tensors[codes], dtype=prequantized.CODES, shape=shape)
+        coded[f"{path}.weight"] = (codes, info)
+    return {name: info for name, info in tensors.items() if name not in parts}, coded
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -322,8 +410,8 @@ def _places(path: Path) -> dict[str, Path]:
     return {str(tensor): path / str(shard) for tensor, shard in weight_map.items()}
 
 
-def _check_index(path: Path, places: dict[str, Path], tensors: dict[str, TensorInfo]) -> None:
-    absent = sorted(places.keys() - tensors.keys())
+def _check_index(path: Path, places: dict[str, Path], tensors: set[str]) -> None:
+    absent = sorted(places.keys() - tensors)
     if absent:
         raise ModelFileError(
             "tensors listed in the index are in no shard",

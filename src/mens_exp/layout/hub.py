@@ -33,6 +33,7 @@ from mens_exp.layout.checkpoint_files import (
     TensorInfo,
     read_description,
     read_directory,
+    with_weights,
 )
 from mens_exp.layout.hub_errors import DATASET, MODEL, Kind, client_error, translated
 
@@ -97,11 +98,14 @@ def describe(model: HfModel) -> ModelDirectory:
         return ModelDirectory(path=Path(model.id), config=shipped, shards=(), tensors={})
     if not files.missing:
         return read_directory(files.directory)
+    config = read_description(files.directory)
+    headers = headers_of(model.id, commit, tuple(sorted(files.weights)))
+    kept, coded = with_weights(config, headers, model.id, lambda _: None)
     return ModelDirectory(
         path=files.directory,
-        config=read_description(files.directory),
+        config=config,
         shards=tuple(files.directory / name for name in sorted(files.weights)),
-        tensors=headers_of(model.id, commit, tuple(sorted(files.weights))),
+        tensors=kept | {name: info for name, (_, info) in coded.items()},
     )
 
 

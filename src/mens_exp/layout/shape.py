@@ -10,7 +10,7 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import Composition
@@ -19,6 +19,7 @@ from mens_exp.errors import ConfigError, ModelFileError
 from mens_exp.layout import hub
 from mens_exp.layout.families import FAMILIES, LAYERS, Family, Projection, family_in
 from mens_exp.layout.model_cache import random_config
+from mens_exp.layout.prequantized import CODES, StoredLayers, format_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -31,7 +32,7 @@ UNBOUNDED = 1 << 20  # tokens; for a model without a maximum length, such as one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Dimensions of a model."""
+    """Dimensions of a model, and the layers that were published as codes."""
 
     family: Family
     hidden_size: int
@@ -43,6 +44,7 @@ class Shape:
     vocab_size: int
     max_position_embeddings: int
     tied: bool
+    stored: StoredLayers | None = None
 
     def projections(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of each projection of a decoder layer, by its path inside it."""
@@ -145,7 +147,8 @@ def shape_of(model: ModelConfig) -> Shape:
     if isinstance(model, HfModel):
         directory = hub.describe(model)
         where = str(directory.path / "config.json")
-        return _from_config(directory.config, where, family_in(directory))
+        found = _from_config(directory.config, where, family_in(directory))
+        return replace(found, stored=stored_in(directory))
     if isinstance(model, RandomModel):
         return _from_config(random_config(model), "model", family_for(model))
     assert isinstance(model, BundledModel)
@@ -161,6 +164,36 @@ def shape_of(model: ModelConfig) -> Shape:
         max_position_embeddings=model.max_position_embeddings,
         tied=True,
     )
+
+
+def stored_in(directory: ModelDirectory) -> StoredLayers | None:
+    """Return the layers that are stored as codes; None also for a format that is not read."""
+    try:
+        return stored_layers(directory)
+    except ModelFileError:
+        return None  # which the checks before a run refuse, by name
+
+
+def stored_layers(directory: ModelDirectory) -> StoredLayers | None:
+    """Return the layers that are stored as codes; None for an unquantized model.
+
+    Raises:
+        ModelFileError: the format is not one that is read here, or no layer is stored in it.
+    """
+    where, tensors = str(directory.path), directory.tensors
+    found = format_of(directory.config, where)
+    if found is None:
+        return None
+    names = frozenset(name for name, info in tensors.items() if info.dtype == CODES)
+    if tensors and not names:
+        raise ModelFileError(
+            "no layer is stored as config.json says",
+            where=f"{where}: config.json: quantization_config",
+            found=f"{found.method}, and no tensor that ends in .{found.marker}",
+            remedy="download the model again; or take quantization_config out of config.json, if "
+            "the weights are not quantized",
+        )
+    return StoredLayers(format=found, names=names if tensors else None)
 
 
 def _from_config(config: dict[str, Any], where: str, family: Family) -> Shape:
@@ -221,6 +254,11 @@ def check_weights(directory: ModelDirectory) -> None:
     found = {
         name[name.find(f"{layers}.") :]: info.shape for name, info in directory.tensors.items()
     }
+    coded = {
+        name[name.find(f"{layers}.") :]
+        for name, info in directory.tensors.items()
+        if info.dtype == CODES
+    }
     stacked = {
         one.path: one.slot.experts
         for one in shape.family.projections
@@ -232,6 +270,8 @@ def check_weights(directory: ModelDirectory) -> None:
             if path in stacked:
                 expected = (stacked[path], *expected)
             key = f"{layers}.{layer}.{path}.weight"
+            if key in coded:
+                expected = (out, width) if len(found[key]) > 1 else (out * width,)
             if found.get(key) != expected:
                 raise ModelFileError(
                     "weights disagree with config.json",

@@ -168,6 +168,8 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
     """
     left = {one.path for one in skipped(quant.skip, shape)}
     inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
+    if quant.spec.keeps_codes and shape.stored is not None:
+        inside = [one for one in inside if shape.stored.holds(one.path)]
     found = {one.path: quant.of(quant.quant_type) for one in inside}
     problems = []
     for pattern, quant_type in quant.type_pattern.items():

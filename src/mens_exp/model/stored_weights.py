@@ -14,17 +14,79 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from mens_exp.errors import ModelFileError
+from mens_exp.layout import prequantized
 from mens_exp.layout.checkpoint_files import ITEM_BYTES, data_start, read_directory, read_header
 from mens_exp.layout.shape import base_key
+from mens_exp.model.stored_codes import stored_codes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.layout.checkpoint_files import TensorInfo
     from mens_exp.layout.families import Family
+    from mens_exp.model.stored_codes import StoredCodes
+
+
+class StoredTensors:
+    """Reader of tensors by key; keeps nothing between calls.
+
+    Attributes:
+        directory: the model; a layer of codes has one weight.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Find the file of each tensor.
+
+        Raises:
+            ModelFileError: a file is missing or truncated.
+        """
+        self.directory = read_directory(directory)
+        self._shard_of = {
+            key: shard for shard in self.directory.shards for key in read_header(shard)
+        }
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return a tensor as it is in its file.
+
+        Raises:
+            ModelFileError: the library does not read the file.
+        """
+        shard = self._shard_of[key]
+        try:
+            with safe_open(shard, framework="pt") as file:
+                found: torch.Tensor = file.get_tensor(key)
+        except SafetensorError as error:
+            raise ModelFileError(
+                "cannot be read by the safetensors library",
+                where=f"{shard}: {key}",
+                found=str(error),
+                remedy="download the model again",
+            ) from error
+        return found
+
+    def codes(self, key: str, device: torch.device) -> StoredCodes:
+        """Return the codes of a layer that was published quantized.
+
+        Args:
+            key: of its weight in `directory`.
+            device: the target device.
+
+        Raises:
+            ModelFileError: its tensors are not those of the checkpoint's format.
+        """
+        where, path = str(self.directory.path), key.removesuffix(".weight")
+        stored = prequantized.format_of(self.directory.config, where)
+        assert stored is not None, "the directory has weights of codes"
+
+        def read(suffix: str) -> torch.Tensor | None:
+            name = f"{path}.{suffix}"
+            return self.tensor(name).to(device) if name in self._shard_of else None
+
+        width = self.directory.tensors[key].shape[-1]
+        return stored_codes(stored, read, f"{where}: {path}", width)
 
 
 class StoredWeights:
@@ -37,8 +99,7 @@ class StoredWeights:
             ModelFileError: a file is missing or truncated.
         """
         self.family = family
-        shards = read_directory(directory).shards
-        self._shard_of = {key: shard for shard in shards for key in read_header(shard)}
+        self._stored = StoredTensors(directory)
 
     def read(self, module_path: str, device: torch.device) -> torch.Tensor:
         """Return a module's weight in the layout of torch's ``Linear``, ``[O, I]``, in f32.
@@ -50,11 +111,31 @@ class StoredWeights:
         Raises:
             ModelFileError: the checkpoint has no such weight.
         """
-        key = base_key(module_path, self.family, self._shard_of)
-        with safe_open(self._shard_of[key], framework="pt") as file:
-            stored: torch.Tensor = file.get_tensor(key)
-        weight = stored.to(device).float()
+        key = base_key(module_path, self.family, self._stored.directory.tensors)
+        if self._stored.directory.tensors[key].dtype == prequantized.CODES:
+            codes = self._stored.codes(key, device)
+            return codes.rows(0, len(codes.codes_OI))
+        weight = self._stored.tensor(key).to(device).float()
         return weight.T.contiguous() if self.family.transposed else weight
+
+    def codes(self, module_path: str, device: torch.device) -> StoredCodes:
+        """Return the codes of a layer that was published quantized.
+
+        Args:
+            module_path: as in :meth:`read`.
+            device: the target device.
+
+        Raises:
+            ModelFileError: the checkpoint has no such layer, or its tensors are not the format's.
+        """
+        key = base_key(module_path, self.family, self._stored.directory.tensors)
+        return self._stored.codes(key, device)
+
+    @property
+    def coded_weights(self) -> list[str]:
+        """The keys of weights that were published as codes, in the order of the files."""
+        found = self._stored.directory.tensors
+        return [name for name, info in found.items() if info.dtype == prequantized.CODES]
 
 
 TORCH_DTYPES = {
@@ -115,6 +196,28 @@ class StoredRows:
                     raise ModelFileError("ended while it was read", where=str(self._shard))
                 done += more
         return raw.view(self.dtype).view(last - first, *self.inner)
+
+
+class CodedRows:
+    """Reader of the rows of a weight that was published as codes, in the manner of `StoredRows`."""
+
+    def __init__(self, shard: Path, name: str) -> None:
+        """Read the codes, all of which stay in memory.
+
+        Args:
+            shard: a file of the checkpoint.
+            name: name of the weight.
+
+        Raises:
+            ModelFileError: the tensors are not those of the checkpoint's format.
+        """
+        self._codes = StoredTensors(shard.parent).codes(name, torch.device("cpu"))
+        self.rows, width = self._codes.codes_OI.shape
+        self.inner = (width,)
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return what rows ``first`` to ``last`` (exclusive) stand for, f32."""
+        return self._codes.rows(first, last)
 
 
 _FORMATS = {

@@ -25,7 +25,7 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.planning import machine, messages, throughput_model
 from mens_exp.planning.activations import proxy_stack
 from mens_exp.planning.checks.machine import findings, rate_warnings
-from mens_exp.planning.checks.model import date_in_prompts, expert_warnings
+from mens_exp.planning.checks.model import codes_warnings, date_in_prompts, expert_warnings
 from mens_exp.planning.contract import contract_of
 from mens_exp.planning.forecast import (
     device_of_plan,
@@ -321,6 +321,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "warnings": [
             *(stack.warnings if stack else ()),
             *expert_warnings(config, shape),
+            *codes_warnings(config, shape),
             *rate_warnings(config, shape),
             *_heldout_warnings(config, data),
             *_split_warnings(data),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
+    from mens_exp.layout.targets import LinearModule
     from mens_exp.planning.activations import Documents
 
 RANKS = "importance of ranks"  # of each value of the adapter, and two averages of it
@@ -133,10 +134,13 @@ def base_bits(quant: QuantConfig, shape: Shape) -> float:
     inside = [one for one in linear_modules(shape) if one.layer is not None and one.slot is None]
     stored = quantized_modules(quant, shape) if quant.is_quantized else {}
     plain = unquantized(quant.compute_dtype)
-    bits = sum(
-        one.out * one.width * bits_per_weight(stored.get(one.path, plain), 1 / one.width)
-        for one in inside
-    )
+
+    def bits_of(one: LinearModule) -> float:
+        if quant.spec.keeps_codes and shape.stored is not None and one.path in stored:
+            return shape.stored.format.bits_per_weight(one.width)
+        return bits_per_weight(stored.get(one.path, plain), 1 / one.width)
+
+    bits = sum(one.out * one.width * bits_of(one) for one in inside)
     return bits / sum(one.out * one.width for one in inside)
 
 

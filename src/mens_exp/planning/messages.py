@@ -365,14 +365,19 @@ def ids_without_embedding(where: str, last: int, vocabulary: int) -> ModelFileEr
     )
 
 
-def quantized_already(where: str, found: str, formats: Iterable[str]) -> ModelFileError:
+def quantized_already(
+    where: str, found: str, formats: Iterable[str], *, is_read: bool
+) -> ModelFileError:
     """Weights that are already quantized would be rounded twice, or misread."""
     return ModelFileError(
         "the weights are quantized already",
         where=where,
         found=found,
         expected=f"weights in {', '.join(sorted(formats))}",
-        remedy="take the model that these weights were made from",
+        remedy="choose quant=prequantized, which keeps their codes; or take the model that they "
+        "were made from"
+        if is_read
+        else "take the model that these weights were made from",
     )
 
 

@@ -160,6 +160,7 @@ _CHECKS = (
     _cache,
     check_contract,
     machine.check_optimizer,
+    machine.check_quantizers,
     check_data,
     model.check_backend,
     model.check_model,

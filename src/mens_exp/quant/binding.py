@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.config.quant import QuantConfig, QuantizerSpec
+    from mens_exp.model.stored_weights import StoredWeights
 
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -58,14 +59,17 @@ class Binding:
         except metadata.PackageNotFoundError:  # a module that no distribution of its name has
             return package
 
-    def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> Any:
+    def loading_config(
+        self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
+    ) -> Any:
         """Return the configuration for transformers' loader; None loads weights as they are.
 
         Args:
             quant: the `quant` group.
             skip: paths of modules that stay unquantized, beside the head.
+            weights: the base's weights on disk.
         """
-        del quant, skip
+        del quant, skip, weights
 
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
         """Quantize modules of a loaded model in place, where the loader did not.

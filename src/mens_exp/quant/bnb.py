@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
     from mens_exp.layout.shape import Shape
+    from mens_exp.model.stored_weights import StoredWeights
 
 INT8_THRESHOLD = 6.0  # arXiv:2208.07339, section 3.2, and the default of transformers
 _STORAGE = {
@@ -46,15 +47,17 @@ _STORAGE = {
 }
 
 
-def quantization_config(config: QuantConfig, skip: Sequence[str] = ()) -> BitsAndBytesConfig | None:
+def quantization_config(
+    config: QuantConfig, skip: Sequence[str] = (), weights: StoredWeights | None = None
+) -> Any:
     """Translate the `quant` group for transformers' loader; None leaves weights unquantized.
 
     Args:
         config: the `quant` group; its block size cannot be set through the loader.
         skip: paths of modules that stay unquantized, in addition to the head.
+        weights: the base's weights on disk, which a base that was published quantized needs.
     """
-    found: BitsAndBytesConfig | None = binding_of(config.spec).loading_config(config, skip)
-    return found
+    return binding_of(config.spec).loading_config(config, skip, weights)
 
 
 def _left_out(skip: Sequence[str]) -> list[str] | None:
@@ -72,8 +75,11 @@ class _OfBitsandbytes(Binding):
 class _FourBit(_OfBitsandbytes):
     """bitsandbytes' 4-bit layers."""
 
-    def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
-        """Return bitsandbytes' configuration."""
+    def loading_config(
+        self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
+    ) -> BitsAndBytesConfig:
+        """Return bitsandbytes' configuration, in which the block size cannot be set."""
+        del weights
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(
@@ -209,9 +215,11 @@ class _FourBit(_OfBitsandbytes):
 class _EightBit(_OfBitsandbytes):
     """bitsandbytes' 8-bit layers; what is done to them is in :mod:`mens_exp.quant.int8`."""
 
-    def loading_config(self, quant: QuantConfig, skip: Sequence[str]) -> BitsAndBytesConfig:
+    def loading_config(
+        self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
+    ) -> BitsAndBytesConfig:
         """Return bitsandbytes' configuration."""
-        del quant
+        del quant, weights
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(

@@ -135,12 +135,15 @@ class Codebook:
         self, weight_OI: torch.Tensor, of_all: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales_ON = self.coded(weight_OI.float().reshape(len(weight_OI), -1, block), of_all)
-        codes_OI = codes.flatten(1).to(torch.uint8)
+        return self.packed(codes.flatten(1).to(torch.uint8)), scales_ON
+
+    def packed(self, codes_OI: torch.Tensor) -> torch.Tensor:
+        """Put codes into bytes, uint8 ``[O, I / C]``, the first in the highest bits."""
         together = codes_OI.reshape(len(codes_OI), -1, _BITS_OF_BYTE // self.stored_bits)
         packed = together[..., 0]
         for place in range(1, together.shape[-1]):
             packed = (packed << self.stored_bits) | together[..., place]
-        return packed, scales_ON
+        return packed
 
     def coded(
         self, blocks: torch.Tensor, of_all: torch.Tensor
@@ -280,14 +283,28 @@ class CodebookLinear(torch.nn.Linear):
     book: Codebook
     name: str
     compute_dtype: torch.dtype
+    column_I: torch.Tensor | None  # the column of each input's codes; None is its own
 
     def quantize(self, name: str, book: Codebook, values_OI: torch.Tensor, block: int) -> None:
         """Take the codes of a weight."""
-        packed, scales_ON = book.quantize(values_OI, block)
-        self.book, self.name, self.compute_dtype = book, name, values_OI.dtype
+        self.take(name, book, *book.quantize(values_OI, block), dtype=values_OI.dtype)
+
+    def take(
+        self,
+        name: str,
+        book: Codebook,
+        packed: torch.Tensor,
+        scales_ON: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        column_I: torch.Tensor | None = None,
+    ) -> None:
+        """Take codes and scales as :meth:`Codebook.quantize_pieces` gives them."""
+        self.book, self.name, self.compute_dtype = book, name, dtype
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         # As bytes: a change of a model's dtype would round them.
         self.register_buffer("scale_bytes", scales_ON.contiguous().view(torch.uint8), False)
+        self.register_buffer("column_I", column_I, False)
 
     def scales(self) -> torch.Tensor:
         """Return the scales, f32 ``[O, N]``."""
@@ -297,7 +314,8 @@ class CodebookLinear(torch.nn.Linear):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what the codes stand for, ``[O, I]``."""
-        return self.book.dequantize(self.weight, self.scales(), dtype)
+        found = self.book.dequantize(self.weight, self.scales(), dtype)
+        return found if self.column_I is None else found[:, self.column_I]
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
@@ -314,28 +332,15 @@ class CodebookLinear(torch.nn.Linear):
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
 
-class _Codes(Binding):
-    """Layers of one codebook."""
+class CodebookBinding(Binding):
+    """Layers of codes, of a quantizer's name."""
 
-    def __init__(self, name: str, book: Codebook) -> None:
-        """Bind the codebook of a quantizer's name."""
-        self.name, self.book = name, book
-
-    @property
-    def library(self) -> str:
-        """This module; the number is raised if it gives other values."""
-        return "mens_exp codebooks 1"
-
-    def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
-        """Replace the weights of layers by codes."""
-        for path in paths:
-            layer: Any = as_linear(model.get_submodule(path))
-            model.set_submodule(path, layer)
-            layer.__class__ = CodebookLinear
-            layer.quantize(self.name, self.book, layer.weight.data, quant.block)
+    def __init__(self, name: str) -> None:
+        """Bind a name."""
+        self.name = name
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a layer of this codebook."""
+        """Tell whether a module is a layer of this quantizer."""
         return isinstance(module, CodebookLinear) and module.name == self.name
 
     def facts(self, layer: Any) -> dict[str, Any]:
@@ -352,6 +357,38 @@ class _Codes(Binding):
         """Return what the codes stand for, f32 ``[O, I]``."""
         found: torch.Tensor = layer.dequantized()
         return found
+
+    def multiplies(self, layer: Any) -> bool:
+        """Tell that every layer computes with its dequantized weight."""
+        del layer
+        return True
+
+    def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight rounded to the dtype of the inputs."""
+        found: torch.Tensor = layer.dequantized(dtype)
+        return found
+
+
+class CodesBinding(CodebookBinding):
+    """Layers of one codebook."""
+
+    def __init__(self, name: str, book: Codebook) -> None:
+        """Bind the codebook of a quantizer's name."""
+        super().__init__(name)
+        self.book = book
+
+    @property
+    def library(self) -> str:
+        """This module; the number is raised if it gives other values."""
+        return "mens_exp codebooks 1"
+
+    def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
+        """Replace the weights of layers by codes."""
+        for path in paths:
+            layer: Any = as_linear(model.get_submodule(path))
+            model.set_submodule(path, layer)
+            layer.__class__ = CodebookLinear
+            layer.quantize(self.name, self.book, layer.weight.data, quant.block)
 
     def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
         """Quantize and dequantize a weight by itself."""
@@ -379,26 +416,16 @@ class _Codes(Binding):
 
         return values
 
-    def multiplies(self, layer: Any) -> bool:
-        """Tell that every layer computes with its dequantized weight."""
-        del layer
-        return True
 
-    def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight rounded to the dtype of the inputs."""
-        found: torch.Tensor = layer.dequantized(dtype)
-        return found
-
-
-NF2 = _Codes("nf2", Codebook(levels=normal_float(2), to_even=False))
-NF3 = _Codes("nf3", Codebook(levels=normal_float(3), to_even=False))
-NF8 = _Codes("nf8", Codebook(levels=normal_float(8), to_even=False))
-INT2 = _Codes("int2", Codebook(levels=integers(2)))
-INT3 = _Codes("int3", Codebook(levels=integers(3)))
-INT4 = _Codes("int4", Codebook(levels=integers(4)))
-UINT2 = _Codes("uint2", _unsigned(2))
-UINT3 = _Codes("uint3", _unsigned(3))
-UINT4 = _Codes("uint4", _unsigned(4))
-UINT8 = _Codes("uint8", _unsigned(8))
-MXFP4 = _Codes("mxfp4", Codebook(levels=E2M1, scaling=POWER_OF_TWO))
-NVFP4 = _Codes("nvfp4", Codebook(levels=E2M1, scaling=TWO_LEVEL))
+NF2 = CodesBinding("nf2", Codebook(levels=normal_float(2), to_even=False))
+NF3 = CodesBinding("nf3", Codebook(levels=normal_float(3), to_even=False))
+NF8 = CodesBinding("nf8", Codebook(levels=normal_float(8), to_even=False))
+INT2 = CodesBinding("int2", Codebook(levels=integers(2)))
+INT3 = CodesBinding("int3", Codebook(levels=integers(3)))
+INT4 = CodesBinding("int4", Codebook(levels=integers(4)))
+UINT2 = CodesBinding("uint2", _unsigned(2))
+UINT3 = CodesBinding("uint3", _unsigned(3))
+UINT4 = CodesBinding("uint4", _unsigned(4))
+UINT8 = CodesBinding("uint8", _unsigned(8))
+MXFP4 = CodesBinding("mxfp4", Codebook(levels=E2M1, scaling=POWER_OF_TWO))
+NVFP4 = CodesBinding("nvfp4", Codebook(levels=E2M1, scaling=TWO_LEVEL))

@@ -229,6 +229,9 @@ def _causal(trained: Trained, directory: Path, what: str) -> _Opened:
         "dequantized base + merged delta, f32",
         lambda: parity.merged(backend, config, base, into="dequantized"),
     )
+    if config.quant.spec.keeps_codes:
+        opened.unknown["requantized"] = "another program made the codes of the base"
+        return opened
     opened.graphs["requantized"] = (
         f"written, then quantized again to {config.quant.quant_type.value}",
         lambda: parity.quantized_from(directory, config, base),

@@ -307,7 +307,7 @@ def _quantization(config: RunConfig, quant: Quant, recorded: Quantizer | None) -
     double_quant, block = (ours.double_quant, ours.block) if is_ours else (True, spec.usual_block)
     if "double_quant" in spec.settings and quant["double_quant"] != double_quant:
         found.append(f"quant.double_quant={str(quant['double_quant']).lower()}")
-    if recorded is None:
+    if recorded is None or spec.keeps_codes:
         return found
     if spec.in_blocks and recorded["block_size"] != block:
         found.append(f"quant.block_size={recorded['block_size']}")

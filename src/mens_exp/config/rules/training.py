@@ -385,6 +385,14 @@ def _teacher_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="another model, or a quantized base",
             remedy="name one with objective.teacher=<path or id>, or choose backend=qlora",
         )
+    if teacher is config.model and config.quant.spec.keeps_codes:
+        yield ConfigError(
+            "null is the base before quantization, which was published quantized here",
+            where="objective.teacher",
+            found="null with quant=prequantized",
+            expected="another model",
+            remedy="name one with objective.teacher=<path or id>",
+        )
     if config.trainer.sharing is Strategy.fsdp:
         yield ConfigError(
             "the teacher is whole in every process, and the base is in parts to save its memory",

@@ -200,6 +200,20 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
         )
 
 
+def check_quantizers(config: RunConfig) -> Iterator[SetupError]:
+    """Yield the quantizers whose package is not installed."""
+    for one in dict.fromkeys([config.quant.quant_type, *config.quant.type_pattern.values()]):
+        package = one.spec.package
+        if package is not None and find_spec(package) is None:
+            yield MissingExtra(
+                f"{package} is not installed",
+                where="quant",
+                found=one.value,
+                expected=f"the package {package}, or another quantizer, such as quant=nf4",
+                remedy=f"pip install 'mens-exp[{package}]'",
+            )
+
+
 # Optimizers of another package: its name, and the extra that has it.
 _PACKAGES: dict[type, tuple[str, str]] = {
     ProdigyConfig: ("prodigyopt", "prodigy"),

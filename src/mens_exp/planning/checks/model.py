@@ -19,12 +19,12 @@ from mens_exp.config.model import (
     teacher_of,
 )
 from mens_exp.config.objective import OBJECTIVES
-from mens_exp.config.quant import ComputeDtype
+from mens_exp.config.quant import ComputeDtype, unquantized
 from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import locate_bundled, ready_directory
-from mens_exp.layout.shape import Shape, check_weights, shape_of
+from mens_exp.layout.shape import Shape, check_weights, shape_of, stored_in, stored_layers
 from mens_exp.layout.targets import linear_modules, quantized_modules
 from mens_exp.planning import messages
 from mens_exp.planning.activations import modules_of, proxy_stack
@@ -67,6 +67,14 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
         and ready_directory(model, cache_root()) is None
     ):
         yield from _room(model, shape)
+    if not isinstance(model, HfModel) and config.quant.spec.keeps_codes:
+        yield ConfigError(
+            "keeps the codes of a base that was published quantized",
+            where="quant",
+            found=f"prequantized for {model.name}, which is not",
+            expected="a model of a directory or of the hub",
+            remedy="add model=hf model.id=<path or id>; or choose quant=nf4",
+        )
     if isinstance(model, HfModel):
         directory = hub.describe(model)
         if not directory.shards:  # only its dimensions are known, which is enough for a plan
@@ -74,7 +82,7 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
                 hub.pinned(model)  # raises the reason why it is unavailable
             return
         yield from _without_effect(model)
-        yield from _quantized(directory)
+        yield from _quantized(directory, config.quant, shape)
         yield from _remote_code(model, directory.config)
         yield from _widths(config.quant, directory.path, shape)
         yield from _vocabulary(config, directory.path, shape)
@@ -94,14 +102,69 @@ def _without_effect(
         )
 
 
-def _quantized(directory: ModelDirectory) -> Iterator[MensError]:
-    """Refuse weights that are already quantized: they would be rounded twice, or misread."""
-    method = (directory.config.get("quantization_config") or {}).get("quant_method")
+def _quantized(
+    directory: ModelDirectory, quant: QuantConfig, shape: Shape | None = None
+) -> Iterator[MensError]:
+    """Refuse published codes where they would be rounded twice, misread, or are absent.
+
+    Args:
+        directory: the model.
+        quant: how its weights are to be stored.
+        shape: its dimensions, with the layers that are stored as codes.
+    """
+    named = directory.config.get("quantization_config")
     weights = (info for name, info in directory.tensors.items() if name.endswith("weight"))
     formats = {info.dtype for info in weights} - _FLOATS
-    if method is not None or formats:
+    if quant.spec.keeps_codes:
+        yield from _codes(directory, shape)
+    elif named is not None or formats:
+        method = named.get("quant_method") if isinstance(named, dict) else named
         found = str(method or ", ".join(sorted(formats)))
-        yield messages.quantized_already(str(directory.path), found, _FLOATS)
+        is_read = stored_in(directory) is not None
+        yield messages.quantized_already(str(directory.path), found, _FLOATS, is_read=is_read)
+
+
+def _codes(directory: ModelDirectory, shape: Shape | None) -> Iterator[MensError]:
+    """Yield why the codes of a checkpoint cannot be kept."""
+    where = str(directory.path)
+    try:
+        found = stored_layers(directory)
+    except ModelFileError as error:
+        yield error
+        return
+    if found is None:
+        yield ConfigError(
+            "keeps the codes of a base, and this base has none",
+            where="quant",
+            found=f"prequantized for {where}, whose config.json has no quantization_config",
+            expected="a base that was published as GPTQ, AWQ, FP8, bitsandbytes or "
+            "compressed-tensors",
+            remedy="choose a quantizer, such as quant=nf4",
+        )
+    if found is None or shape is None or found.names is None:
+        return
+    if shape.family.transposed:
+        yield ModelFileError(
+            "codes of a family whose weights lie transposed are not read",
+            where=where,
+            found=shape.family.model_type,
+            expected="a family of torch's linear layers, such as llama",
+            remedy="take the model that these weights were made from",
+        )
+    inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
+    known = {f"{path}.weight" for one in inside for path in (one.path, _short(one.path))}
+    if found.names - known:
+        yield ModelFileError(
+            "modules are quantized that are no linear layers of the decoder",
+            where=where,
+            found=min(found.names - known),
+            expected="linear layers of decoder layers: no head, and no experts of a mixture",
+            remedy="take the model that these weights were made from",
+        )
+
+
+def _short(path: str) -> str:
+    return path.partition(".")[2]
 
 
 def _room(model: RandomModel, shape: Shape) -> Iterator[MensError]:
@@ -191,7 +254,7 @@ def check_teacher(config: RunConfig) -> Iterator[MensError]:
     if not directory.shards and config.task.name != "plan":
         hub.pinned(teacher)  # raises the reason why it is unavailable
     yield from _without_effect(teacher, "objective.teacher_revision", "objective.teacher")
-    yield from _quantized(directory)
+    yield from _quantized(directory, unquantized())
     theirs, ours = shape_of(teacher), shape_of(config.model)
     if theirs.vocab_size != ours.vocab_size:
         yield ConfigError(
@@ -321,6 +384,17 @@ def _mixture(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
             where="attribute.bits",
             found=config.attribute.bits,
             expected=f"at least {lowest:.3f}, or a quantizer of fewer bits",
+        )
+
+
+def codes_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
+    """Yield a warning for published codes whose model computes something else elsewhere."""
+    stored = shape.stored
+    if config.quant.spec.keeps_codes and stored is not None and stored.format.quantizes_inputs:
+        yield (
+            f"the base was published in {stored.format.method} to quantize what its layers are "
+            "given, too. Here they compute with its weights alone, so others who load the base may "
+            "compute something else. Next: compare answers where the model will be served"
         )
 
 

@@ -1,0 +1,283 @@
+"""Bases that were published quantized, held to transformers, to bitsandbytes and to arithmetic.
+
+The layers of tests/model/published, written by the formats' own packages, make small models; the
+same model of the packages' own values, loaded by transformers, is the reference.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.model import HfModel
+from mens_exp.errors import ModelFileError
+from mens_exp.model.quiet import quiet
+from mens_exp.model.sources import resolve, write_byte_level_tokenizer
+from mens_exp.planning.estimate import make_plan
+from mens_exp.planning.memory import base_bits
+from mens_exp.quant.bnb import parameter_count, quantization_facts, quantized_linears
+from mens_exp.training.build import build_backend
+
+PUBLISHED = Path(__file__).parents[1] / "model" / "published"
+FILES = sorted(path.stem for path in PUBLISHED.glob("*.safetensors"))
+IDS = torch.arange(5, 45)[None]
+
+
+def published(name):
+    with safe_open(PUBLISHED / f"{name}.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in list(file.keys())}
+        return json.loads(file.metadata()["quantization_config"]), tensors
+
+
+def plain(place, weight_OI=None):
+    """Save a small Llama whose projections are all of 64 by 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=512, max_position_embeddings=256, **sizes, **heads)
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head" and weight_OI is not None:
+            module.weight.data = weight_OI.clone()
+    with quiet():
+        model.save_pretrained(place)
+    write_byte_level_tokenizer(place)
+    return place
+
+
+def coded(dense, place, config, tensors):
+    """Copy a model with the tensors of a layer of codes in the place of every projection."""
+    shutil.copytree(dense, place)
+    state = load_file(place / "model.safetensors")
+    for key in [key for key in state if key.endswith("_proj.weight")]:
+        path = key.removesuffix(".weight")
+        del state[key]
+        state |= {f"{path}.{suffix}": one.clone() for suffix, one in tensors.items()}
+    save_file(state, place / "model.safetensors", {"format": "pt"})
+    described = json.loads((place / "config.json").read_text("utf-8"))
+    described["quantization_config"] = config
+    (place / "config.json").write_text(json.dumps(described), "utf-8")
+    return place
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Return a model of codes and the same model of plain weights."""
+
+    def made(name):
+        config, tensors = published(name)
+        dense = plain(tmp_path / "dense", tensors.pop("expected"))
+        return coded(dense, tmp_path / name, config, tensors), dense
+
+    return made
+
+
+def configured(tiny_config, place, *more):
+    config = tiny_config(
+        "quant=prequantized", "quant.compute_dtype=f32", "lora.dropout=0", "data.seq_len=128", *more
+    )
+    config.model = HfModel(id=str(place))
+    return config
+
+
+def graph(config, tmp_path):
+    base = resolve(config.model, tmp_path)
+    return build_backend(config, base).eval()
+
+
+def logits(model):
+    with torch.no_grad(), quiet():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def of_transformers(place, **options):
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **options)
+        return logits(model.eval())
+
+
+def close(ours, theirs, tolerance=2e-6):
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_of_codes_computes_what_the_same_plain_weights_do(
+    name, pair, tiny_config, tmp_path
+):
+    place, dense = pair(name)
+    backend = graph(configured(tiny_config, place), tmp_path)
+    layers = quantized_linears(backend.causal_lm)
+    assert len(layers) == 14
+    assert close(logits(backend.causal_lm), of_transformers(dense))
+    assert {layer.weight.dtype for layer in layers.values()} == {torch.uint8}
+    facts = quantization_facts(backend.causal_lm)
+    assert (facts["quant"], facts["quantized_linears"]) == ("prequantized", 14)
+    plain = 2 * 512 * 64 + 5 * 64  # embedding, head and norms
+    adapters = sum(one.numel() for one in backend.trainable().values())
+    assert parameter_count(backend.causal_lm) == 14 * 64 * 64 + plain + adapters
+    kept = sum(layer.weight.nbytes + layer.scale_bytes.nbytes for layer in layers.values())
+    config = configured(tiny_config, place)
+    assert base_bits(config.quant, backend.shape) == 8 * kept / (14 * 64 * 64)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_four_bits_that_transformers_saved_are_what_it_loads(nested, tiny_config, tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    asked = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    place = plain(tmp_path / "dense")
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(place, quantization_config=asked)
+        model.save_pretrained(tmp_path / "saved")
+    write_byte_level_tokenizer(tmp_path / "saved")
+    theirs = of_transformers(tmp_path / "saved")
+    backend = graph(configured(tiny_config, tmp_path / "saved"), tmp_path)
+    assert len(quantized_linears(backend.causal_lm)) == 14
+    # bitsandbytes' kernel for evaluation computes in bf16 on some processors
+    assert close(logits(backend.causal_lm), theirs, 0.02)
+    again = graph(
+        configured(tiny_config, place, "quant=nf4", f"quant.double_quant={nested}".lower()),
+        tmp_path,
+    )
+    assert close(logits(backend.causal_lm), logits(again.causal_lm), 1e-5)
+
+
+def test_fp8_by_blocks_is_what_transformers_dequantizes(tiny_config, tmp_path):
+    from transformers import FineGrainedFP8Config
+
+    generator = torch.Generator().manual_seed(5)
+    dense = plain(tmp_path / "dense")
+    tensors = {
+        "weight": (torch.randn(64, 64, generator=generator)).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.rand(2, 2, generator=generator) * 0.1,
+    }
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    place = coded(dense, tmp_path / "fp8", config, tensors)
+    theirs = of_transformers(
+        place, quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 32))
+    )
+    backend = graph(configured(tiny_config, place), tmp_path)
+    assert close(logits(backend.causal_lm), theirs)
+
+
+def test_layers_that_were_published_unquantized_stay_plain(pair, tiny_config, tmp_path):
+    place, dense = pair("awq")
+    state = load_file(place / "model.safetensors")
+    whole = load_file(dense / "model.safetensors")
+    path = "model.layers.0.mlp.down_proj"
+    for suffix in ("qweight", "qzeros", "scales"):
+        del state[f"{path}.{suffix}"]
+    state[f"{path}.weight"] = whole[f"{path}.weight"]
+    save_file(state, place / "model.safetensors", {"format": "pt"})
+    backend = graph(configured(tiny_config, place), tmp_path)
+    assert len(quantized_linears(backend.causal_lm)) == 13
+    assert close(logits(backend.causal_lm), of_transformers(dense))
+    manifest, _ = backend.adapter(configured(tiny_config, place))
+    assert manifest.quantizer["skip"] == [path]
+    assert manifest.base_key_map["l0.q"] == "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_a_damaged_layer_is_refused_by_name(pair, tiny_config, tmp_path):
+    place, _ = pair("gptq")
+    state = load_file(place / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.scales"][0, 0] = torch.inf
+    save_file(state, place / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match="numbers that are not finite") as refused:
+        graph(configured(tiny_config, place), tmp_path)
+    assert "model.layers.1.mlp.up_proj" in str(refused.value)
+
+
+@pytest.fixture
+def typed(tmp_path, monkeypatch):
+    """Type a command on a model of the test, and return its run's directory."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {n}.", "response": f"It is {n}."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+    def run(name, *words):
+        code = cli.main([*words, "logger=none", f"hydra.run.dir={tmp_path / name}"])
+        return code, RunDir(tmp_path / name)
+
+    return run
+
+
+def trained(typed, name, place, *words):
+    usual = ["data=jsonl", "data.path=rows.jsonl", "data.seq_len=64", "trainer=cpu", "suite=none"]
+    usual += [
+        "trainer.max_steps=4",
+        "quant.compute_dtype=f32",
+        "optim.lr=1e-2",
+        "data.val_frac=0.2",
+    ]
+    usual += ["lora.dropout=0", "trainer.accumulate_grad_batches=1"]
+    return typed(name, "model=hf", f"model.id={place}", *usual, *words)
+
+
+def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path):
+    """As on the same plain weights; merged, it is those weights and scale · B · A."""
+    place, dense = pair("gptq_2_ordered")
+    _, run = trained(typed, "coded", place, "quant=prequantized")
+    _, other = trained(typed, "plain", dense, "backend=lora")
+    found, expected = (Manifest.read(one.manifest).results for one in (run, other))
+    for loss in ("base_val_loss", "tuned_val_loss"):
+        assert found[loss] == pytest.approx(expected[loss], rel=1e-5)
+    assert found["tuned_val_loss"] < found["base_val_loss"]
+    typed("merge", "task=merge", f"path={run.path}", "out=merged")
+    merged, tensors = (
+        load_file(tmp_path / "merged" / "model.safetensors"),
+        load_file(run.adapter / "adapter.safetensors"),
+    )
+    _, layer = published("gptq_2_ordered")
+    scale = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
+    scale = scale["alpha"] / scale["rank"]
+    for key, logical in (("self_attn.q_proj", "q"), ("mlp.down_proj", "down")):
+        delta = tensors[f"l1.{logical}.lora_b"] @ tensors[f"l1.{logical}.lora_a"]
+        expected = layer["expected"] + scale * delta
+        assert torch.allclose(merged[f"model.layers.1.{key}.weight"], expected, atol=1e-6)
+    assert not any("qweight" in key or "scales" in key for key in merged)
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "warns"), [("fp8_block", True), ("gptq", False)])
+def test_a_plan_warns_where_inputs_were_to_be_quantized_too(
+    name, warns, pair, tiny_config, tmp_path
+):
+    place, _ = pair(name)
+    plan = make_plan(configured(tiny_config, place), tmp_path)
+    assert any("quantize what its layers are given" in one for one in plan["warnings"]) is warns
+
+
+def test_a_refused_base_names_its_reason(pair, typed, capsys):
+    place, dense = pair("gptq")
+    state = load_file(place / "model.safetensors")
+    state |= {f"lm_head.{name}": one for name, one in published("gptq")[1].items()}
+    headed = Path(shutil.copytree(place, place.with_name("headed")))
+    save_file(state, headed / "model.safetensors", {"format": "pt"})
+    refusals = {
+        (headed, "quant=prequantized"): "found     lm_head.weight",
+        (place, "quant=nf4"): "choose quant=prequantized, which keeps their codes",
+        (dense, "quant=prequantized"): "config.json has no quantization_config",
+        (place, "quant=prequantized objective=distillation"): "which was published quantized here",
+        (place, "quant=prequantized backend=lora"): "backend=lora has no quantized base",
+    }
+    for number, ((model, words), reason) in enumerate(refusals.items()):
+        code, _ = trained(typed, f"refused_{number}", model, *words.split())
+        assert code == 2
+        assert reason in capsys.readouterr().err
