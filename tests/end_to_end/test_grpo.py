@@ -61,6 +61,14 @@ def test_answers_with_more_reward_gain(rows, train_in, tmp_path):
     assert "%" not in page.partition("Validation loss")[2][:200]
 
 
+def test_means_of_micro_batches_pass_the_checks_of_a_step(rows, train_in, tmp_path):
+    """Which compare a batch with its documents, and cannot under bnpo."""
+    settings = (*GRPO, rows, "trainer.max_steps=1", "data.micro_batch_size=2")
+    run = train_in(tmp_path / "run", *settings, "objective.loss_type=bnpo")
+    assert Manifest.read(run.manifest).contract["settings"]["objective.loss_type"] == "bnpo"
+    assert "per token" in run.report.read_text("utf-8")
+
+
 def test_a_run_in_parts_ends_with_the_bits_of_one(rows, train_in, tmp_path):
     """The second part has the log-probabilities of the adapter that the first one started from."""
     parts = train_in(tmp_path / "parts", *GRPO, rows, "trainer.max_steps=2")
@@ -128,7 +136,12 @@ def test_the_plan_counts_the_passes_before_training(rows, train_in, tmp_path, mo
         (("objective=grpo", "objective.beta=-1"), "objective.beta"),
         (("objective=grpo", "objective.epsilon_low=1"), "objective.epsilon_low"),
         (("objective=grpo", "objective.epsilon_high=0"), "objective.epsilon_high"),
-        (("objective=grpo", "objective.scale_rewards=batch"), "objective.scale_rewards"),
+        (("objective=grpo", "objective.scale_rewards=rank"), "objective.scale_rewards"),
+        (
+            ("objective=grpo", "objective.max_completion_tokens=9"),
+            "objective.max_completion_tokens",
+        ),
+        (("objective=grpo", "objective.loss_type=sapo"), "objective.loss_type"),
         (("objective=grpo", "objective.weight_field=reward"), "objective.weight_field"),
         (("objective=grpo", "backend=full", "quant=none", "optim.lr=1e-4"), "whose base is frozen"),
         (

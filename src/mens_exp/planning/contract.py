@@ -427,6 +427,8 @@ _LATER: dict[str, Any] = {
     "quant.type_pattern": {},
     "objective.dft": False,
     "objective.label_smoothing": 0.0,
+    "objective.loss_type": "grpo",
+    "objective.max_completion_tokens": 256,
     "objective.neftune_alpha": 0.0,
     "objective.top_k": None,
     "objective.weight_field": None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mens_exp.config.objective import RewardScale
 from mens_exp.errors import DataError
 from mens_exp.rows.documents import Document, RowDocuments, marked, number_of
 from mens_exp.rows.schema import REWARD
@@ -81,11 +82,16 @@ class Groups:
     equal: int  # groups whose answers all have the same reward, so that they teach nothing
 
 
-def groups_of(documents: Encoded, *, scaled: bool) -> Groups:
+def groups_of(documents: Encoded, scale: RewardScale) -> Groups:
     """Compare the reward of each answer with those of the other answers to its prompt.
 
-    The advantage is the reward less the mean of the group, divided by the group's standard
-    deviation (with Bessel's correction) + 1e-4 if ``scaled`` (arXiv:2402.03300, 4.1.2; TRL).
+    The advantage is the reward less the mean of the group, divided by the standard deviation (with
+    Bessel's correction) of the group, or of all these answers, + 1e-4 (arXiv:2402.03300, 4.1.2;
+    TRL), or by nothing.
+
+    Args:
+        documents: the answers of one side of the split, with their rewards.
+        scale: what the difference is divided by.
 
     Raises:
         DataError: a prompt has one answer alone.
@@ -111,6 +117,7 @@ def groups_of(documents: Encoded, *, scaled: bool) -> Groups:
             equal += 1
             continue
         advantages[one] = mine - mine.mean()
-        if scaled:
-            advantages[one] /= mine.std(ddof=1) + _LEAST_SPREAD
+        if scale is not RewardScale.none:
+            spread = mine if scale is RewardScale.group else rewards
+            advantages[one] /= spread.std(ddof=1) + _LEAST_SPREAD
     return Groups(advantages.astype(np.float32), groups=len(members), equal=equal)
