@@ -158,12 +158,24 @@ def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path
     assert not run.adapter.exists()
 
 
-def test_a_prompt_with_one_answer_is_refused(train_in, tmp_path, capsys):
-    """Before the model is loaded."""
-    path = tmp_path / "rows.jsonl"
-    made = [{"prompt": f"p{n}", "response": "a", "fields": {"reward": 1}} for n in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
-    train_in(tmp_path / "run", "objective=grpo", f"data.path={path}", code=2)
+@pytest.mark.parametrize(
+    ("task", "side"), [("plan", "path"), ("train", "path"), ("train", "val_path")]
+)
+def test_a_prompt_with_one_answer_is_refused(task, side, train_in, tmp_path, capsys):
+    """Before a run has a directory, with the row and the number of such prompts."""
+    words = [f"task={task}", "objective=grpo", "data.heldout_frac=0.001"]
+    for name in ("path", "val_path"):
+        rows = [
+            {"prompt": f"{name} {n // 2}", "response": f"{n}", "fields": {"reward": n % 2}}
+            for n in range(80)
+            if name != side or n not in {5, 8}
+        ]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        words.append(f"data.{name}={file}")
+    train_in(tmp_path / "run", *words, code=2, without="data.val_frac")
     said = " ".join(capsys.readouterr().err.split())
     assert "a prompt has a single answer, which can be compared with none" in said
-    assert "loading the base model" not in said
+    assert f"{side}.jsonl:5)" in said
+    assert "found 2 of " in said
+    assert not (tmp_path / "run").exists()

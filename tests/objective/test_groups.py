@@ -18,7 +18,7 @@ from mens_exp.objective.causal import Passed, Sampled
 from mens_exp.objective.groups import GroupRelative, SampledSide
 from mens_exp.rows.documents import Labelling
 from mens_exp.rows.encode import encode
-from mens_exp.rows.rewards import groups_of
+from mens_exp.rows.rewards import groups_of, refuse_single_answers
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 
@@ -138,6 +138,16 @@ def test_another_system_prompt_is_another_group():
     pairs = [replace(one, system=f"s{n}") for n, one in enumerate(rows((1, 0)))]
     with pytest.raises(DataError, match="a prompt has a single answer"):
         groups_of(encoded(pairs), RewardScale.group)
+
+
+def test_rows_that_a_template_may_make_alike_are_left_to_it():
+    """Texts that differ in white space may be one prompt; other users' texts are another one."""
+    one, other = rows((1, 0))
+    refuse_single_answers([one, replace(other, prompt="p0 \n"), *rows((), (0, 0, 1))])
+    refuse_single_answers([])
+    with pytest.raises(DataError, match="a prompt has a single answer") as caught:
+        refuse_single_answers([one, replace(other, history=(("before", "yes"),))])
+    assert "2 of 2 prompts" in str(caught.value)
 
 
 @pytest.mark.parametrize(
