@@ -147,10 +147,76 @@ def test_modules_are_stored_by_the_quantizers_of_their_patterns(
     assert facts["quant"] == usual
 
 
+@pytest.mark.parametrize(
+    ("told", "expected", "usual", "blocks"),
+    [
+        (
+            ["quant.block_size_pattern={attention:128,*.1.self_attn.q_proj:256}"],
+            {"q": ("nf4", 128), "l1.q": ("nf4", 256), "o": ("nf4", 128), "up": ("nf4", 64)},
+            ("nf4", 64),
+            {"64": 6, "128": 7, "256": 1},
+        ),
+        (
+            ["quant.block_size=128", "quant.block_size_pattern={mlp:64,down_proj:512}"],
+            {"q": ("nf4", 128), "gate": ("nf4", 64), "down": ("nf4", 512)},
+            ("nf4", 128),
+            {"128": 8, "64": 4, "512": 2},
+        ),
+        (
+            ["quant=int4", "quant.block_size_pattern={attention:256}"],
+            {"q": ("int4", 256), "up": ("int4", 64)},
+            ("int4", 64),
+            {"256": 8, "64": 6},
+        ),
+        (
+            [
+                *("quant=nvfp4", "quant.type_pattern={mlp:fp4,o_proj:nf8}"),
+                "quant.block_size_pattern={down_proj:256,o_proj:128}",
+            ],
+            {"down": ("fp4", 256), "up": ("fp4", 64), "o": ("nf8", 128), "q": ("nvfp4", 16)},
+            ("nvfp4", 16),
+            {"16": 6, "128": 2, "64": 4, "256": 2},
+        ),
+    ],
+)
+def test_modules_are_stored_in_the_blocks_of_their_patterns(
+    tiny_backend, told, expected, usual, blocks
+):
+    """Values are those of the plain quantizer in that block; 4-bit ones are bitsandbytes' own."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    backend = tiny_backend(*WIDE, *told)
+    layers = quantized_linears(backend.causal_lm)
+    whole = {}
+    for one in linear_modules(backend.shape)[:-1]:
+        if one.logical not in expected and one.kind not in expected:
+            continue
+        name, block = expected.get(one.logical) or expected[one.kind]
+        path = one.path if one.path in layers else f"{one.path}.base_layer"
+        found = binding_that_holds(layers[path]).facts(layers[path])
+        assert (found["quant"], found["block_size"]) == (name, block), one.path
+        if name in {"nf4", "fp4"}:
+            published = weights_of(backend).read(one.path, torch.device("cpu")).to(torch.bfloat16)
+            codes, state = quantize_4bit(
+                published, blocksize=block, compress_statistics=name == "nf4", quant_type=name
+            )
+            assert torch.equal(values_of(layers[path]), dequantize_4bit(codes, state).float())
+        else:
+            size = [] if name == "nvfp4" else [f"quant.block_size={block}"]
+            if (name, block) not in whole:
+                plain = tiny_backend(*WIDE, f"quant={name}", *size)
+                whole[name, block] = quantized_linears(plain.causal_lm)
+            assert torch.equal(values_of(layers[path]), values_of(whole[name, block][path]))
+    facts = backend.facts()
+    assert facts["in_blocks_of"] == blocks
+    assert (facts["quant"], facts["block_size"]) == usual
+
+
 def test_the_plan_counts_the_bits_of_every_module_as_it_is_stored(tiny_backend, tiny_config):
     """Codes and scales byte for byte, and what is left out at its full size."""
     told = ["quant.double_quant=false", "quant.skip=[q_proj]"]
     told += ["quant.type_pattern={mlp:nf2,down_proj:nf8}"]
+    told += ["quant.block_size_pattern={down_proj:128}"]
     backend = tiny_backend(*told)
     kept = weights = 0
     for one in linear_modules(backend.shape)[:-1]:

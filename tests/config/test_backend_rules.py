@@ -9,6 +9,7 @@ from mens_exp.report import terminal
 TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
 PRETRAINED, ON_HUB = ["model=smollm2_135m"], ["model=hf", "model.id=x/y"]
+BLOCKS = "quant.block_size_pattern"
 ALLOWED, CONTROL = "tokenizer.allow_unrelated_rows", "tokenizer.allow_control_text"
 
 
@@ -42,6 +43,8 @@ def problems_of(*overrides):
         ["quant=nf3", "quant.skip=[mlp]", "lora.variant=dora"],
         [*WIDE, "quant=nf2", "quant.block_size=256"],
         [*WIDE, "model.hidden_size=96", "quant=mxfp4"],
+        ["quant.block_size_pattern={down_proj:128}"],
+        ["quant=mxfp4", "quant.type_pattern={mlp:nf4}", "quant.block_size_pattern={mlp:64}"],
         ["objective=last_k", "objective.k=0"],
         ["objective=last_k", "objective.k=8", "data.seq_len=8"],
         ["objective=last_k", "objective.k=64", "data.truncation=right"],
@@ -84,6 +87,13 @@ def test_combination_is_accepted(overrides):
         (["quant.block_size=96"], "quant.block_size", "64, 128, 256"),
         (["quant.block_size=32"], "quant.block_size", ">= 64"),
         (["quant.block_size=128"], "quant.block_size", "q (64)"),
+        (["quant.block_size_pattern={mlp:96}"], "quant.block_size_pattern.mlp", "64, 128, 256"),
+        (["quant.block_size_pattern={mlp:128}"], BLOCKS, "128 for"),
+        (["quant.block_size_pattern={nothing:128}"], BLOCKS, "nothing"),
+        (["quant=mxfp4", "quant.block_size_pattern={down_proj:128}"], BLOCKS, "as mxfp4"),
+        (["quant=int8", "quant.block_size_pattern={mlp:128}"], BLOCKS, "has no effect"),
+        (["backend=proxy", "quant.block_size_pattern={mlp:128}"], BLOCKS, "all of its"),
+        (["quant.block_size_pattern={down_proj:128}", "lora.init=pissa"], "lora.init", "four bits"),
         (["quant.skip=[nothing]"], "quant.skip", "nothing"),
         (["quant.skip=[lm_head]"], "quant.skip", "never quantized"),
         (["quant.skip=[mlp,mlp]"], "quant.skip", "twice"),

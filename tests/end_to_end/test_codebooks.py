@@ -93,6 +93,47 @@ def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
         torch.testing.assert_close(merged[key].float(), dequantize_4bit(*stored).float())
 
 
+def test_a_module_is_merged_in_the_blocks_that_it_was_trained_in(
+    train_in, tiny_base, tmp_path, capsys
+):
+    """In f32, W + s·BA of bitsandbytes' values in blocks of 128; the record names the modules."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    run = train_in(
+        tmp_path / "run",
+        *("quant.block_size_pattern={down_proj:128}", "lora.targets=[down_proj,o_proj]"),
+        *("optim.lr=1e-2", "trainer.max_steps=2"),
+    )
+    words = ["task=merge", f"path={run.path}", f"out={tmp_path / 'm'}", "merge.dtype=f32"]
+    assert cli.main([*words, "logger=none"]) == 0
+    assert "nf4 in blocks of 128 in 2 modules," in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "m" / "parity.json").read_text("utf-8"))["passed"]
+    assert Manifest.read(run.manifest).facts["in_blocks_of"] == {"64": 12, "128": 2}
+    assert "layers have blocks of 64 in 12, 128 in 2: a mixture" in run.model_card.read_text(
+        "utf-8"
+    )
+    written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
+    modules = written["mens_exp"]["quantizer"]["modules"]
+    assert {name: one["block_size"] for name, one in modules.items()} == {
+        f"model.layers.{layer}.mlp.down_proj": 128 for layer in (0, 1)
+    }
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    published = load_file(tiny_base.directory / "model.safetensors")
+    adapter = load_file(run.adapter / "adapter.safetensors")
+    for name, logical, block in (
+        ("1.mlp.down_proj", "l1.down", 128),
+        ("1.self_attn.o_proj", "l1.o", 64),
+    ):
+        key = f"model.layers.{name}.weight"
+        rounded = published[key].to(torch.bfloat16)
+        stored = quantize_4bit(rounded, blocksize=block, compress_statistics=True, quant_type="nf4")
+        A_RI, B_OR = (adapter[f"{logical}.lora_{side}"].float() for side in "ab")
+        delta_OI = written["alpha"] / written["rank"] * (B_OR @ A_RI)
+        assert delta_OI.abs().max() > 1e-3
+        expected = dequantize_4bit(*stored).float() + delta_OI
+        torch.testing.assert_close(merged[key], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base, tmp_path):
     """MXFP4's 32: an adapter that was told its base's format merges as its run does."""
     run = train_in(tmp_path / "run", "quant=mxfp4", "trainer.max_steps=2")
@@ -114,7 +155,9 @@ def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base
         torch.testing.assert_close(assumed[name], weight, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"], ["quant=hqq3"]])
+@pytest.mark.parametrize(
+    "told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"], ["quant=hqq3"]]
+)
 def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, told):
     """Resumed from its checkpoint, the adapter is the same, byte for byte."""
     through = train_in(tmp_path / "through", *told, "trainer.max_steps=4")

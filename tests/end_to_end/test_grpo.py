@@ -61,6 +61,14 @@ def test_answers_with_more_reward_gain(rows, train_in, tmp_path):
     assert "%" not in page.partition("Validation loss")[2][:200]
 
 
+def test_means_of_micro_batches_pass_the_checks_of_a_step(rows, train_in, tmp_path):
+    """Which compare a batch with its documents, and cannot under bnpo."""
+    settings = (*GRPO, rows, "trainer.max_steps=1", "data.micro_batch_size=2")
+    run = train_in(tmp_path / "run", *settings, "objective.loss_type=bnpo")
+    assert Manifest.read(run.manifest).contract["settings"]["objective.loss_type"] == "bnpo"
+    assert "per token" in run.report.read_text("utf-8")
+
+
 def test_a_run_in_parts_ends_with_the_bits_of_one(rows, train_in, tmp_path):
     """The second part has the log-probabilities of the adapter that the first one started from."""
     parts = train_in(tmp_path / "parts", *GRPO, rows, "trainer.max_steps=2")
@@ -128,7 +136,12 @@ def test_the_plan_counts_the_passes_before_training(rows, train_in, tmp_path, mo
         (("objective=grpo", "objective.beta=-1"), "objective.beta"),
         (("objective=grpo", "objective.epsilon_low=1"), "objective.epsilon_low"),
         (("objective=grpo", "objective.epsilon_high=0"), "objective.epsilon_high"),
-        (("objective=grpo", "objective.scale_rewards=batch"), "objective.scale_rewards"),
+        (("objective=grpo", "objective.scale_rewards=rank"), "objective.scale_rewards"),
+        (
+            ("objective=grpo", "objective.max_completion_tokens=9"),
+            "objective.max_completion_tokens",
+        ),
+        (("objective=grpo", "objective.loss_type=sapo"), "objective.loss_type"),
         (("objective=grpo", "objective.weight_field=reward"), "objective.weight_field"),
         (("objective=grpo", "backend=full", "quant=none", "optim.lr=1e-4"), "whose base is frozen"),
         (
@@ -145,12 +158,24 @@ def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path
     assert not run.adapter.exists()
 
 
-def test_a_prompt_with_one_answer_is_refused(train_in, tmp_path, capsys):
-    """Before the model is loaded."""
-    path = tmp_path / "rows.jsonl"
-    made = [{"prompt": f"p{n}", "response": "a", "fields": {"reward": 1}} for n in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
-    train_in(tmp_path / "run", "objective=grpo", f"data.path={path}", code=2)
+@pytest.mark.parametrize(
+    ("task", "side"), [("plan", "path"), ("train", "path"), ("train", "val_path")]
+)
+def test_a_prompt_with_one_answer_is_refused(task, side, train_in, tmp_path, capsys):
+    """Before a run has a directory, with the row and the number of such prompts."""
+    words = [f"task={task}", "objective=grpo", "data.heldout_frac=0.001"]
+    for name in ("path", "val_path"):
+        rows = [
+            {"prompt": f"{name} {n // 2}", "response": f"{n}", "fields": {"reward": n % 2}}
+            for n in range(80)
+            if name != side or n not in {5, 8}
+        ]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        words.append(f"data.{name}={file}")
+    train_in(tmp_path / "run", *words, code=2, without="data.val_frac")
     said = " ".join(capsys.readouterr().err.split())
     assert "a prompt has a single answer, which can be compared with none" in said
-    assert "loading the base model" not in said
+    assert f"{side}.jsonl:5)" in said
+    assert "found 2 of " in said
+    assert not (tmp_path / "run").exists()

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from mens_exp.config.objective import OBJECTIVES, GroupLoss, GrpoObjective, RewardScale
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.errors import DataError
 from mens_exp.objective.causal import Passed, Sampled
 from mens_exp.objective.groups import GroupRelative, SampledSide
 from mens_exp.rows.documents import Labelling
 from mens_exp.rows.encode import encode
-from mens_exp.rows.rewards import groups_of
+from mens_exp.rows.rewards import groups_of, refuse_single_answers
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 
@@ -91,6 +92,22 @@ def test_before_training_the_gradient_is_that_of_the_likelihood():
     torch.testing.assert_close(one.hidden_MD.grad, -weights * grad_of_logp)
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "unit", "is_sum"),
+    [
+        ("grpo", "per answer", True),
+        ("dr_grpo", "per answer", True),
+        ("dapo", "per token", True),
+        ("bnpo", "per token", False),
+    ],
+)
+def test_the_unit_of_a_loss_is_that_of_its_mean(loss_type, unit, is_sum):
+    """And a mean of each micro-batch is no sum over documents, which probes would compare."""
+    spec = OBJECTIVES.named("grpo")
+    assert spec.loss_unit({"objective.loss_type": loss_type}) == unit
+    assert spec.is_sum(GrpoObjective(_target_="", loss_type=GroupLoss(loss_type))) is is_sum
+
+
 def rows(*groups):
     """Rows of answers with these rewards, a group for each."""
     return [
@@ -108,19 +125,29 @@ def test_advantages_are_rewards_against_the_group():
     """By hand; rows of a group need not follow each other, and 0.1 three times is no spread."""
     pairs = rows((1, 0, 0, 1), (0.1, 0.1, 0.1), (3.0, 1.0))
     order = [8, 0, 4, 1, 5, 2, 6, 3, 7]
-    found = groups_of(encoded([pairs[i] for i in order]), scaled=True)
+    found = groups_of(encoded([pairs[i] for i in order]), RewardScale.group)
     half, one = 0.5 / (math.sqrt(1 / 3) + 1e-4), 1 / (math.sqrt(2) + 1e-4)
     expected = [half, -half, -half, half, 0, 0, 0, one, -one]
     assert found.advantages == pytest.approx([expected[i] for i in order], rel=1e-6)
     assert (found.groups, found.equal) == (3, 1)
-    assert groups_of(encoded(pairs), scaled=False).advantages[-2:].tolist() == [1, -1]
+    assert groups_of(encoded(pairs), RewardScale.none).advantages[-2:].tolist() == [1, -1]
 
 
 def test_another_system_prompt_is_another_group():
     """Which leaves each answer alone."""
     pairs = [replace(one, system=f"s{n}") for n, one in enumerate(rows((1, 0)))]
     with pytest.raises(DataError, match="a prompt has a single answer"):
-        groups_of(encoded(pairs), scaled=True)
+        groups_of(encoded(pairs), RewardScale.group)
+
+
+def test_rows_that_a_template_may_make_alike_are_left_to_it():
+    """Texts that differ in white space may be one prompt; other users' texts are another one."""
+    one, other = rows((1, 0))
+    refuse_single_answers([one, replace(other, prompt="p0 \n"), *rows((), (0, 0, 1))])
+    refuse_single_answers([])
+    with pytest.raises(DataError, match="a prompt has a single answer") as caught:
+        refuse_single_answers([one, replace(other, history=(("before", "yes"),))])
+    assert "2 of 2 prompts" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ class Case:
     packing: bool = True
     scale: float = 1.0  # of the adapter's B
     moved: float | None = None  # factor of B after answers were sampled, if they are
+    split: int = 1  # micro-batches of a step of ours, and of TRL's if its loss depends on them
 
 
 DPO = {
@@ -166,22 +167,26 @@ def ours(tiny_config, tiny_base, settings):
             run = SimpleNamespace(manifest=SimpleNamespace(facts={}), save=lambda: None)
             module.known_answers = known_answers(run, module, data, ALONE)
             times(backend, case.moved)
-        batch = (
-            packed_batch(documents, [everything], 0, multiple=32)
-            if case.packing
-            else padded_batch(documents, [everything], 0, pad_id=tokenizer.pad_id)
-        )
-        _, loss = module.passed(batch)
-        loss.total.backward()
+        losses = []
+        for some in parts(everything, len(documents) // case.split):
+            batch = (
+                packed_batch(documents, [some], 0, multiple=32)
+                if case.packing
+                else padded_batch(documents, [[one] for one in some], 0, pad_id=tokenizer.pad_id)
+            )
+            losses.append(module.passed(batch)[1])
+            losses[-1].total.backward()
+        count = sum(one.count for one in losses)
         bounds = zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
         return backend, Computed(
             ids=[documents.ids[a:b].tolist() for a, b in bounds],
-            loss=float(loss.total.detach()) / loss.count,
+            loss=sum(float(one.total.detach()) for one in losses) / count,
             metrics={
-                name: float(value) / float(loss.counts.get(name, loss.count))
-                for name, value in loss.metrics.items()
+                name: sum(float(one.metrics[name]) for one in losses)
+                / sum(float(one.counts.get(name, one.count)) for one in losses)
+                for name in losses[0].metrics
             },
-            gradient={name: p.grad / loss.count for name, p in backend.trainable().items()},
+            gradient={name: p.grad / count for name, p in backend.trainable().items()},
         )
 
     return computed
@@ -481,7 +486,7 @@ def test_kto_is_that_of_trl(name, ours, trainer_of):
 SAMPLED = [
     {
         "prompt": [user(f"Add {n}.")],
-        "completion": [said(f"def add_{n}(x):\n    return x + {n}\n" * k or "no idea")],
+        "completion": [said(f"def add_{n}(x):\n    return x + {n}\n" * (k * (n + 1)) or "no idea")],
         "reward": reward,
     }
     for n, rewards in enumerate([(0.0, 1.0, 1.0), (1.0, 0.25, -2.0), (0.5, 0.5, 0.5)])
@@ -499,25 +504,52 @@ GRPO = {
         {"beta": 0.0, "scale_rewards": "none", "epsilon": 0.01, "epsilon_high": 0.02},
         moved=-1.0,
     ),
+    "scaled by all, clipped": Case(
+        ("objective.scale_rewards=batch",), {"beta": 0.04, "scale_rewards": "batch"}, moved=-2.0
+    ),
+    "dr_grpo, clipped, in parts": Case(
+        ("objective.loss_type=dr_grpo", "objective.max_completion_tokens=40"),
+        {"beta": 0.04, "loss_type": "dr_grpo", "max_completion_length": 40},
+        moved=-2.0,
+        split=3,
+    ),
+    "dapo, clipped higher, in parts": Case(
+        ("objective.loss_type=dapo", "objective.epsilon_high=0.28", "objective.beta=0.3"),
+        {"beta": 0.3, "loss_type": "dapo", "epsilon_high": 0.28},
+        moved=-2.0,
+        split=3,
+    ),
+    "dapo, padded, clipped": Case(
+        ("objective.loss_type=dapo",), {"beta": 0.04, "loss_type": "dapo"}, moved=1.5, packing=False
+    ),
+    "bnpo, clipped": Case(
+        ("objective.loss_type=bnpo",), {"beta": 0.04, "loss_type": "bnpo"}, moved=-2.0
+    ),
+    "bnpo, clipped, in parts": Case(
+        ("objective.loss_type=bnpo",), {"beta": 0.04, "loss_type": "bnpo"}, moved=-2.0, split=3
+    ),
+    "grpo, clipped, in parts": Case((), {"beta": 0.04}, moved=-2.0, split=9),
 }
 
 
 def by_grpo(trainer_of, backend, case):
     """Compute a case with TRL's GRPOTrainer: it has rewards and answers, and does all else."""
     from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.utils import split_tensor_dict
 
     times(backend, 1 / case.moved)
+    at_once = case.split if case.theirs.get("loss_type") in {"bnpo", "dapo"} else 1
     trainer = trainer_of(
         GRPOTrainer,
         GRPOConfig,
         backend,
         SAMPLED,
         reward_funcs=lambda reward, **_: reward,
-        per_device_train_batch_size=len(SAMPLED),
+        per_device_train_batch_size=len(SAMPLED) // at_once,
+        gradient_accumulation_steps=at_once,
         num_generations=3,
-        num_iterations=2,
-        loss_type="grpo",  # with one, no old log-probability is kept
-        **case.theirs,
+        num_iterations=2,  # with one, no old log-probability is kept
+        **{"loss_type": "grpo", **case.theirs},
     )
     tokenizer, ids = trainer.processing_class, []
     for row in SAMPLED:
@@ -531,19 +563,23 @@ def by_grpo(trainer_of, backend, case):
     samples = trainer._generate_and_score_completions(SAMPLED)
     times(backend, case.moved)
     copy_adapter(backend, trainer)
-    trainer.current_gradient_accumulation_steps = 1
-    loss = trainer.compute_loss(trainer.model, samples)
-    loss.backward()
+    trainer.current_gradient_accumulation_steps = at_once
+    total = 0.0
+    for some in split_tensor_dict(samples, at_once):
+        loss = trainer.compute_loss(trainer.model, some)
+        loss.backward()
+        total += float(loss.detach())
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    metrics = {"reward": logged["reward"]}
+    if case.theirs.get("scale_rewards") != "batch":  # where TRL asks whether all are equal
+        metrics["equal_frac"] = logged["frac_reward_zero_std"]
+    if at_once == 1:  # TRL logs means of each micro-batch
+        metrics["clip_frac"] = logged["clip_ratio/region_mean"]
+        metrics |= {"base_kl": logged["kl"]} if "kl" in logged else {}
     return Computed(
         ids=[before + answer for before, answer in ids],
-        loss=float(loss.detach()),
-        metrics={
-            "reward": logged["reward"],
-            "equal_frac": logged["frac_reward_zero_std"],
-            "clip_frac": logged["clip_ratio/region_mean"],
-            **({"base_kl": logged["kl"]} if "kl" in logged else {}),
-        },
+        loss=total,
+        metrics=metrics,
         gradient=gradient_of(trainer, backend),
     )
 
@@ -553,8 +589,28 @@ def test_grpo_is_that_of_trl(name, ours, trainer_of):
     """TRL's advantages, log-probabilities, loss, metrics and gradient, after the adapter moved."""
     backend, found = ours("grpo", GRPO[name], rows_of_rewards())
     expected = by_grpo(trainer_of, backend, GRPO[name])
-    assert (expected.metrics["clip_frac"] > 0) is ("clipped" in name)
+    assert (found.metrics["clip_frac"] > 0) is ("clipped" in name)
     same(found, expected)
+
+
+def test_the_mean_of_bnpo_alone_is_that_of_micro_batches(ours):
+    """Of the others, a step in parts has the gradient of the whole; all four differ."""
+    means = {}
+    for loss_type in ("grpo", "dr_grpo", "bnpo", "dapo"):
+        words = (f"objective.loss_type={loss_type}",)
+        whole, in_parts = (
+            ours("grpo", Case(words, moved=-2.0, split=split), rows_of_rewards())[1]
+            for split in (1, 3)
+        )
+        if loss_type == "bnpo":
+            assert abs(whole.loss - in_parts.loss) > 1e-3
+            with pytest.raises(AssertionError):
+                same(in_parts, whole)
+        else:
+            same(in_parts, whole)
+        means[loss_type] = whole.loss, in_parts.loss
+    assert means["bnpo"][0] == pytest.approx(means["dapo"][0], rel=1e-6)
+    assert len({round(one, 4) for _, one in means.values()}) == 4
 
 
 def rows_of_rewards():

@@ -283,6 +283,7 @@ def test_order_of_targets_means_nothing(tiny_config):
     ("setting", "wide", "narrow"),
     [
         ("quant.type_pattern", "mlp:nf2", "down_proj:nf8"),
+        ("quant.block_size_pattern", "mlp:64", "down_proj:128"),
         ("lora.rank_pattern", "self_attn.q_proj:2", "q_proj:4"),
         ("lora.alpha_pattern", "self_attn.q_proj:2", "q_proj:4"),
     ],

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
+from collections import Counter
 
 import fork_server
 import pytest
@@ -12,8 +14,11 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
+from mens_exp.config.compose import from_yaml, typed
 from mens_exp.errors import RequestError
 from mens_exp.export.subject import subject_of
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import quantized_modules
 
 SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 
@@ -279,6 +284,33 @@ def test_an_adapter_is_scored_on_the_base_that_it_records(train_in, tmp_path, ca
     for name, chosen in (("same", needed.split()), ("other", ["quant=nf4"])):
         out = tmp_path / name
         assert cli.main([*command, *chosen, f"path={run.adapter}", f"hydra.run.dir={out}"]) == 0
+
+
+def test_the_blocks_of_single_modules_are_part_of_the_base_that_is_named(
+    train_in, tmp_path, capsys
+):
+    """With the modules that have another quantizer too; typed, they make the base again."""
+    told = ["quant.type_pattern={v_proj:nf2}", "quant.block_size_pattern={down_proj:128}"]
+    run = train_in(tmp_path / "run", *told, *SUITE, "trainer.max_steps=1", "lora.targets=[q_proj]")
+    capsys.readouterr()
+    command = ["task=evaluate", "logger=none", "model=tiny_llama", "suite=mini_python"]
+    command += ["suite.items=1", "sandbox=none", f"path={run.adapter}"]
+    assert cli.main([*command, f"hydra.run.dir={tmp_path / 'no'}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    layers = [f"model.layers.{layer}" for layer in (0, 1)]
+    types = ",".join(f"{one}.self_attn.v_proj:nf2" for one in layers)
+    blocks = ",".join(f"{one}.mlp.down_proj:128" for one in layers)
+    needed = f"'quant.type_pattern={{{types}}}' 'quant.block_size_pattern={{{blocks}}}'"
+    assert f"add {needed} to score the model that was trained" in said
+    out = f"hydra.run.dir={tmp_path / 'same'}"
+    assert cli.main([*command, *shlex.split(needed), out]) == 0
+    again = typed(from_yaml(RunDir(tmp_path / "same").config))
+    stored = quantized_modules(again.quant, shape_of(again.model))
+    assert Counter((one.quant_type.value, one.block) for one in stored.values()) == {
+        ("nf4", 64): 10,
+        ("nf4", 128): 2,
+        ("nf2", 64): 2,
+    }
 
 
 def test_vllm_is_refused_where_it_cannot_answer(

@@ -22,7 +22,7 @@ from mens_exp.config.model import teacher_of
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import otherwise_quantized, quantized_modules, skipped
+from mens_exp.layout.targets import otherwise_quantized, quantized_modules, skipped, storage
 from mens_exp.model import attention
 from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
 from mens_exp.model.quiet import quiet
@@ -443,13 +443,14 @@ def _check_and_finish(
     Raises:
         SetupError: nothing was quantized.
     """
-    usual = config.quant.quant_type
-    type_of = {path: one.quant_type for path, one in stored.items()}
-    types = dict.fromkeys([usual, *type_of.values()])
-    for quant_type in types:
-        binding, settings = binding_of(quant_type.spec), config.quant.of(quant_type)
-        if quant_type is not usual or binding.loading_config(settings, (), weights) is None:
-            paths = [path for path, one in type_of.items() if one is quant_type]
+    usual = storage(config.quant)
+    kind_of = {path: storage(one) for path, one in stored.items()}
+    kinds = {usual: config.quant.of(config.quant.quant_type)}
+    kinds |= {storage(one): one for one in stored.values()}
+    for kind, settings in kinds.items():
+        binding = binding_of(settings.spec)
+        if kind != usual or binding.loading_config(settings, (), weights) is None:
+            paths = [path for path, one in kind_of.items() if one == kind]
             binding.quantize(model, paths, settings)  # the loader has not
     layers = quantized_linears(model)
     if not layers:
@@ -462,9 +463,9 @@ def _check_and_finish(
         )
     keep_trainable(model)
 
-    for quant_type in types:
-        own = {path: one for path, one in layers.items() if type_of.get(path, usual) is quant_type}
-        binding_of(quant_type.spec).finish(own, config.quant.of(quant_type), weights.read)
+    for kind, settings in kinds.items():
+        own = {path: one for path, one in layers.items() if kind_of.get(path, usual) == kind}
+        binding_of(settings.spec).finish(own, settings, weights.read)
 
 
 class FrozenWeights:

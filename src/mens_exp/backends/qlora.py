@@ -76,7 +76,7 @@ class QloraBackend(torch.nn.Module):
         super().__init__()
         self.base = base
         self.compute_dtype = compute_dtype(config.quant)
-        self.quant_type = config.quant.quant_type.value
+        self.quant_type, self.block_size = config.quant.quant_type.value, config.quant.block
         self.lora = config.lora
         self.shape = shape_of(config.model)
         self.modules_chosen = chosen(config.lora, self.shape)
@@ -313,7 +313,7 @@ class QloraBackend(torch.nn.Module):
             "trainable_matrices": len(self.trainable()),
             "total_parameters": self.total_parameters,
             **self.shape.facts(),
-            **quantization_facts(self.model, self.quant_type),
+            **quantization_facts(self.model, self.quant_type, self.block_size),
             **self._expert_facts(),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "gradient_checkpointing": attention.is_checkpointing(self.causal_lm),

@@ -403,10 +403,20 @@ class KtoObjective(CrossEntropyConfig):
     precompute_ref_log_probs: bool = _precompute_ref_log_probs()
 
 
+class GroupLoss(Enum):
+    """The mean that is taken over the losses of a step's tokens, by TRL's names."""
+
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    bnpo = "bnpo"
+    dapo = "dapo"
+
+
 class RewardScale(Enum):
     """The divisor of an answer's reward less the mean of its group."""
 
     group = "group"
+    batch = "batch"
     none = "none"
 
 
@@ -439,7 +449,25 @@ class GrpoObjective(CrossEntropyConfig):
     scale_rewards: RewardScale = setting(
         RewardScale.group,
         "What an answer's reward less the mean of its group is divided by. group: the group's "
-        "standard deviation + 1e-4 (arXiv:2402.03300); none: nothing (arXiv:2503.20783).",
+        "standard deviation + 1e-4 (arXiv:2402.03300); batch: that of all answers on its side of "
+        "the split (arXiv:2508.08221); none: nothing (arXiv:2503.20783).",
+    )
+    loss_type: GroupLoss = setting(
+        GroupLoss.grpo,
+        "Mean over the losses of a step's tokens. grpo: the mean of each answer, then over answers "
+        "(arXiv:2402.03300); dr_grpo: the sum of each answer divided by max_completion_tokens, "
+        "then over answers (arXiv:2503.20783); dapo: over all tokens of the step "
+        "(arXiv:2503.14476; TRL's default); bnpo: over the tokens of each micro-batch, then over "
+        "micro-batches, so that data.micro_batch_size changes what is learned.",
+    )
+    max_completion_tokens: int = setting(
+        256,
+        "Tokens of the longest answer that could have been sampled, such as eval.max_new_tokens "
+        "(256 as in TRL).",
+        ge=1,
+        only_if=when("objective.loss_type", "dr_grpo"),
+        idle=256,
+        aliases={"max_completion_length": "TRL"},
     )
 
 

@@ -13,7 +13,7 @@ from mens_exp.config.fields import plain
 from mens_exp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from mens_exp.artifacts.metrics import Direction
 
@@ -61,7 +61,8 @@ class ObjectiveSpec:
         needs_teacher: whether it learns the distributions of another model, `objective.teacher`.
         compares_groups: whether it compares the answers to one prompt, sampled from the adapter
             that training starts from.
-        adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents.
+        adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents; see
+            also `is_sum`.
         counted: what the loss is a mean over.
         metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
     """
@@ -82,10 +83,19 @@ class ObjectiveSpec:
     counted: str = "token"
     metrics: tuple[Metric, ...] = ()
 
-    @property
-    def loss_unit(self) -> str:
-        """The unit of its loss, in words."""
+    def loss_unit(self, learned: Mapping[str, Any]) -> str:
+        """Return the unit of its loss, in words.
+
+        Args:
+            learned: the settings that change what is learned, by dotted path.
+        """
+        del learned
         return "nats per token" if self.is_likelihood else f"per {self.counted}"
+
+    def is_sum(self, settings: Any) -> bool:
+        """Return whether it adds up under the settings of the `objective` group."""
+        del settings
+        return self.adds_up
 
     def selected(self, settings: Any) -> dict[str, Any]:
         """Return the settings that select tokens, as plain values; they are part of a cache key.
@@ -313,3 +323,12 @@ class OfGroups(ObjectiveSpec):
         if not self.compares_groups:  # a class of the user's, over the same documents
             return 0
         return 2 if settings.beta > 0 else 1
+
+    def loss_unit(self, learned: Mapping[str, Any]) -> str:
+        """Return tokens where the loss is a mean over those of several answers."""
+        over_tokens = learned.get("objective.loss_type") in {"bnpo", "dapo"}
+        return "per token" if over_tokens else super().loss_unit(learned)
+
+    def is_sum(self, settings: Any) -> bool:
+        """Return false if each micro-batch has a mean of its own."""
+        return self.adds_up and plain(getattr(settings, "loss_type", None)) != "bnpo"

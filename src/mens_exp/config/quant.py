@@ -20,6 +20,7 @@ from mens_exp.config.fields import Condition, Effect, setting, unless, value_at,
 from mens_exp.config.plugins import Registry
 
 NESTED_BLOCK = 256  # scales that share a scale in bitsandbytes; asserted in tests/quant
+PATTERNS = ("type_pattern", "block_size_pattern")  # settings that name single modules
 
 _F32 = 32  # bits of a scale
 
@@ -109,7 +110,7 @@ class _FourBit(QuantizerSpec):
     starts_adapters: bool = True
     stays_whole: str | None = None
     settings: frozenset[str] = frozenset(
-        {"double_quant", "block_size", "storage_dtype", "skip", "type_pattern"}
+        {"double_quant", "block_size", "storage_dtype", "skip", *PATTERNS}
     )
     backends: tuple[str, ...] = ("qlora", "proxy")
     # measured: bitsandbytes 0.50, NF4 with double quantization, on one EPYC core
@@ -168,7 +169,7 @@ class _Codebook(QuantizerSpec):
 
     in_blocks: bool = True
     is_made_again: bool = True
-    settings: frozenset[str] = frozenset({"block_size", "skip", "type_pattern"})
+    settings: frozenset[str] = frozenset({"block_size", "skip", *PATTERNS})
     weights_per_core_s: float | None = 1.8e7  # measured: NVFP4, the slowest, on one EPYC core
     scale_bits: int = _F32  # of a block: its scale, and its zero point if it has one
 
@@ -186,7 +187,7 @@ def _codebook(name: str, stored_bits: int, **more: Any) -> _Codebook:
     return _Codebook(name=name, code_bits=stored_bits, **(own | more))
 
 
-_OF_FORMAT = frozenset({"skip", "type_pattern"})  # the format has its own block
+_OF_FORMAT = frozenset({"skip", *PATTERNS})  # the format has its own block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +341,7 @@ _BLOCK = _where_read("block_size", when(_KEY, *names_that_read("block_size")))
 _STORAGE = _where_read("storage_dtype", when(_KEY, *names_that_read("storage_dtype")))
 _SKIP = _where_read("skip", unless(_KEY, "none"))
 _PATTERN = _where_read("type_pattern", when(_KEY, *names_that_read("type_pattern")))
+_BLOCKS = _where_read("block_size_pattern", when(_KEY, *names_that_read("block_size_pattern")))
 _READ = frozenset({"attribute"})
 
 
@@ -415,6 +417,15 @@ class QuantConfig:
         idle={},
         example="{down_proj:nf8}",
     )
+    block_size_pattern: dict[str, int] = setting(
+        {},
+        "Block sizes of single modules, by target as in quant.skip: {mlp: 128, down_proj: 64}. The "
+        "last one that matches counts. The values are those of block_size; formats with a block of "
+        "their own keep it.",
+        only_if=_BLOCKS,
+        idle={},
+        example="{mlp:128}",
+    )
 
     @property
     def spec(self) -> QuantizerSpec:
@@ -430,6 +441,7 @@ class QuantConfig:
             double_quant=self.double_quant and "double_quant" in reads,
             block_size=self.block_size if "block_size" in reads else None,
             type_pattern={},
+            block_size_pattern={},
         )
 
     @property

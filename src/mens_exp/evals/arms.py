@@ -310,8 +310,9 @@ def _other_text(ours: Sequence[Trial], theirs: Sequence[Trial]) -> str | None:
 
 def loss_unit(arm: Arm) -> str | None:
     """Return the unit of an arm's losses if they are no likelihoods of tokens."""
-    spec = OBJECTIVES.known(str(arm.trials[0].settings.get("objective.name")))
-    return None if spec is None or spec.is_likelihood else spec.loss_unit
+    learned = arm.trials[0].settings
+    spec = OBJECTIVES.known(str(learned.get("objective.name")))
+    return None if spec is None or spec.is_likelihood else spec.loss_unit(learned)
 
 
 _CHUNK = "objective.chunk_tokens"  # which changes memory alone

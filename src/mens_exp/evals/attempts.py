@@ -321,7 +321,7 @@ def to_scorecard(
         suite_digest=graded_digest(suite),
         items=len(suite.items),
         conditions=conditions,
-        declared={name: _about(name) for name in own},
+        declared={name: declaration(name) for name in own},
         generation={**generation, **dataclasses.asdict(plan), "grading": GRADING},
         sandbox=sandbox,
         self_test=None if self_test is None else dataclasses.asdict(self_test),
@@ -329,7 +329,7 @@ def to_scorecard(
     )
 
 
-def _about(name: str) -> dict[str, str]:
+def declaration(name: str) -> dict[str, str]:
     """Return what an own suite declares of a KPI with ``@declares``."""
     about = own_metric(name)
     return {"unit": about.unit, "direction": about.direction, "note": about.note}

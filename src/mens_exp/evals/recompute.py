@@ -19,7 +19,7 @@ from mens_exp.artifacts.record import check_type
 from mens_exp.artifacts.scorecard import ItemEvent, event_of_today
 from mens_exp.config.suite import SUITES
 from mens_exp.errors import DataError
-from mens_exp.evals.attempts import graded_digest
+from mens_exp.evals.attempts import declaration, graded_digest
 from mens_exp.evals.completion_styles import GRADING
 from mens_exp.evals.kpis import summarise
 from mens_exp.evals.suite import Answer
@@ -107,17 +107,51 @@ def recomputed(
         version = scorecard.generation.get("grading")
         said = "no version of grading is recorded" if version is None else f"version {version}"
         found.unverifiable.append(
-            f"answers were not read again: {said}, and this program grades by version {GRADING}"
+            _unread(scorecard, f"{said}, and this program grades by version {GRADING}")
         )
     elif isinstance(suite, str):
-        found.unverifiable.append(f"answers were not read again: {suite}")
+        found.unverifiable.append(_unread(scorecard, suite))
     else:
+        if graded_digest(suite) == scorecard.suite_digest:
+            found.problems += _misdeclared(scorecard, lines, f"{scorecard_path}: declared")
         _answers(scorecard, lines, suite, str(events_path), found, _reader(python))
     if any((line.get("attempts") or 1) > 1 for line in lines):
         found.unverifiable.append(EARLIER)
     if scorecard.sandbox is not None:
         found.unverifiable.append(NOT_EXECUTED)
     return found
+
+
+def _unread(scorecard: Scorecard, why: str) -> str:
+    """Say why answers, and with them the suite's declarations of its KPIs, were not read again."""
+    own = ", ".join(sorted(scorecard.declared))
+    taken = f"; unit and direction of {own} are taken as recorded" if own else ""
+    return f"answers were not read again: {why}{taken}"
+
+
+def _misdeclared(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
+    """Yield the suite's own KPIs that its class, which is imported, declares in another way.
+
+    A note may have been reworded since.
+    """
+    own = {name for line in lines for name in line.get("values") or {}}
+    for name in sorted(own | scorecard.declared.keys()):
+        again = declaration(name) if name in own else {}
+        stated = scorecard.declared.get(name, {})
+        if any(stated.get(key) != again.get(key) for key in ("unit", "direction")):
+            yield DataError(
+                "is not what the suite's class declares",
+                where=f"{where}.{name}",
+                found=_declared(stated),
+                expected=_declared(again),
+                remedy="put the scorecard back as it was, or run it again",
+            )
+
+
+def _declared(about: Mapping[str, str]) -> str:
+    if not about:
+        return "nothing"
+    return f"direction {about.get('direction')}, unit {about.get('unit')}"
 
 
 def _malformed(lines: Sequence[Line], path: Path) -> Iterator[DataError]:
@@ -290,7 +324,7 @@ def _answers(
             )
         else:
             what = f"suite={suite.name}, read from where the run had it, is another one now"
-            found.unverifiable.append(f"answers were not read again: {what}")
+            found.unverifiable.append(_unread(scorecard, what))
         return
     items = {item.id: item for item in suite.items}
     seen: dict[tuple[str, str], list[tuple[Line, Any]]] = {}

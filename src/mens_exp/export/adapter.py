@@ -262,6 +262,11 @@ def config_of_adapter(
         type_pattern={
             path: QuantType(one["quant_type"]) for path, one in quantizer.get("modules", {}).items()
         },
+        block_size_pattern={
+            path: one["block_size"]
+            for path, one in quantizer.get("modules", {}).items()
+            if "block_size" in QuantType(one["quant_type"]).spec.settings
+        },
     )
     theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")
     return theirs

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.adapter_v3 import Quantizer, quantizer_of
+from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer, quantizer_of
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
 from mens_exp.config.task import MergeBase, MergeMode
@@ -344,11 +344,21 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
 
 
 def _others(quantizer: Quantizer) -> str:
-    """Name the quantizers of single modules, and of how many."""
-    many = Counter(one["quant_type"] for one in quantizer.get("modules", {}).values())
+    """Name the quantizers and blocks of single modules, and of how many."""
+    many = Counter(
+        _storage(one, quantizer["block_size"]) for one in quantizer.get("modules", {}).values()
+    )
     return "".join(
         f", {name} in {count} module{'s' if count > 1 else ''}" for name, count in many.items()
     )
+
+
+def _storage(one: ModuleQuantizer, usual: int) -> str:
+    """Name a module's quantizer, and its block where that was a choice."""
+    name, block = one["quant_type"], one["block_size"]
+    spec = QUANTIZERS.known(name)
+    is_choice = block != usual and spec is not None and "block_size" in spec.settings
+    return f"{name} in blocks of {block}" if is_choice else name
 
 
 def _refuse_unknown_quantizers(manifest: AdapterManifest) -> None:

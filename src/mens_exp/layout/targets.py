@@ -7,7 +7,7 @@ A target is a group (``attention``), the last name or names of a module (``q_pro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.adapter_tensors import AdapterForm
     from mens_exp.config.lora import LoraConfig
-    from mens_exp.config.quant import QuantConfig
+    from mens_exp.config.quant import QuantConfig, QuantType
     from mens_exp.layout.families import Family, Projection, Slot
     from mens_exp.layout.shape import Shape
 
@@ -163,7 +163,8 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
     Experts that a model keeps in one tensor are not among them.
 
     Raises:
-        ConfigError: a pattern of `quant.skip` or `quant.type_pattern` matches nothing.
+        ConfigError: a pattern of `quant.skip`, `quant.type_pattern` or `quant.block_size_pattern`
+            matches nothing that it has an effect on.
         Problems: several do.
     """
     left = {one.path for one in skipped(quant.skip, shape)}
@@ -171,20 +172,43 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
     if quant.spec.keeps_codes and shape.stored is not None:
         inside = [one for one in inside if shape.stored.holds(one.path)]
     found = {one.path: quant.of(quant.quant_type) for one in inside}
-    problems = []
+    problems: list[ConfigError] = []
     for pattern, quant_type in quant.type_pattern.items():
         matched = _matching(pattern, inside, shape.family)
         if not matched:
             problems.append(_no_match(pattern, inside, shape.family, where="quant.type_pattern"))
         found |= dict.fromkeys((one.path for one in matched), quant.of(quant_type))
+    for pattern, block in quant.block_size_pattern.items():
+        where, matched = "quant.block_size_pattern", _matching(pattern, inside, shape.family)
+        stored = {one.path: found[one.path] for one in matched}
+        free = {path for path, one in stored.items() if "block_size" in one.spec.settings}
+        if not matched:
+            problems.append(_no_match(pattern, inside, shape.family, where=where))
+        elif not free:
+            names = ", ".join(sorted({one.quant_type.value for one in stored.values()}))
+            problems.append(
+                ConfigError(
+                    "matches modules whose quantizer has its own block alone",
+                    where=where,
+                    found=f"{pattern}, stored as {names}",
+                    expected="a module of a quantizer that reads quant.block_size",
+                )
+            )
+        found |= {path: replace(found[path], block_size=block) for path in free}
     Problems.raise_if(problems)
     return {path: one for path, one in found.items() if path not in left}
 
 
 def otherwise_quantized(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig]:
-    """Return those of :func:`quantized_modules` that have another quantizer than the group's."""
-    stored = quantized_modules(quant, shape) if quant.type_pattern else {}
-    return {path: one for path, one in stored.items() if one.quant_type is not quant.quant_type}
+    """Return those of :func:`quantized_modules` that have another quantizer or block size."""
+    usual, has_patterns = storage(quant), quant.type_pattern or quant.block_size_pattern
+    stored = quantized_modules(quant, shape) if has_patterns else {}
+    return {path: one for path, one in stored.items() if storage(one) != usual}
+
+
+def storage(quant: QuantConfig) -> tuple[QuantType, int]:
+    """Return what settings of modules of one `quant` group may differ in: quantizer and block."""
+    return quant.quant_type, quant.block
 
 
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mens_exp.config.objective import RewardScale
+from mens_exp.config.objective import GroupLoss, RewardScale
 from mens_exp.objective.causal import LossSum, Objective, Passed, Sampled, token_losses
 from mens_exp.objective.preference import summed
 from mens_exp.rows.schema import REWARD
@@ -26,16 +26,23 @@ if TYPE_CHECKING:
 
 
 class GroupRelative(Objective):
-    """GRPO (arXiv:2402.03300, eq. 3), with TRL's ``loss_type="grpo"``.
+    """GRPO (arXiv:2402.03300, eq. 3), with four of TRL's loss types.
 
     With A the advantage of an answer and r the probability of a token divided by that under the
     adapter that training starts from, the loss of a token is -min(r A, clip(r) A), clip(r) being
     between 1 - ``epsilon_low`` and 1 + ``epsilon_high``, plus ``beta`` times r (q - log q - 1), q
     being the probability under the base divided by that under the model. That is the KL estimator
     k3 (http://joschu.net/blog/kl-approx.html); with the factor r, which the paper lacks, its
-    gradient is that of the KL divergence (arXiv:2512.02556, eq. 7; TRL's default). The loss of an
-    answer is the mean over its tokens, so that a step is the mean over all answers of its
-    micro-batches and processes.
+    gradient is that of the KL divergence (arXiv:2512.02556, eq. 7; TRL's default).
+
+    A step is a mean over all its micro-batches and processes, by ``loss_type``:
+
+    - grpo: over answers, the loss of an answer being the mean over its tokens;
+    - dr_grpo: over answers, the sum over its tokens divided by ``max_completion_tokens``
+      (arXiv:2503.20783);
+    - dapo: over tokens (arXiv:2503.14476). TRL divides by the tokens of all steps that share
+      sampled answers, divided by the number of these steps, which is the same for one step;
+    - bnpo: over micro-batches, the loss of one being the mean over its tokens, as in TRL.
     """
 
     def __init__(
@@ -46,14 +53,17 @@ class GroupRelative(Objective):
         epsilon_high: float,
         scale_rewards: RewardScale,
         chunk_tokens: int,
+        loss_type: GroupLoss = GroupLoss.grpo,
+        max_completion_tokens: int = 256,
     ) -> None:
         """Set the settings; see :class:`mens_exp.config.objective.GrpoObjective`."""
         self.beta, self.chunk_tokens = beta, chunk_tokens
         self.epsilon_low, self.epsilon_high = epsilon_low, epsilon_high
-        self.scaled = RewardScale(scale_rewards) is RewardScale.group
+        self.scale, self.form = RewardScale(scale_rewards), GroupLoss(loss_type)
+        self.max_completion_tokens = max_completion_tokens
 
     def loss(self, passed: Passed) -> LossSum:
-        """Return the sum over the answers of a micro-batch, and their number."""
+        """Return the sum over a micro-batch, and the number of what the step's mean is over."""
         logp_M = -token_losses(passed, self.chunk_tokens)
         known = passed.sampled or self._before_training(passed, logp_M)
         advantage_M = known.advantage_M
@@ -70,19 +80,36 @@ class GroupRelative(Objective):
         low_M = (ratio_M < 1 - self.epsilon_low) & (advantage_M < 0)
         high_M = (ratio_M > 1 + self.epsilon_high) & (advantage_M > 0)
         first_M = begins(passed.batch)
-        each = summed(losses_M, first_M.cumsum(0) - 1)
+        total, count = self._summed(losses_M, first_M)
         tokens = torch.full_like(logp_M[0].detach(), len(logp_M))
+        answers = first_M.sum()
         return LossSum(
-            total=-each.mean.sum(),
-            count=len(each.tokens_S),
+            total=total,
+            count=count,
             metrics={
                 **metrics,
                 "reward": passed.batch.extra[REWARD][first_M].sum(),
                 "equal_frac": (advantage_M[first_M] == 0).sum(),
                 "clip_frac": (low_M | high_M).sum(),
             },
-            counts={"base_kl": tokens, "clip_frac": tokens},
+            counts={
+                **dict.fromkeys(("reward", "equal_frac"), answers),
+                **dict.fromkeys(("base_kl", "clip_frac"), tokens),
+            },
         )
+
+    def _summed(self, losses_M: torch.Tensor, first_M: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return what a step sums of a micro-batch, and what it sums to divide by."""
+        match self.form:
+            case GroupLoss.grpo:
+                each = summed(losses_M, first_M.cumsum(0) - 1)
+                return -each.mean.sum(), len(each.tokens_S)
+            case GroupLoss.dr_grpo:
+                return losses_M.sum() / self.max_completion_tokens, int(first_M.sum())
+            case GroupLoss.dapo:
+                return losses_M.sum(), len(losses_M)
+            case GroupLoss.bnpo:
+                return losses_M.mean(), 1
 
     def _before_training(self, passed: Passed, logp_M: torch.Tensor) -> Sampled:
         """Return what stands for the unknown: as on the first step, with an advantage of 1.

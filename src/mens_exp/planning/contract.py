@@ -425,8 +425,11 @@ _LATER: dict[str, Any] = {
     "eval.keep_failing": False,
     "optim.loraplus_lr_ratio": None,
     "quant.type_pattern": {},
+    "quant.block_size_pattern": {},
     "objective.dft": False,
     "objective.label_smoothing": 0.0,
+    "objective.loss_type": "grpo",
+    "objective.max_completion_tokens": 256,
     "objective.neftune_alpha": 0.0,
     "objective.top_k": None,
     "objective.weight_field": None,
@@ -443,7 +446,12 @@ _LATER: dict[str, Any] = {
 
 # The last pattern that matches counts, and records sort their keys: an order that differs from
 # theirs is kept as a list.
-_ORDERED = frozenset({"quant.type_pattern", "lora.rank_pattern", "lora.alpha_pattern"})
+_ORDERED = frozenset(
+    {
+        *("quant.type_pattern", "quant.block_size_pattern"),
+        *("lora.rank_pattern", "lora.alpha_pattern"),
+    }
+)
 
 
 def learned_settings(config: RunConfig) -> dict[str, Any]:

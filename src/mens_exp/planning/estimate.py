@@ -397,7 +397,9 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
     """Describe the meaning of the command: the groups' choices, and the planner's answer."""
     made = execution_plan(contract_of(config), environment_of(config)).record()
     quant = config.quant
-    others = ", ".join(f"{one.value} in {name}" for name, one in quant.type_pattern.items())
+    named = [f"{one.value} in {name}" for name, one in quant.type_pattern.items()]
+    named += [f"blocks of {one} in {name}" for name, one in quant.block_size_pattern.items()]
+    others = ", ".join(named)
     return {
         "model": _name(config.model),
         "download_bytes": _download(config.model),

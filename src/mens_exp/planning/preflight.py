@@ -24,6 +24,7 @@ from mens_exp.planning.contract import contract_of
 from mens_exp.planning.planner import Gate, environment_of, refusals
 from mens_exp.rows.cache import cache_root
 from mens_exp.rows.encode import MOST_BAD_ROWS, rendered_answers
+from mens_exp.rows.rewards import refuse_single_answers
 from mens_exp.tokenizer.implementations import VoxTokenizer
 from mens_exp.tokenizer.load import load_tokenizer
 
@@ -73,11 +74,15 @@ def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
     """Refuse rows that lack what the objective reads, or have what it would ignore.
 
     Raises:
-        DataError: a row is of another kind than the objective; the first one is named.
+        DataError: a row is of another kind than the objective, or has an answer that can be
+            compared with none; the first one is named.
     """
     documents = labelling_of(config).rows
     for pair in islice(rows.train, _TRIED_ROWS):
         documents.check(pair)
+    if config.objective.spec.compares_groups and not rows.sides_sha256:  # a run reads large files
+        refuse_single_answers(rows.train)
+        refuse_single_answers(rows.val)
 
 
 _TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run renders them all

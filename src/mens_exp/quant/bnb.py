@@ -345,25 +345,31 @@ def _by_binding(model: torch.nn.Module) -> dict[Binding, list[Any]]:
     return found
 
 
-def quantization_facts(model: torch.nn.Module, usual: str | None = None) -> dict[str, Any]:
+def quantization_facts(
+    model: torch.nn.Module, usual: str | None = None, block: int | None = None
+) -> dict[str, Any]:
     """Read back how a model's linear layers are stored.
 
     Args:
         model: transformers' model; may have PEFT layers.
         usual: name of the quantizer to describe if there are several; None is the first layer's.
+        block: its weights that share a scale, if its layers differ in that.
 
     Returns:
-        The facts of one layer, ``quantized_linears``, and, if there are several quantizers, the
-        number of layers of each as ``quantized_as``.
+        The facts of one layer, ``quantized_linears``, and, if there are several quantizers or block
+        sizes, the number of layers of each as ``quantized_as`` and ``in_blocks_of``.
     """
     found = [b.facts(layer) for b, layers in _by_binding(model).items() for layer in layers]
     if not found:
         return {"quantized_linears": 0, "quant": "none"}
     many = dict(Counter(one["quant"] for one in found))
+    blocks = Counter(str(one["block_size"]) for one in found if "block_size" in one)
+    named = [one for one in found if one["quant"] == usual] or found[:1]
     return {
         "quantized_linears": len(found),
-        **next((one for one in found if one["quant"] == usual), found[0]),
+        **next((one for one in named if one.get("block_size") == block), named[0]),
         **({"quantized_as": many} if len(many) > 1 else {}),
+        **({"in_blocks_of": dict(blocks)} if len(blocks) > 1 else {}),
     }
 
 
@@ -425,7 +431,7 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
         rounded_to=config.compute_dtype,  # the loader's own cast
         skip=[path for path in inside if path not in there],
     )
-    if config.type_pattern:
+    if config.type_pattern or config.block_size_pattern:
         found["modules"] = {
             path: ModuleQuantizer(
                 quant_type=one.quant_type.value,

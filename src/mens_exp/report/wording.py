@@ -108,7 +108,8 @@ def objective_of(manifest: Manifest) -> ObjectiveSpec | None:
 def loss_unit(manifest: Manifest) -> str:
     """Name the unit of a run's loss."""
     spec = objective_of(manifest)
-    return "nats per token" if spec is None else spec.loss_unit
+    learned = (manifest.contract or {}).get("settings") or {}
+    return "nats per token" if spec is None else spec.loss_unit(learned)
 
 
 def rate(value: float) -> str:

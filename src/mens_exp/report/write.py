@@ -166,13 +166,20 @@ def _quant(records: Records) -> str:
 def _loading(records: Records) -> str:
     """Return the arguments of ``from_pretrained`` that load the base as it was quantized."""
     facts = records.manifest.facts
+    alone = "that transformers does not load by itself\n"
     if many := facts.get("quantized_as"):
-        ordered = sorted(many.items(), key=lambda one: -one[1])
-        names = ", ".join(f"{name} in {count}" for name, count in ordered)
-        return f"    # layers are {names}: a mixture that transformers does not load by itself\n"
+        return f"    # layers are {_ordered(many)}: a mixture {alone}"
+    if blocks := facts.get("in_blocks_of"):
+        return f"    # layers have blocks of {_ordered(blocks)}: a mixture {alone}"
     spec = QUANTIZERS.known(_quant(records))
     double_quant = bool(facts.get("double_quant"))
     return "" if spec is None else spec.loading_arguments(double_quant=double_quant)
+
+
+def _ordered(many: Mapping[str, int]) -> str:
+    """List what layers are and in how many, the most first."""
+    ordered = sorted(many.items(), key=lambda one: -one[1])
+    return ", ".join(f"{name} in {count}" for name, count in ordered)
 
 
 def _front_matter(records: Records) -> str:

@@ -6,18 +6,20 @@ their documents have the same tokens before the answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mens_exp.config.objective import RewardScale
 from mens_exp.errors import DataError
 from mens_exp.rows.documents import Document, RowDocuments, marked, number_of
 from mens_exp.rows.schema import REWARD
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from mens_exp.rows.documents import Encoded, Ending, Labelling
     from mens_exp.rows.schema import TrainingPair
@@ -81,11 +83,47 @@ class Groups:
     equal: int  # groups whose answers all have the same reward, so that they teach nothing
 
 
-def groups_of(documents: Encoded, *, scaled: bool) -> Groups:
+def _without_others(where: str, alone: int, prompts: int) -> DataError:
+    return DataError(
+        "a prompt has a single answer, which can be compared with none",
+        where=where,
+        found=f"{alone} of {prompts} prompts",
+        expected="two answers or more to each prompt, with the same turns before them",
+        remedy="sample more answers to it, or leave the row out",
+    )
+
+
+def refuse_single_answers(pairs: Iterable[TrainingPair]) -> None:
+    """Refuse one side of the split if a prompt has one answer alone, before rows are encoded.
+
+    Rows count as answers to one prompt here if their system prompts and users' texts are equal up
+    to white space. A chat template may tell more of them apart; `groups_of` compares tokens.
+
+    Raises:
+        DataError: there is such a prompt; the first one's row is named.
+    """
+    answers: Counter[tuple[str, ...]] = Counter()
+    rows: dict[tuple[str, ...], TrainingPair] = {}
+    for pair in pairs:
+        texts = (pair.system or "", *(user for user, _ in pair.exchanges))
+        asked = tuple(" ".join(text.split()) for text in texts)
+        answers[asked] += 1
+        rows.setdefault(asked, pair)
+    alone = [rows[asked].name for asked, number in answers.items() if number == 1]
+    if alone:
+        raise _without_others(alone[0], len(alone), len(answers))
+
+
+def groups_of(documents: Encoded, scale: RewardScale) -> Groups:
     """Compare the reward of each answer with those of the other answers to its prompt.
 
-    The advantage is the reward less the mean of the group, divided by the group's standard
-    deviation (with Bessel's correction) + 1e-4 if ``scaled`` (arXiv:2402.03300, 4.1.2; TRL).
+    The advantage is the reward less the mean of the group, divided by the standard deviation (with
+    Bessel's correction) of the group, or of all these answers, + 1e-4 (arXiv:2402.03300, 4.1.2;
+    TRL), or by nothing.
+
+    Args:
+        documents: the answers of one side of the split, with their rewards.
+        scale: what the difference is divided by.
 
     Raises:
         DataError: a prompt has one answer alone.
@@ -95,15 +133,8 @@ def groups_of(documents: Encoded, *, scaled: bool) -> Groups:
         answer = start + int(documents.supervised[start:end].argmax())
         members.setdefault(documents.ids[start:answer].tobytes(), []).append(number)
     rewards = documents.extra[REWARD][documents.offsets[1:] - 1].astype(np.float64)
-    alone = sum(len(one) == 1 for one in members.values())
-    if alone:
-        raise DataError(
-            "a prompt has a single answer, which can be compared with none",
-            where="data",
-            found=f"{alone} of {len(members)} prompts",
-            expected="two answers or more to each prompt, with the same turns before them",
-            remedy="sample more answers to it, or leave the row out",
-        )
+    if alone := sum(len(one) == 1 for one in members.values()):
+        raise _without_others("data", alone, len(members))
     advantages, equal = np.zeros(len(rewards)), 0
     for one in members.values():
         mine = rewards[one]
@@ -111,6 +142,7 @@ def groups_of(documents: Encoded, *, scaled: bool) -> Groups:
             equal += 1
             continue
         advantages[one] = mine - mine.mean()
-        if scaled:
-            advantages[one] /= mine.std(ddof=1) + _LEAST_SPREAD
+        if scale is not RewardScale.none:
+            spread = mine if scale is RewardScale.group else rewards
+            advantages[one] /= spread.std(ddof=1) + _LEAST_SPREAD
     return Groups(advantages.astype(np.float32), groups=len(members), equal=equal)

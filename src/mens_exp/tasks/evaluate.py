@@ -314,11 +314,22 @@ def _quantization(config: RunConfig, quant: Quant, recorded: Quantizer | None) -
     left = {one.path for one in skipped(ours.skip, shape_of(config.model))}
     if left != set(recorded["skip"]):
         found.append(f"quant.skip=[{','.join(recorded['skip'])}]")
-    modules = {path: one["quant_type"] for path, one in recorded.get("modules", {}).items()}
+    modules = recorded.get("modules", {})
     others = otherwise_quantized(ours, shape_of(config.model))
-    if modules != {path: one.quant_type.value for path, one in others.items()}:
-        listed = ",".join(f"{path}:{name}" for path, name in modules.items())
-        found.append(f"'quant.type_pattern={{{listed}}}'")
+    theirs = {path: (one["quant_type"], one["block_size"]) for path, one in modules.items()}
+    if theirs != {path: (one.quant_type.value, one.block) for path, one in others.items()}:
+        types = {path: name for path, (name, _) in theirs.items() if name != spec.name}
+        blocks = {
+            path: block
+            for path, (name, block) in theirs.items()
+            if block != recorded["block_size"]
+            and (of := QUANTIZERS.known(name)) is not None
+            and "block_size" in of.settings
+        }
+        for setting, values in (("type_pattern", types), ("block_size_pattern", blocks)):
+            if values or getattr(ours, setting):
+                listed = ",".join(f"{path}:{value}" for path, value in values.items())
+                found.append(f"'quant.{setting}={{{listed}}}'")
     return found
 
 

@@ -17,6 +17,7 @@ from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
+from mens_exp.config.objective import RewardScale
 from mens_exp.config.quant import QUANTIZERS
 from mens_exp.config.rules.graph import allocated_steps_problems
 from mens_exp.config.rules.optim import warmup_problems
@@ -103,7 +104,7 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     data = RowsDataModule(config, rows, tokenizer, cache)
     if config.objective.spec.compares_groups:  # which is refused early, if at all
         for documents in (data.train_documents, data.val_documents):
-            groups_of(documents, scaled=False)
+            groups_of(documents, RewardScale.none)
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
     late = late_scorecard_problems(config, data.max_steps, bound)
     short = allocated_steps_problems(config.lora, data.max_steps, bound)

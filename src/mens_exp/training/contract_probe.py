@@ -328,7 +328,8 @@ class _Trial:
             at += len(own_MD)
             alone += float(loss.total.detach())
             apart = max(apart, _difference(theirs_MD, own_MD))
-        if not self.module.config.objective.spec.adds_up:
+        objective = self.module.config.objective
+        if not objective.spec.is_sum(objective):
             return None, apart
         return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
 
@@ -400,7 +401,7 @@ def accumulated(
         loss of a batch is not the sum of theirs.
     """
     many = len(units_of(documents))
-    if many < 2 or not config.objective.spec.adds_up:  # noqa: PLR2004  # one is the batch itself
+    if many < 2 or not config.objective.spec.is_sum(config.objective):  # noqa: PLR2004  # one is the batch itself
         return None
     whole, parts = (
         _step(config, module, _stream(config, documents, size, pad_id)) for size in (many, 1)

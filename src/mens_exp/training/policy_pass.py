@@ -68,9 +68,9 @@ def known_answers(
             expected="a class that extends mens_exp.objective.groups.GroupRelative",
         )
     began = time.monotonic()
-    scaled = module.objective.scaled
+    scale = module.objective.scale
     val = data.val_dataloader()
-    groups = [groups_of(side, scaled=scaled) for side in (data.train_documents, data.val_documents)]
+    groups = [groups_of(side, scale) for side in (data.train_documents, data.val_documents)]
     with preserve_state(module):
         sides = (
             _side(module, data.in_blocks(), data.trained_blocks(), groups[0], rank),

@@ -7,6 +7,7 @@ import pytest
 from mens_exp.config.rules.training import sharded_problems
 
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")
+BLOCKS = "quant.block_size_pattern={down_proj:128}"
 BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
 
 
@@ -44,6 +45,8 @@ def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
             "2",
             "every_n_steps=null",
         ),
+        ([BF16, "quant.type_pattern={mlp:nf2}"], "quant.type_pattern", "mlp", "trainer=ddp"),
+        ([BF16, BLOCKS], "quant.block_size_pattern", "down_proj", "trainer=ddp"),
         ([BF16, "lora=randlora"], "lora.variant", "randlora", "trainer=ddp"),
         ([BF16, "lora=adalora"], "lora.variant", "adalora", "trainer=ddp"),
     ],

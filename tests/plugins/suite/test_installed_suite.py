@@ -126,15 +126,40 @@ def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
     assert "values: is not what its answer says" in " ".join(said.split())
 
 
-def test_a_declaration_that_is_none_is_refused(typed, sweep):
-    """Of a scorecard that somebody edited."""
-    run = sweep[0]
+def rewrite(run, **changes):
+    """Edit a scorecard, and make the hash of its run fit."""
     card = json.loads(run.scorecard.read_text("utf-8"))
-    card["declared"]["letters/characters"]["direction"] = "up"
-    run.scorecard.write_text(json.dumps(card), "utf-8")
+    run.scorecard.write_text(json.dumps(card | changes), "utf-8")
     manifest = json.loads(run.manifest.read_text("utf-8"))
     manifest["outputs"][run.scorecard.name] = sha256_file(run.scorecard)
     run.manifest.write_text(json.dumps(manifest), "utf-8")
+
+
+def test_another_declaration_than_that_of_the_class_is_refused(typed, sweep):
+    """With another direction, the worse arm would win; a note may have been reworded."""
+    about = {"unit": "characters", "direction": "min", "note": "of a right answer"}
+    verify = ("task=inspect", f"path={sweep[0].path}", "inspect.verify=true")
+    for forged in ({"direction": "max"}, {"unit": "words"}, None):
+        declared = {} if forged is None else {"letters/characters": about | forged}
+        for run in sweep:
+            rewrite(run, declared=declared)
+        for command, code in ((COMPARED, 2), (verify, 4)):
+            done = typed(*command, code=code)
+            said = " ".join((done.stdout + done.stderr).split())
+            assert "declared.letters/characters: is not what the suite's class declares" in said
+            assert "expected direction min, unit characters" in said
+    rewrite(sweep[0], declared={"letters/characters": about | {"note": "reworded"}})
+    for run in sweep[1:]:
+        rewrite(run, declared={"letters/characters": about})
+    typed(*verify)
+    typed(*COMPARED, "hydra.run.dir=compared")
+
+
+def test_a_declaration_that_is_none_is_refused(typed, sweep):
+    """Of a scorecard that somebody edited, though its suite is another one now."""
+    about = {"unit": "characters", "direction": "up", "note": "of a right answer"}
+    for run in sweep:
+        rewrite(run, suite_digest="0" * 64, declared={"letters/characters": about})
     assert "is no declaration of a metric" in typed(*COMPARED, code=2).stderr
 
 

@@ -9,7 +9,7 @@ from mens_exp.config.fields import shown
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
 from mens_exp.config.optim import ScheduleFreeConfig
-from mens_exp.config.quant import ComputeDtype, names_for, names_made_again
+from mens_exp.config.quant import PATTERNS, ComputeDtype, names_for, names_made_again
 from mens_exp.errors import ConfigError, expected_name
 
 if TYPE_CHECKING:
@@ -202,6 +202,14 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=quant.block_size,
             expected=f"one of {', '.join(map(str, _BLOCKS))}",
         )
+    for pattern, block in quant.block_size_pattern.items():
+        if block not in _BLOCKS:
+            yield ConfigError(
+                "is no block size that is offered",
+                where=f"quant.block_size_pattern.{pattern}",
+                found=block,
+                expected=f"one of {', '.join(map(str, _BLOCKS))}",
+            )
     if len(set(quant.skip)) < len(quant.skip):
         yield ConfigError(
             "a module is named twice",
@@ -244,7 +252,7 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
             expected=_bases("proxy"),
             remedy="choose quant=nf4, or backend=qlora",
         )
-    for setting in ("skip", "type_pattern"):
+    for setting in ("skip", *PATTERNS):
         if patterns := getattr(quant, setting):
             yield ConfigError(
                 "the proxy stack quantizes all of its projections alike",
@@ -261,14 +269,15 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     yield from _pattern_problems(lora)
     yield from _method_problems(config)
     quant = config.quant
-    quantized_all = quant.spec.starts_adapters and not (quant.skip or quant.type_pattern)
+    others = (getattr(quant, name) for name in ("skip", *PATTERNS))
+    quantized_all = quant.spec.starts_adapters and not any(others)
     if lora.init.spec.from_weights and not quantized_all:
         yield ConfigError(
             "starts from what bitsandbytes' four bits lose of a weight, and some weights are "
             "stored otherwise",
             where="lora.init",
             found=lora.init.value,
-            expected="lora.init=default, or quant=nf4 with an empty quant.skip and type_pattern",
+            expected="lora.init=default, or quant=nf4 with an empty quant.skip and no patterns",
         )
     if lora.init.spec.from_inputs:
         yield from _inputs_problems(config)

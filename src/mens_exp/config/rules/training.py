@@ -13,6 +13,7 @@ from mens_exp.config.data import RowsData
 from mens_exp.config.model import teacher_of
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.objective_spec import PRECOMPUTED
+from mens_exp.config.quant import PATTERNS
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import (
     BY_CLASS,
@@ -293,14 +294,15 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
             expected="nf4, fp4, or none with backend=lora",
             remedy="choose quant=nf4, or trainer=ddp",
         )
-    if quant.type_pattern:
-        yield ConfigError(
-            "processes hold parts of weights that one quantizer stores",
-            where="quant.type_pattern",
-            found=", ".join(quant.type_pattern),
-            expected="nothing",
-            remedy="choose trainer=ddp",
-        )
+    for name in PATTERNS:
+        if pattern := getattr(quant, name):
+            yield ConfigError(
+                "processes hold parts of weights that one quantizer stores",
+                where=f"quant.{name}",
+                found=", ".join(pattern),
+                expected="nothing",
+                remedy="choose trainer=ddp",
+            )
     if lora.spec.not_sharded is not None:
         yield ConfigError(
             lora.spec.not_sharded,

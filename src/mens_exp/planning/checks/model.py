@@ -206,7 +206,7 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
 
 def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
     """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
-    if quant.block_size is not None:
+    if quant.block_size is not None or quant.block_size_pattern:
         return
     stored = quantized_modules(quant, shape) if quant.is_quantized else {}
     kinds = set()
@@ -343,17 +343,16 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
         )
     if stored and config.attribute.quant_types:
         yield from _mixture(config, shape)
-    if quant.block_size is None:
+    if quant.block_size is None and not quant.block_size_pattern:
         return  # 64 is checked with the model
-    wide = {
-        one.kind: one.width
-        for one in linear_modules(shape)
-        if one.path in stored and _straddles(one, stored[one.path])
-    }
-    if wide:
-        listed = ", ".join(f"{kind} ({width})" for kind, width in wide.items())
-        found = f"{quant.block} for {listed}"
-        yield blocks_straddle("quant.block_size", found, "a divisor of every width")
+    wide: dict[int, dict[str, int]] = {}  # by block
+    for one in linear_modules(shape):
+        if one.path in stored and _straddles(one, stored[one.path]):
+            wide.setdefault(stored[one.path].block, {})[one.kind] = one.width
+    for block, kinds in wide.items():
+        listed = ", ".join(f"{kind} ({width})" for kind, width in kinds.items())
+        where = "quant.block_size" if block == quant.block else "quant.block_size_pattern"
+        yield blocks_straddle(where, f"{block} for {listed}", "a divisor of every width")
 
 
 def _mixture(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
