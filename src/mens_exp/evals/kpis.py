@@ -199,12 +199,14 @@ def as_recorded(names: Collection[str]) -> list[str]:
     Args:
         names: KPIs of a comparison.
     """
-    groups = {
+    found = {
         _TAKEN.get(kpi.group, "times")
         for name, kpi in KPIS.items()
         if name in names and (kpi.field is None or name in _MEASURED)
     }
-    return [f"unverifiable: {', '.join(sorted(groups))} are taken as recorded"] if groups else []
+    *others, last = sorted(found) or [""]
+    named = f"{', '.join(others)} and {last}" if others else last
+    return [f"unverifiable: {named} are taken as recorded"] if found else []
 
 
 def misspelt(name: str) -> str | None:

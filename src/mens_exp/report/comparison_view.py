@@ -32,11 +32,10 @@ _BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_paramet
 _UNKNOWN = "unknown"
 _LEDGER = "decisions.jsonl"
 _WALL_CLOCK = (
-    "Times and rates are wall-clock figures: on a shared machine they include what its other work "
-    "took."
+    "Times and rates are wall-clock figures. Other work slows a run down on a shared machine."
 )
 _FEW = (
-    "two seeds give this verdict, and error rates have been measured for three or more. Confirm it "
+    "this verdict rests on two seeds, but error rates were measured for three or more. Confirm it "
     "with more seeds."
 )
 _FEWEST = 3  # seeds of a study whose error rates were measured (docs/method/statistics.md)
