@@ -66,6 +66,18 @@ def test_links_of_the_root_s_pages_lead_into_the_site():
     )
 
 
+def test_words_of_a_page_of_the_gallery_lead_to_their_pages():
+    """Every one of them; a page that is opened as a file has no page to lead to."""
+    pages = sorted(tutorial.GALLERY.glob("*.html"))
+    assert len(pages) == len(tutorial.SHOWN)
+    for page in pages:
+        text = page.read_text("utf-8")
+        linked = re.findall(r'<a href="\.\./([^"]+)\.html">', site_pages.with_linked_words(text))
+        assert len(linked) == text.count('<dt id="word-')
+        assert linked or page.stem == "corpus"  # whose words are everybody's
+        assert [place for place in linked if not (ROOT / f"docs/{place}.md").is_file()] == []
+
+
 def test_an_output_of_the_tutorial_is_replaced_and_cut(tmp_path, monkeypatch):
     """The file is written first, and a block without a marker is run but shows nothing."""
     monkeypatch.setattr(tutorial, "WORK", tmp_path)

@@ -62,6 +62,58 @@ def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
     assert said.endswith("cycle one registered these seeds before any run.")
 
 
+@pytest.mark.parametrize(
+    ("backends", "factor", "proposed"),
+    [
+        (("qlora", "burn"), "backend", True),
+        (("qlora", "lora"), "backend", False),
+        (("burn", "qlora"), "backend", False),
+        (("qlora", "qlora"), "lora", False),
+    ],
+)
+def test_a_policy_on_burn_is_proposed_only_if_burn_was_better_than_qlora(
+    backends, factor, proposed
+):
+    """A clean verdict for any other factor or backend is followed by a check alone."""
+    record = Comparison.read(SHIPPED)
+    record.factors = [factor]
+    for arm, backend in zip(record.arms, backends, strict=True):
+        arm["backend"] = backend
+    (contrast,) = record.contrasts
+    contrast["kpis"][record.primary].update(verdict="better")
+
+    def promotes():
+        steps = comparison_view.document(record, "verdict").steps
+        return ["policy=burn_rnd" in one.command for one in steps]
+
+    assert promotes() == ([True, False] if proposed else [False])
+    contrast["confounded_by"] = ["optim.lr"]
+    assert promotes() == [False]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "seeds", "noted"),
+    [
+        ("better", [1, 2], True),
+        ("worse", [1, 2], True),
+        ("better", [1, 2, 3], False),
+        ("no difference found", [1, 2], False),
+    ],
+)
+def test_a_verdict_of_two_seeds_carries_a_note(verdict, seeds, noted):
+    """Error rates were measured for three seeds or more."""
+    record = Comparison.read(SHIPPED)
+    record.contrasts[0]["kpis"][record.primary].update(verdict=verdict, seeds=seeds)
+    assert any("Confirm it with more seeds" in one.text for one in findings(record)) is noted
+
+
+def test_times_are_labelled_as_wall_clock_figures():
+    """On a shared machine they are those of its other work as well."""
+    made = comparison_view.document(Comparison.read(SHIPPED))
+    (arms,) = [part for part in made.parts if isinstance(part, Section) and "spent" in part.title]
+    assert "on a shared machine" in arms.parts[-1].text
+
+
 def _tables(parts):
     for part in parts:
         if isinstance(part, Table):

@@ -61,6 +61,32 @@ def test_page_nests_and_asks_for_nothing(write_run, failed_run, kind):
     assert re.search(r"url\(|@import|https?:", page.replace("url(#", "")) is None
 
 
+def test_answers_of_random_weights_are_folded(write_run, item):
+    """They are noise; a reader opens them if they want to, and blank ones are described."""
+    said = [item("base", "\n \n"), item("tuned", "gibberish")]
+    inputs = {"base_model": "tiny_llama", "base_source": "random"}
+    shown = {}
+    for source in ("random", "bundled"):
+        run = load(write_run(said, inputs=inputs | {"base_source": source}))
+        shown[source] = _Page(write.render_page(run)).seen
+        assert "white space only" in write.render_page(run)
+    items = {
+        source: [attrs for tag, attrs in seen if tag == "details" and attrs.get("class") == "item"]
+        for source, seen in shown.items()
+    }
+    assert ["open" in one for one in items["random"]] == [False]
+    assert ["open" in one for one in items["bundled"]] == [True]
+
+
+def test_after_random_weights_the_next_command_keeps_the_rows(write_run):
+    """The reader's own rows are what a real model should learn."""
+    run = write_run(
+        inputs={"base_source": "random"},
+        overrides=["model=tiny_llama", "data=jsonl", "data.path=shop.jsonl", "trainer.max_steps=2"],
+    )
+    assert "python -m mens_exp data=jsonl data.path=shop.jsonl<" in write.render_page(load(run))
+
+
 def test_hostile_text_is_shown_not_obeyed(write_run, item):
     """A completion, a prompt, a file name, an override and a note are all only text."""
     hostile = item("tuned", _HOSTILE, prompt=_HOSTILE, reference=_HOSTILE, item_id=_HOSTILE)

@@ -89,7 +89,9 @@ def test_plan_table_shows_what_the_planner_says(plan, shown_plan):
             "in_run": 2**20,
             "base": 2**21,
             "adapter": 2**10,
+            "peft": 2**10,
             "checkpoint": 2**11,
+            "checkpoints_kept": 2,
             "merged": 2**30,
         },
     }
@@ -106,7 +108,8 @@ def test_plan_table_shows_what_the_planner_says(plan, shown_plan):
         "and 9.0 s to quantize",
         "1 MiB in the run directory",
         "2 MiB for a copy of the base model",
-        "merged model 1.00 GiB",
+        "adapter in two formats 2 KiB, checkpoints 6 KiB, telemetry and reports 1016 KiB",
+        "1.00 GiB for a merged model",
         "abababababab",
         "conversion is the operator's",
         "it may fail",
@@ -216,6 +219,13 @@ def test_conditions_of_a_suite_s_own_are_shown_by_name(item, write_run, outcome)
     text = outcome(write_run(events))
     assert "not asked" not in text
     assert all(word in text for word in ("first", "one", "second", "two"))
+
+
+def test_an_answer_in_which_nothing_is_to_be_seen_is_described(item, write_run, outcome):
+    """Line breaks alone would be empty lines; an empty text says that it is empty."""
+    text = outcome(write_run([item("base", "\n\n"), item("tuned", "")]))
+    assert "white space only" in text
+    assert "empty" in text
 
 
 def test_answers_of_random_weights_are_not_shown(item, write_run, outcome):

@@ -48,8 +48,16 @@ def with_site_links(text: str) -> str:
     return re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", rewritten, text)
 
 
+def with_linked_words(text: str) -> str:
+    """Link the words that a page of the gallery explains to their pages of the site."""
+    page = r"(<span class=\"detail\">)(docs/([\w/-]+)\.md)(</span></dd>)"
+    return re.sub(page, r'\1<a href="../\3.html">\2</a>\4', text)
+
+
 def on_post_build(config: Any) -> None:
-    """Warn of every broken link of the finished site; in strict mode a warning is an error."""
+    """Finish the gallery, and warn of every broken link; in strict mode a warning is an error."""
+    for page in (Path(config.site_dir) / "gallery").glob("*.html"):
+        page.write_text(with_linked_words(page.read_text(encoding="utf-8")), encoding="utf-8")
     for problem in problems(Path(config.site_dir)):
         LOG.warning(problem)
 

@@ -74,8 +74,8 @@ class ProxyConfig(BackendConfig):
     name: str = "proxy"
     composition: Composition = setting(
         Composition.residual,
-        "residual: h + F(norm(h))/sqrt(n), the seeds' code; sequential: F(h), their decision "
-        "records; residual_plain: h + F(h).",
+        "residual: h + F(norm(h))/sqrt(n), as in the code of the Vox mens trainer; sequential: "
+        "F(h), as in its decision records; residual_plain: h + F(h).",
     )
     max_layers: int | None = setting(
         None,

@@ -31,7 +31,7 @@ class ContractConfig:
     min_supervised_frac: float = setting(
         0.01,
         "Share of the training tokens that are learned, at least (a rough choice; measured: 0.51 "
-        "for the stdlib rows; mens gates at 0.1).",
+        "for the stdlib rows; the Vox mens trainer requires 0.1).",
         ge=0,
         lt=1,
         only_if=_LEARNS_ENDS,

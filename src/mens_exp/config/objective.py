@@ -180,8 +180,8 @@ class LastKObjective(TokenObjective):
     labels: str = "last_k"
     k: int = setting(
         1,
-        "Tokens learned at the end of each text (1, the seeds' default, is the last one alone); "
-        "0 is every token after the prompt.",
+        "Tokens learned at the end of each text (1, the default of the Vox mens trainer, is the "
+        "last one alone); 0 is every token after the prompt.",
         ge=0,
         le=64,
     )

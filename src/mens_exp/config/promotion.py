@@ -140,12 +140,12 @@ class BurnProductionPolicy(PolicyConfig):
     )
     floors: dict[str, float] = setting(
         _FLOORS,
-        "Least mean of the challenger, by KPI (the mens trainer's limit).",
+        "Least mean of the challenger, by KPI (the Vox mens trainer's limit).",
         example="{richness:0.3}",
     )
     ceilings: dict[str, float] = setting(
         _CEILINGS,
-        "Highest mean of the challenger, by KPI (the mens trainer's limit).",
+        "Highest mean of the challenger, by KPI (the Vox mens trainer's limit).",
         example="{placeholder_marker_hits:0.05}",
     )
     parity: bool = setting(
@@ -160,16 +160,16 @@ class QloraPlateauPolicy(PolicyConfig):
     name: str = "qlora_plateau"
     backend: str = setting("qlora", "Backend of the arms.", example="qlora")
     spread: float = setting(
-        0.05, "Task success of the arms lies within this (the mens trainer's limit).", ge=0
+        0.05, "Task success of the arms lies within this (the Vox mens trainer's limit).", ge=0
     )
     floors: dict[str, float] = setting(
         _FLOORS,
-        "Least mean that the best arm should have, by KPI (the mens trainer's limit).",
+        "Least mean that the best arm should have, by KPI (the Vox mens trainer's limit).",
         example="{richness:0.3}",
     )
     ceilings: dict[str, float] = setting(
         _CEILINGS,
-        "Highest mean that it should have, by KPI (the mens trainer's limit).",
+        "Highest mean that it should have, by KPI (the Vox mens trainer's limit).",
         example="{placeholder_marker_hits:0.05}",
     )
 
@@ -183,7 +183,7 @@ class BurnRndPolicy(PolicyConfig):
     incumbent: str = setting("qlora", "Backend that it is held against.", example="qlora")
     margin: float = setting(
         0.05,
-        "Task success that its best arm has over the other's (the mens trainer's limit).",
+        "Task success that its best arm has over the other's (the Vox mens trainer's limit).",
         ge=0,
     )
 
@@ -206,12 +206,12 @@ class EvalGatePolicy(PolicyConfig):
             "anti_stub_pass": 0.92,
             "richness": 0.20,
         },
-        "Least mean, by KPI (the mens trainer's limit).",
+        "Least mean, by KPI (the Vox mens trainer's limit).",
         example="{task_success:0.5}",
     )
     ceilings: dict[str, float] = setting(
         {"truncated_frac": 0.50, **_CEILINGS},
-        "Highest mean, by KPI (the mens trainer's limit).",
+        "Highest mean, by KPI (the Vox mens trainer's limit).",
         example="{placeholder_marker_hits:0.05}",
     )
     tokens_per_s: float = setting(
@@ -219,7 +219,8 @@ class EvalGatePolicy(PolicyConfig):
     )
     regression: float = setting(
         0.03,
-        "How much worse the primary KPI may be than the reference's (the mens trainer's limit).",
+        "How much worse the primary KPI may be than the reference's (the Vox mens trainer's "
+        "limit).",
         ge=0,
     )
 

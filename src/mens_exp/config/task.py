@@ -397,8 +397,9 @@ class MergeConfig:
     untie: bool = setting(
         True,  # the value of the setting, named by its position in the schema
         "Give a tied head with a delta a weight of its own, in weights and config.json; false "
-        "merges it into the embedding table, as the seeds' merge does. The input embedding then "
-        "moves too: the result is not the trained model, and the certificate measures how far off.",
+        "merges it into the embedding table, as the Vox mens trainer does. The input embedding "
+        "then moves too: the result is not the trained model, and the certificate measures how far "
+        "off.",
     )
     any_base: bool = setting(
         False,  # as above

@@ -185,21 +185,28 @@ KPIS: dict[str, Kpi] = {kpi.name: kpi for kpi in _TABLE}
 _SLIP = 0.9  # least likeness (difflib) to be a typing slip: one letter in ten
 # Counted or timed while answers were made, which no answer tells afterwards.
 _MEASURED = frozenset({"tokens_in", "tokens_out", "latency_ms", "time_to_first_valid_ms"})
+_TAKEN = {
+    KpiGroup.COST: "costs",
+    KpiGroup.DATA: "shares of the data",
+    KpiGroup.LOSS: "losses",
+}
 _BY_FIELD = {kpi.field: kpi for kpi in _TABLE if kpi.field is not None}
 
 
 def as_recorded(names: Collection[str]) -> list[str]:
-    """Name the KPIs that no answer gives, so that they are taken as they were recorded.
+    """Name the groups of KPIs that no answer gives, so that they are taken as they were recorded.
 
     Args:
         names: KPIs of a comparison.
     """
-    found = [
-        name
+    found = {
+        _TAKEN.get(kpi.group, "times")
         for name, kpi in KPIS.items()
         if name in names and (kpi.field is None or name in _MEASURED)
-    ]
-    return [f"unverifiable: {', '.join(found)} are taken as recorded"] if found else []
+    }
+    *others, last = sorted(found) or [""]
+    named = f"{', '.join(others)} and {last}" if others else last
+    return [f"unverifiable: {named} are taken as recorded"] if found else []
 
 
 def misspelt(name: str) -> str | None:

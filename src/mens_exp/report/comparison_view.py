@@ -31,6 +31,14 @@ _TONES = {Verdict.BETTER: Tone.GOOD, Verdict.WORSE: Tone.BAD}
 _BUDGET = ("tokens", "train_s", "tokens_per_s", "peak_bytes", "trainable_parameters")
 _UNKNOWN = "unknown"
 _LEDGER = "decisions.jsonl"
+_WALL_CLOCK = (
+    "Times and rates are wall-clock figures. Other work slows a run down on a shared machine."
+)
+_FEW = (
+    "this verdict rests on two seeds, but error rates were measured for three or more. Confirm it "
+    "with more seeds."
+)
+_FEWEST = 3  # seeds of a study whose error rates were measured (docs/method/statistics.md)
 WIDE = ("× seed noise", "paired ÷ unpaired", "look")
 """Columns of the verdicts that a terminal has no room for."""
 
@@ -52,7 +60,7 @@ def document(record: Comparison, place: str = "", ledger: str | None = None) -> 
         verdicts(record),
         next_steps(steps),
         Section(f"Differences in {record.primary}, seed by seed", [seeds_table(record)]),
-        Section("Arms, and what each spent", [arms_table(record)]),
+        Section("Arms, and what each spent", [arms_table(record), Note(_WALL_CLOCK, Tone.QUIET)]),
         *(Section(one["arm"], [kpis_table(one)]) for one in record.contrasts),
         Section("Noise", [noise_table(record)]),
         Section(
@@ -100,11 +108,16 @@ def brief(record: Comparison) -> list[Part]:
 
 
 def _steps(record: Comparison, place: str, ledger: str) -> list[Step]:
-    """Return what to type next: the gate only where a backend is better, and nothing else."""
+    """Return what to type next: the gate only if burn was found better than qlora."""
     if not place:
         return []
-    clean = [one for one in record.contrasts if not one["confounded_by"]]
-    found = {one["kpis"][record.primary]["verdict"] for one in clean if "backend" in record.factors}
+    backends = {arm["name"]: arm["backend"] for arm in record.arms}
+    found = {
+        one["kpis"][record.primary]["verdict"]
+        for one in record.contrasts
+        if not one["confounded_by"]
+        and (backends[one["arm"]], backends[record.reference]) == ("burn", "qlora")
+    }
     gate = Step(
         wording.command("task=promote", "policy=burn_rnd", ("path", place), ("ledger", ledger)),
         "let a policy decide on it, on the record",
@@ -300,6 +313,8 @@ def findings(record: Comparison) -> Iterator[Note]:
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
         yield Note(f"{one['arm']}: {kpi['verdict']}, {kpi['why']}{_more(kpi)}", item=True)
+        if Verdict(kpi["verdict"]) in _TONES and len(kpi["seeds"]) < _FEWEST:
+            yield Note(f"{one['arm']}: {_FEW}", Tone.WARN, item=True)
         yield from _fairness(record, one)
         if one["moved_inputs"]:
             text = f"{one['arm']}: the factor itself moves {', '.join(one['moved_inputs'])}."

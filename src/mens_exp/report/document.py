@@ -142,6 +142,13 @@ class Answer:
     error: str = ""
     keys: Sequence[str] = ()  # what a page's script finds it by
 
+    @property
+    def blank(self) -> str:
+        """Words for a text in which a reader would see nothing; empty if there is something."""
+        if self.text is None or self.text.strip():
+            return ""
+        return "white space only" if self.text else "empty"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
@@ -264,8 +271,8 @@ def _block(part: Part, level: int) -> Iterator[str]:
         case Item():
             yield from (f"**{plain(part.name)}**", _fence(part.prompt))
             for one in part.answers:
-                yield plain(f"{one.who}: {one.outcome or ('answered' if one.text else 'empty')}")
-                yield from [_fence(one.text)] if one.text else []
+                yield plain(f"{one.who}: {one.outcome or one.blank or 'answered'}")
+                yield from [_fence(one.text)] if one.text and not one.blank else []
         case Tally():
             yield plain(", ".join(f"{words}: {number}" for _, words, number in part.parts))
 

@@ -209,11 +209,18 @@ def _time(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _disk(values: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{wording.size(values['in_run'])} in the run directory"
+    kept = values["checkpoints_kept"]
+    states = values["checkpoint"] * (kept + 1) if kept else 0  # one more while it is written
+    adapter = values["adapter"] + values["peft"]
+    records = values["in_run"] - states - adapter
+    yield f"{wording.size(values['in_run'])} in the run directory, at most"
+    yield (
+        f"adapter in two formats {wording.size(adapter)}, checkpoints {wording.size(states)}, "
+        f"telemetry and reports {wording.size(records)}"
+    )
     if values.get("base"):
         yield f"{wording.size(values['base'])} for a copy of the base model"
-    parts = (("adapter", "adapter"), ("checkpoint", "checkpoint"), ("merged", "merged model"))
-    yield ", ".join(f"{words} {wording.size(values[key])}" for key, words in parts)
+    yield f"{wording.size(values['merged'])} for a merged model, if you make one"
 
 
 def _estimate(values: Mapping[str, Any], spell: Callable[[float], str]) -> Iterator[str]:

@@ -131,6 +131,19 @@ def _validation(records: Records, condition: str) -> _Series:
     return [p["step"] for p in seen], [p["val/loss"] for p in seen]
 
 
+def _legend_above(axes: Axes) -> None:
+    """Put the legend where it covers no line."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=2,
+        frameon=False,
+        labelcolor=_MUTED,
+        borderaxespad=0.2,
+        handlelength=1.6,
+    )
+
+
 def _loss(records: Records) -> Plot:
     title = "Loss"
     steps, values = _series(records, "train/loss")
@@ -147,16 +160,7 @@ def _loss(records: Records) -> Plot:
         _paint_validation(axes, records)
         _paint_resumes(axes, records)
         axes.set_ylabel(f"loss ({wording.loss_unit(records.manifest)})")
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            ncols=2,
-            frameon=False,
-            labelcolor=_MUTED,
-            borderaxespad=0.2,
-            handlelength=1.6,
-            title=None,
-        )
+        _legend_above(axes)
 
     return drawn("loss", title, caption, (10.4, 3.9), paint)
 
@@ -258,7 +262,7 @@ def _throughput(records: Records) -> Plot:
         axes.plot(*thin(*supervised), color=_TUNED, linewidth=1.6, label="supervised")
         axes.set_ylabel("tokens per second")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
+        _legend_above(axes)
 
     caption = "Padding is not counted."
     return drawn(name, title, caption, (3.5, 2.2), paint)
@@ -281,7 +285,7 @@ def _machine(records: Records) -> list[Plot]:
             axes.plot(*thin(*one), color=color, linewidth=1.4, label=label)
         axes.set_ylabel("load (%)")
         axes.set_ylim(bottom=0, top=102)
-        axes.legend(frameon=False, labelcolor=_MUTED, loc="lower right", handlelength=1.4)
+        _legend_above(axes)
 
     means = [
         f"{words} {sum(values) / len(values):.0f} {unit}"

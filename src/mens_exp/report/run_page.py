@@ -255,7 +255,8 @@ def _after_training(records: Records) -> list[Step]:
     if (tested := m.results.get("lr_range")) is not None:
         return [*_after_range_test(m.overrides, tested)]
     if m.inputs.get("base_source") == "random":
-        return [Step(wording.command(), "fine-tune a real model")]
+        rows = [text for text in m.overrides if text.startswith(("data=", "data."))]
+        return [Step(wording.command(*rows), "fine-tune a real model")]
     kept = [text for text in m.overrides if not text.startswith(("seed=", "hydra."))]
     seeds = Step(
         wording.command("-m", "seed=1,2,3", *kept), "see whether the difference is more than chance"
@@ -311,8 +312,9 @@ def answers(records: Records) -> Section:
     """Return what both models said to the same prompts."""
     found = summary.items(records)
     parts: list[Part] = []
-    if records.manifest.inputs.get("base_source") == "random" and found:
-        note = "The base model has random weights, so that what it writes is noise."
+    is_noise = records.manifest.inputs.get("base_source") == "random"
+    if is_noise and found:
+        note = "The base model has random weights, so its answers are noise."
         parts.append(Note(note, Tone.QUIET))
     elif not found:
         parts.append(Note(_no_items(records), Tone.QUIET))
@@ -323,7 +325,7 @@ def answers(records: Records) -> Section:
             prompt=item.prompt,
             answers=item.answers,
             reference=item.reference,
-            is_open=number < _OPEN_ITEMS,
+            is_open=number < _OPEN_ITEMS and not is_noise,
         )
         for number, item in enumerate(found[:_MOST_ITEMS])
     ]

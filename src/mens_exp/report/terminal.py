@@ -333,7 +333,9 @@ def _answer_head(one: Answer) -> Text:
 def _answer(one: Answer, width: int, most: int) -> list[str]:
     if one.text is None:
         return ["not asked"]
-    return [part for line in _clipped(one.text, most) or ["empty"] for part in _folded(line, width)]
+    if one.blank:
+        return [*_folded(one.blank, width)]
+    return [part for line in _clipped(one.text, most) for part in _folded(line, width)]
 
 
 def _folded(line: str, width: int) -> Iterator[str]:
