@@ -41,7 +41,7 @@ quick: $(STAMP) ## Run the tests of the inner loop
 	$(PYTEST) -m 'not slow and not gpu and not soak' $(ARGS)
 
 soak: $(STAMP) ## Run the long campaigns, of which the other tests run a small case
-	$(PYTEST) -m soak $(ARGS)
+	$(PYTEST) -m soak --dist load $(ARGS)
 	$(BIN)/python tests/support/campaign.py --results tests/faults/campaign.json; code=$$?; \
 	  $(BIN)/python tests/support/reliability_page.py > docs/measured/reliability.md; exit $$code
 
