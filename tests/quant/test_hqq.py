@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hqq.core.quantize import Quantizer
 
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.planning.checks import machine
 from mens_exp.quant.binding import binding_of
 from mens_exp.quant.codebook import CodebookLinear
 
+Quantizer = pytest.importorskip("hqq.core.quantize", reason="needs mens-exp[hqq]").Quantizer
 BITS = (2, 3, 4, 8)
 
 
