@@ -199,7 +199,7 @@ def test_a_damaged_layer_is_refused_by_name(pair, tiny_config, tmp_path):
     state = load_file(place / "model.safetensors")
     state["model.layers.1.mlp.up_proj.scales"][0, 0] = torch.inf
     save_file(state, place / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelFileError, match="numbers that are not finite") as refused:
+    with pytest.raises(ModelFileError, match="quantized weights are not finite") as refused:
         graph(configured(tiny_config, place), tmp_path)
     assert "model.layers.1.mlp.up_proj" in str(refused.value)
 
@@ -256,12 +256,10 @@ def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "warns"), [("fp8_block", True), ("gptq", False)])
-def test_a_plan_warns_where_inputs_were_to_be_quantized_too(
-    name, warns, pair, tiny_config, tmp_path
-):
+def test_a_plan_warns_of_activation_quantization(name, warns, pair, tiny_config, tmp_path):
     place, _ = pair(name)
     plan = make_plan(configured(tiny_config, place), tmp_path)
-    assert any("quantize what its layers are given" in one for one in plan["warnings"]) is warns
+    assert any("activation quantization" in one for one in plan["warnings"]) is warns
 
 
 def test_a_refused_base_names_its_reason(pair, typed, capsys):
@@ -274,7 +272,10 @@ def test_a_refused_base_names_its_reason(pair, typed, capsys):
         (headed, "quant=prequantized"): "found     lm_head.weight",
         (place, "quant=nf4"): "choose quant=prequantized, which keeps their codes",
         (dense, "quant=prequantized"): "config.json has no quantization_config",
-        (place, "quant=prequantized objective=distillation"): "which was published quantized here",
+        (
+            place,
+            "quant=prequantized objective=distillation",
+        ): "this checkpoint was published quantized",
         (place, "quant=prequantized backend=lora"): "backend=lora has no quantized base",
     }
     for number, ((model, words), reason) in enumerate(refusals.items()):

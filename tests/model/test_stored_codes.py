@@ -147,5 +147,5 @@ def test_tensors_that_are_not_the_format_s_are_refused(name, changed):
     ids=str,
 )
 def test_a_format_that_is_not_read_is_refused_by_name(config):
-    with pytest.raises(ModelFileError, match="in a format that is not read"):
+    with pytest.raises(ModelFileError, match="unsupported quantization format"):
         format_of({"quantization_config": config}, "a model")

@@ -287,7 +287,9 @@ def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (other / "config.json").write_text(json.dumps(config))
     by_path(adapter, other, code=2)
-    assert "no layer is stored as config.json says" in capsys.readouterr().err
+    assert (
+        "config.json declares a quantization, but no layer is quantized" in capsys.readouterr().err
+    )
     by_path(adapter, None, f"hydra.run.dir={tmp_path / 'again'}", code=2)
     assert "does not say where its base is" in capsys.readouterr().err
     by_path(adapter, tmp_path / "none", f"hydra.run.dir={tmp_path / 'third'}", code=2)

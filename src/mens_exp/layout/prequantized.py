@@ -40,7 +40,7 @@ class StoredFormat:
         codes: suffix of the tensor of codes.
         marker: suffix of a tensor that only a layer of codes has.
         others: suffixes of the layer's other tensors, without its bias.
-        quantizes_inputs: whether the model was published to quantize what its layers are given.
+        quantizes_inputs: whether the model was published with activation quantization.
     """
 
     method: str
@@ -84,7 +84,7 @@ class StoredFormat:
                 found[path] = self._shape(path, shapes, read)
             except (KeyError, TypeError, ValueError) as error:
                 raise ModelFileError(
-                    f"the tensors are not those of a layer in {self.method}'s format",
+                    f"these are not the tensors of a {self.method} layer",
                     where=f"{where}: {path}",
                     found=f"{type(error).__name__}: {error}",
                     remedy="download the model again",
@@ -161,7 +161,7 @@ def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
 
 def _unread(where: str, found: Any, expected: str) -> ModelFileError:
     return ModelFileError(
-        "the weights are quantized in a format that is not read",
+        "unsupported quantization format",
         where=f"{where}: config.json: quantization_config",
         found=str(found),
         expected=expected,

@@ -187,9 +187,9 @@ def stored_layers(directory: ModelDirectory) -> StoredLayers | None:
     names = frozenset(name for name, info in tensors.items() if info.dtype == CODES)
     if tensors and not names:
         raise ModelFileError(
-            "no layer is stored as config.json says",
+            "config.json declares a quantization, but no layer is quantized",
             where=f"{where}: config.json: quantization_config",
-            found=f"{found.method}, and no tensor that ends in .{found.marker}",
+            found=f"{found.method}, and no tensor whose name ends in .{found.marker}",
             remedy="download the model again; or take quantization_config out of config.json, if "
             "the weights are not quantized",
         )

@@ -81,7 +81,7 @@ def stored_codes(stored: StoredFormat, read: Read, where: str, width: int) -> St
         _check(found, width)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelFileError(
-            f"the tensors are not those of a layer in {stored.method}'s format",
+            f"these are not the tensors of a {stored.method} layer",
             where=where,
             found=f"{type(error).__name__}: {error}",
             remedy="download the model again; or take the model that these weights were made from",
@@ -91,9 +91,9 @@ def stored_codes(stored: StoredFormat, read: Read, where: str, width: int) -> St
         largest_ON = largest_ON + found.zeros_ON.abs()
     if not bool((largest_ON * found.scales_ON).isfinite().all()):
         raise ModelFileError(
-            "codes stand for numbers that are not finite",
+            "quantized weights are not finite",
             where=where,
-            found="a scale, a zero point or a level of such a size",
+            found="a scale or a zero point that is NaN, infinite or too large",
             remedy="download the model again",
         )
     return found

@@ -389,7 +389,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if teacher is config.model and config.quant.spec.keeps_codes:
         yield ConfigError(
-            "null is the base before quantization, which was published quantized here",
+            "null means the base before quantization, and this checkpoint was published quantized",
             where="objective.teacher",
             found="null with quant=prequantized",
             expected="another model",

@@ -69,10 +69,10 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
         yield from _room(model, shape)
     if not isinstance(model, HfModel) and config.quant.spec.keeps_codes:
         yield ConfigError(
-            "keeps the codes of a base that was published quantized",
+            "quant=prequantized needs a quantized checkpoint",
             where="quant",
-            found=f"prequantized for {model.name}, which is not",
-            expected="a model of a directory or of the hub",
+            found=f"{model.name}, which is not quantized",
+            expected="a directory, or a model on the Hub",
             remedy="add model=hf model.id=<path or id>; or choose quant=nf4",
         )
     if isinstance(model, HfModel):
@@ -134,31 +134,30 @@ def _codes(directory: ModelDirectory, shape: Shape | None) -> Iterator[MensError
         return
     if found is None:
         yield ConfigError(
-            "keeps the codes of a base, and this base has none",
+            "quant=prequantized needs a quantized checkpoint",
             where="quant",
-            found=f"prequantized for {where}, whose config.json has no quantization_config",
-            expected="a base that was published as GPTQ, AWQ, FP8, bitsandbytes or "
-            "compressed-tensors",
+            found=f"{where}, whose config.json has no quantization_config",
+            expected="a checkpoint in GPTQ, AWQ, FP8, bitsandbytes or compressed-tensors",
             remedy="choose a quantizer, such as quant=nf4",
         )
     if found is None or shape is None or found.names is None:
         return
     if shape.family.transposed:
         yield ModelFileError(
-            "codes of a family whose weights lie transposed are not read",
+            "quantized checkpoints of this family are not supported",
             where=where,
             found=shape.family.model_type,
-            expected="a family of torch's linear layers, such as llama",
+            expected="a family whose layers are torch.nn.Linear, such as llama",
             remedy="take the model that these weights were made from",
         )
     inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
     known = {f"{path}.weight" for one in inside for path in (one.path, _short(one.path))}
     if found.names - known:
         yield ModelFileError(
-            "modules are quantized that are no linear layers of the decoder",
+            "unsupported: quantized modules other than linear layers of the decoder",
             where=where,
             found=min(found.names - known),
-            expected="linear layers of decoder layers: no head, and no experts of a mixture",
+            expected="linear layers of the decoder; neither the head nor experts of a mixture",
             remedy="take the model that these weights were made from",
         )
 
@@ -387,13 +386,13 @@ def _mixture(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
 
 
 def codes_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
-    """Yield a warning for published codes whose model computes something else elsewhere."""
+    """Yield a warning for a base that was published with activation quantization."""
     stored = shape.stored
     if config.quant.spec.keeps_codes and stored is not None and stored.format.quantizes_inputs:
         yield (
-            f"the base was published in {stored.format.method} to quantize what its layers are "
-            "given, too. Here they compute with its weights alone, so others who load the base may "
-            "compute something else. Next: compare answers where the model will be served"
+            f"the base was published with activation quantization ({stored.format.method}). Here "
+            "only its weights are quantized, so its answers may differ where it is served. "
+            "Next: score the model in the program that will serve it"
         )
 
 
