@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 from hydra.utils import get_class
+from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 from teachers import model_directory
 
@@ -69,6 +70,67 @@ def test_a_run_in_parts_and_one_of_two_processes_take_the_course_of_one(
         for one, other in zip(events(two, kind), events(whole, kind), strict=True):
             for name in names:
                 assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+
+
+def test_hidden_states_are_compared_in_parts_and_in_two_processes_as_in_one(train_in, tmp_path):
+    """To the bit in parts; within rounding in two processes and in micro-batches of two blocks."""
+    place = model_directory(tmp_path / "deep", num_hidden_layers=4, init_seed=7)
+    settings = (DISTIL, f"objective.teacher={place}", "objective.hidden_weight=0.5")
+    settings += ("quant.compute_dtype=f32", "lora.dropout=0")
+    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
+    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
+    whole = train_in(tmp_path / "whole", *settings)
+    mine, its = (load_file(one.adapter / "adapter.safetensors") for one in (parts, whole))
+    assert all((mine[name] == its[name]).all() for name in its)
+    for one in events(whole, "step"):
+        expected = one["train/divergence"] + 0.5 * one["train/hidden_mse"]
+        assert one["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert "hidden_mse" in whole.report.read_text("utf-8")
+    two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
+    joined = ("data.micro_batch_size=2", "trainer.accumulate_grad_batches=2")
+    other_steps = train_in(tmp_path / "joined", *settings, *joined)
+    for run in (two, other_steps):
+        for kind, names in (
+            ("step", ("train/loss", "train/hidden_mse")),
+            ("validation", ("val/loss", "val/hidden_mse")),
+        ):
+            for one, other in zip(events(run, kind), events(whole, kind), strict=True):
+                for name in names:
+                    assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+
+
+def test_hidden_states_of_the_base_before_quantization_are_recovered(train_in, tmp_path):
+    """Of NF4 in bf16, packed: their difference falls, of the named layer alone."""
+    settings = (DISTIL, "objective.hidden_weight=10", "objective.hidden_layers=[1]")
+    run = train_in(tmp_path / "run", *settings, "trainer.max_steps=8")
+    base, tuned = events(run, "validation")
+    assert 0 < tuned["val/hidden_mse"] < base["val/hidden_mse"]
+
+
+def test_the_contract_and_the_plan_know_compared_hidden_states(train_in, tmp_path):
+    """The weight and the layers are learned with; states of both models take memory."""
+    free, all_layers, one = (
+        train_in(tmp_path / f"plan_{number}", "task=plan", DISTIL, *words)
+        for number, words in enumerate(
+            (
+                (),
+                ("objective.hidden_weight=1",),
+                ("objective.hidden_weight=1", "objective.hidden_layers=[2]"),
+            )
+        )
+    )
+    digests = {Manifest.read(run.manifest).contract["digest"] for run in (free, all_layers, one)}
+    assert len(digests) == 3
+    before, after, less = (
+        json.loads(run.plan.read_text("utf-8"))["memory_bytes"]["components"]
+        for run in (free, all_layers, one)
+    )
+    config = OmegaConf.load(all_layers.config)
+    values = config.data.seq_len * config.data.micro_batch_size * config.model.hidden_size
+    assert after["teacher"] - before["teacher"] == 2 * values * 2  # three states instead of one
+    assert after["compared hidden states"] == values * (3 * 2 + 2 * 4)
+    assert less["compared hidden states"] == values * (3 * 2 + 4)
+    assert "compared hidden states" not in before
 
 
 def test_the_contract_has_the_content_of_the_teacher_and_the_plan_its_memory(
@@ -215,6 +277,16 @@ def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
         (("objective.beta=1.5",), "objective.beta"),
         (("objective.temperature=0",), "objective.temperature"),
         (("objective.ce_weight=1",), "objective.ce_weight"),
+        (("objective.hidden_weight=-1",), "objective.hidden_weight"),
+        (("objective.hidden_layers=[1]",), "has no effect with objective.hidden_weight=0.0"),
+        (
+            ("objective.hidden_weight=1", "objective.top_k=8"),
+            "needs the teacher at every step, and objective.top_k keeps its tokens alone",
+        ),
+        *(
+            (("objective.hidden_weight=1", f"objective.hidden_layers={layers}"), "from 1 to 2")
+            for layers in ("[]", "[0]", "[3]", "[2,1]", "[1,1]")
+        ),
         (("objective.top_k=0",), "objective.top_k"),
         (("objective.top_k=320",), "objective.top_k: leaves no token out"),
         (("objective.top_k=8", "data.streaming=true"), "objective.top_k: needs all rows"),
@@ -226,6 +298,19 @@ def test_what_cannot_be_learned_is_refused(words, said, train_in, tmp_path, caps
     run = train_in(tmp_path / "run", DISTIL, *words, code=2)
     assert said in capsys.readouterr().err
     assert not run.adapter.exists()
+
+
+def test_teachers_without_counterparts_of_the_layers_are_refused(
+    teacher, train_in, tmp_path, capsys
+):
+    """Of another width, fewer layers, or a number that is no multiple."""
+    settings = (DISTIL, "objective.hidden_weight=1")
+    train_in(tmp_path / "wide", *settings, f"objective.teacher={teacher}", code=2)
+    assert "the teacher's of 128, the student's of 64" in capsys.readouterr().err
+    for many in (1, 3):
+        other = model_directory(tmp_path / f"layers_{many}", num_hidden_layers=many)
+        train_in(tmp_path / f"of_{many}", *settings, f"objective.teacher={other}", code=2)
+        assert f"{many} layers of the teacher, 2 of the student" in capsys.readouterr().err
 
 
 def test_other_vocabularies_and_tokenizers_are_refused(teacher, train_in, tmp_path, capsys):

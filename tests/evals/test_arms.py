@@ -82,6 +82,15 @@ def test_divergences_compare_arms_of_one_teacher_and_one_divergence():
         assert "val/divergence" in unlike_losses(usual, arm_of("a", **settings))
 
 
+def test_hidden_states_compare_arms_of_the_same_layers():
+    """A sum over other layers is another figure; its weight in the loss is not."""
+    told = {"name": "distillation", "labels": "assistant", "metrics": ["val/hidden_mse"]}
+    usual = arm_of("a", hidden_weight=1.0, hidden_layers=[1], **told)
+    assert unlike_losses(usual, arm_of("a", hidden_weight=9.0, hidden_layers=[1], **told)) == {}
+    other = arm_of("a", hidden_weight=1.0, hidden_layers=[1, 2], **told)
+    assert "val/hidden_mse" in unlike_losses(usual, other)
+
+
 def test_margins_of_rewards_compare_arms_of_one_beta():
     """Rewards are beta times a difference of likelihoods; which answer has more is not."""
     told = {

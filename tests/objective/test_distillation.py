@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from live_adapters import fill_b
 from teachers import model_directory
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy, kl_div, mse_loss
 
-from mens_exp.backends.frozen_base import Teacher, load_base
+from mens_exp.backends.frozen_base import Teacher, layer_states, load_base
 from mens_exp.config.model import teacher_of
 from mens_exp.corpus.source import labelling_of
 from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.errors import ModelFileError
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy, Passed
 from mens_exp.objective.distillation import Distillation, summed_divergence, top_tokens
@@ -250,6 +252,32 @@ def test_bf16_logits_are_computed_in_f32():
     assert by.dtype == torch.bfloat16
 
 
+def test_hidden_states_differ_by_torchs_mean_squared_error():
+    """Of each layer, summed; the weighted sum is added in training alone."""
+    at, *_ = passed()
+    generator = torch.Generator().manual_seed(8)
+    ours, theirs = (torch.randn(2, 40, 16, generator=generator) for _ in range(2))
+    ours.requires_grad_()
+    with_layers = replace(
+        at, layers=tuple(ours), reference=replace(at.reference, layers=tuple(theirs))
+    )
+    expected = sum(mse_loss(one, other) for one, other in zip(ours, theirs, strict=True))
+    found = objective(hidden_weight=0.3).loss(with_layers)
+    assert float(found.metrics["hidden_mse"]) / 40 == pytest.approx(
+        float(expected.detach()), rel=CLOSE
+    )
+    plain = objective().loss(at)
+    added = float(found.total.detach()) - float(plain.total.detach())
+    assert added / 40 == pytest.approx(0.3 * float(expected.detach()), rel=1e-4)
+    (mine,) = torch.autograd.grad(found.total, ours)
+    (by,) = torch.autograd.grad(0.3 * 40 * expected, ours)
+    torch.testing.assert_close(mine, by, rtol=CLOSE, atol=CLOSE * float(by.abs().max()))
+    with torch.no_grad():
+        assert float(objective(hidden_weight=0.3).loss(with_layers).total) == pytest.approx(
+            float(objective().loss(at).total), rel=1e-6
+        )
+
+
 @pytest.fixture(scope="module")
 def teacher_directory(tmp_path_factory):
     """A wider and deeper model with the tokenizer of the tiny one."""
@@ -265,31 +293,12 @@ def test_loss_and_gradient_are_those_of_two_plain_models(
     from transformers import AutoModelForCausalLM
     from trl.experimental.gkd import GKDTrainer
 
-    words = ("backend=lora", "quant=none", "quant.compute_dtype=f32", "lora.dropout=0")
-    named = f"objective.teacher={teacher_directory}"
-    config = tiny_config("objective=distillation", *words, named, "objective.beta=0.3")
-    backend = fill_b(build_backend(config, tiny_base))
-    module = TrainingModule(config, backend, objective_of(config), total_steps=1).train()
-    named_model = teacher_of(config.objective, config.model)
-    module.teacher = Teacher(config, resolve(named_model, None), torch.device("cpu"))
-    pairs = [
-        TrainingPair(prompt=f"row {i}", response="x" * (3 + 5 * i), group=f"g{i}") for i in range(4)
-    ]
-    tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
-    documents = encode(pairs, tokenizer, labelling_of(config))
-    batch = (
-        packed_batch(documents, [range(4)], 0, multiple=32)
-        if packing
-        else padded_batch(documents, [range(4)], 0, pad_id=tokenizer.pad_id)
-    )
+    config, backend, module = beside(tiny_config, tiny_base, teacher_directory)
+    documents, (batch,) = batches_of(config, tiny_base, [range(4)], packing=packing)
     _, found = module.passed(batch)
     found.total.backward()
 
-    student = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
-    for name in backend.layers:
-        weight = student.get_submodule(_path(backend, name)).weight
-        weight.data = backend.merged(name, weight.data)
-        weight.requires_grad_()
+    student = merged_student(tiny_base, backend)
     teacher = AutoModelForCausalLM.from_pretrained(teacher_directory, dtype=torch.float32)
     total = 0.0
     for start, end in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
@@ -306,12 +315,132 @@ def test_loss_and_gradient_are_those_of_two_plain_models(
         )
     assert float(found.total.detach()) == pytest.approx(float(total.detach()), rel=CLOSE)
     total.backward()
-    for name, layer in backend.layers.items():  # dW of W + s·B A gives B's: s · dW Aᵀ
-        by_weight = student.get_submodule(_path(backend, name)).weight.grad
-        tensors = backend.method.parameters(layer)
-        expected = backend.method.scale(layer) * by_weight @ tensors["lora_a"].detach().T
-        mine = tensors["lora_b"].grad
+    for mine, expected in gradients_of_b(backend, student):
         assert float((mine - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("depth", "layers", "counterparts", "checkpointing"),
+    [
+        (2, None, {1: 1, 2: 2}, "off"),
+        (2, [1], {1: 1}, "on"),
+        (4, None, {1: 2, 2: 4}, "on"),
+        (4, [1], {1: 2}, "off"),
+    ],
+)
+def test_hidden_states_are_compared_as_transformers_own(
+    packing, depth, layers, counterparts, checkpointing, tiny_config, tiny_base, tmp_path
+):
+    """Loss and gradient of all layers or some, of a deeper teacher too, whole and in parts.
+
+    The oracle passes each document alone through plain models with `output_hidden_states`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    place = model_directory(tmp_path / "deep", num_hidden_layers=depth, init_seed=7)
+    words = ["objective.hidden_weight=0.7", f"model.gradient_checkpointing={checkpointing}"]
+    words += [f"objective.hidden_layers={layers}"] if layers else []
+    config, backend, module = beside(tiny_config, tiny_base, place, *words)
+    student = merged_student(tiny_base, backend)
+    teacher = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    documents, whole = batches_of(config, tiny_base, [range(4)], packing=packing)
+    _, parts = batches_of(config, tiny_base, [range(1), range(1, 4)], packing=packing)
+    found = []
+    for batches in (whole, parts):
+        backend.zero_grad()
+        summed = 0.0
+        for batch in batches:
+            passed, loss = module.passed(batch)
+            alone = objective(beta=0.3).loss(replace(passed, layers=()))
+            (loss.total - alone.total).backward()
+            summed += float(loss.metrics["hidden_mse"])
+        found.append((summed, _by_b(backend)))
+    total = 0.0
+    for start, end in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
+        ids = torch.from_numpy(documents.ids[start:end].astype("int64"))[None]
+        predict = torch.from_numpy(documents.supervised[start:end].copy()).nonzero()[:, 0] - 1
+        ours = student(input_ids=ids, output_hidden_states=True).hidden_states
+        with torch.no_grad():
+            theirs = teacher(input_ids=ids, output_hidden_states=True).hidden_states
+        for one, other in counterparts.items():
+            total += len(predict) * mse_loss(ours[one][0, predict], theirs[other][0, predict])
+    (0.7 * total).backward()
+    expected_by = [expected for _, expected in gradients_of_b(backend, student)]
+    for summed, by in found:
+        assert summed == pytest.approx(float(total.detach()), rel=CLOSE)
+        for mine, expected in zip(by, expected_by, strict=True):
+            assert float((mine - expected).norm()) <= CLOSE * float(expected.norm())
+
+
+def test_code_that_keeps_its_hidden_states_is_refused(tiny_base):
+    """By name, instead of a comparison of other layers than were named."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
+    model.config.num_hidden_layers = 3  # of which the code returns two
+    batch = SimpleNamespace(
+        documents=None,
+        input_ids_BT=torch.arange(5, 20)[None],
+        attention_mask_BT=torch.ones(1, 15),
+        predict_M=torch.arange(3),
+    )
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(ModelFileError, match="the hidden states after each of its layers"):
+        layer_states(model, batch, [1])
+
+
+def beside(tiny_config, tiny_base, teacher_directory, *more):
+    """A student in f32 whose adapter is not zero, in a module with its teacher."""
+    words = ("backend=lora", "quant=none", "quant.compute_dtype=f32", "lora.dropout=0")
+    named = f"objective.teacher={teacher_directory}"
+    config = tiny_config("objective=distillation", *words, named, "objective.beta=0.3", *more)
+    backend = fill_b(build_backend(config, tiny_base))
+    module = TrainingModule(config, backend, objective_of(config), total_steps=1).train()
+    named_model = teacher_of(config.objective, config.model)
+    module.teacher = Teacher(config, resolve(named_model, None), torch.device("cpu"))
+    return config, backend, module
+
+
+def batches_of(config, tiny_base, parts, *, packing):
+    """Four documents, and a micro-batch of each part of them."""
+    pairs = [
+        TrainingPair(prompt=f"row {i}", response="x" * (3 + 5 * i), group=f"g{i}") for i in range(4)
+    ]
+    tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
+    documents = encode(pairs, tokenizer, labelling_of(config))
+    return documents, [
+        packed_batch(documents, [part], 0, multiple=32)
+        if packing
+        else padded_batch(documents, [part], 0, pad_id=tokenizer.pad_id)
+        for part in parts
+    ]
+
+
+def merged_student(tiny_base, backend):
+    """Transformers' own model with the adapter in its weights."""
+    from transformers import AutoModelForCausalLM
+
+    student = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
+    for name in backend.layers:
+        weight = student.get_submodule(_path(backend, name)).weight
+        weight.data = backend.merged(name, weight.data)
+        weight.requires_grad_()
+    return student
+
+
+def _by_b(backend):
+    tensors = (backend.method.parameters(layer)["lora_b"] for layer in backend.layers.values())
+    return [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in tensors]
+
+
+def gradients_of_b(backend, student):
+    """Ours, and those of the merged model: dW of W + s·B A gives B's, s · dW Aᵀ."""
+    for mine, (name, layer) in zip(_by_b(backend), backend.layers.items(), strict=True):
+        weight = student.get_submodule(_path(backend, name)).weight
+        by_weight = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        a = backend.method.parameters(layer)["lora_a"].detach()
+        yield mine, backend.method.scale(layer) * by_weight @ a.T
 
 
 def _path(backend, name):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.config.model import teacher_of
+from mens_exp.config.objective_spec import matched_layers
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import ModelFileError, SetupError
 from mens_exp.layout.shape import shape_of
@@ -38,7 +39,7 @@ from mens_exp.quant.bnb import (
 from mens_exp.quant.prequantized import dequantizing_config
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from mens_exp.config.quant import QuantConfig
@@ -72,15 +73,47 @@ def backbone(causal_lm: Any) -> Any:
 
 def hidden_states(causal_lm: Any, batch: Batch) -> torch.Tensor:
     """Return hidden states at the batch's supervised positions, ``[M, D]``."""
+    return _supervised(_passed(causal_lm, batch).last_hidden_state, batch)
+
+
+def layer_states(
+    causal_lm: Any, batch: Batch, layers: Sequence[int]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return what `hidden_states` does, and the states after each of some layers, from 1.
+
+    Those after the last layer are the ones that the head reads, as in transformers' own
+    ``hidden_states``.
+
+    Raises:
+        ModelFileError: the model's code does not return them.
+    """
+    output = _passed(causal_lm, batch, output_hidden_states=True)
+    states, many = output.hidden_states or (), causal_lm.config.num_hidden_layers
+    if len(states) != many + 1:
+        raise ModelFileError(
+            "the model's code does not return the hidden states after each of its layers",
+            where=type(causal_lm).__name__,
+            found=f"{len(states)} tensors of {many} layers",
+            expected=f"{many + 1}, the first before the layers",
+            remedy="set objective.hidden_weight=0, or choose another model",
+        )
+    chosen = tuple(_supervised(states[layer], batch) for layer in layers)
+    return _supervised(output.last_hidden_state, batch), chosen
+
+
+def _passed(causal_lm: Any, batch: Batch, **options: Any) -> Any:
     packed = batch.documents is not None
     ids_BT = batch.input_ids_BT
-    output = backbone(causal_lm)(
+    return backbone(causal_lm)(
         input_ids=ids_BT,
         attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
         use_cache=False,
         **({"position_ids": batch.position_ids_BT, "documents": batch.documents} if packed else {}),
+        **options,
     )
-    hidden_BTD: torch.Tensor = output.last_hidden_state
+
+
+def _supervised(hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
     return hidden_BTD.flatten(0, 1).index_select(0, batch.predict_M)
 
 
@@ -316,6 +349,8 @@ class Teacher:
     """A frozen model without an adapter, unquantized in the compute format, to learn from.
 
     It is no module of the trained one, whose checkpoints and processes do not need it.
+    ``matched`` holds the layers, from 1, of the student and of the teacher whose hidden states are
+    compared.
     """
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
@@ -333,6 +368,8 @@ class Teacher:
         assert named is not None, "the objective has a teacher"
         plain = replace(config, model=named, quant=unquantized(config.quant.compute_dtype))
         self.base = base
+        depths = (shape_of(model).num_hidden_layers for model in (config.model, named))
+        self.matched = matched_layers(config.objective, *depths)
         self.causal_lm = load_base(plain, base, device)
         FrozenWeights().take_over(self.causal_lm)
         base.refuse_changed()
@@ -340,7 +377,11 @@ class Teacher:
     def passed(self, batch: Batch) -> Passed:
         """Pass a micro-batch through it, without gradients."""
         with torch.no_grad():
-            return Passed(batch, hidden_states(self.causal_lm, batch), self.head)
+            if not self.matched:
+                return Passed(batch, hidden_states(self.causal_lm, batch), self.head)
+            chosen = [theirs for _, theirs in self.matched]
+            hidden_MD, layers = layer_states(self.causal_lm, batch, chosen)
+            return Passed(batch, hidden_MD, self.head, layers=layers)
 
     def head(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[C, V]`` in the compute format, without gradients."""

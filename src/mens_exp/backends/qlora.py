@@ -115,6 +115,13 @@ class QloraBackend(torch.nn.Module):
         with self._compute(), self.noise.over(batch.document_lengths):
             return frozen_base.hidden_states(self.causal_lm, batch)
 
+    def layer_states(
+        self, batch: Batch, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return what `forward` does, and the states after each of some layers, from 1."""
+        with self._compute(), self.noise.over(batch.document_lengths):
+            return frozen_base.layer_states(self.causal_lm, batch, layers)
+
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[M, V]`` in the compute dtype, soft-capped if the model does so."""
         with self._compute():

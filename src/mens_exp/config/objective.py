@@ -276,6 +276,23 @@ class DistillationObjective(CrossEntropyConfig):
         lt=1,
         example="0.5",
     )
+    hidden_weight: float = setting(
+        0.0,
+        "Weight of the squared difference between hidden states of student and teacher, the mean "
+        "over their width and the sum over hidden_layers, that is added to the loss of a token (λ "
+        "of arXiv:1909.10351, eq. 6 and 8, 1 there; their widths must be equal). 0 leaves hidden "
+        "states free.",
+        ge=0,
+        example="0.1",
+    )
+    hidden_layers: list[int] | None = setting(
+        None,
+        "The student's decoder layers after which hidden states are compared, from 1; after the "
+        "last one, those that the head reads. null is all. With a teacher of n times as many "
+        "layers, layer i is compared with its layer n · i (uniform, as in arXiv:1909.10351).",
+        only_if=unless("objective.hidden_weight", 0.0, needs="objective.hidden_weight above 0"),
+        example="[2,4]",
+    )
 
 
 class PairLoss(Enum):
@@ -534,7 +551,7 @@ OBJECTIVES = Registry(
                 name="distillation",
                 schema=DistillationObjective,
                 selects=frozenset({"turns"}),
-                of_training=frozenset({"teacher", "teacher_revision", "top_k"}),
+                of_training=frozenset({"teacher", "teacher_revision", "top_k", "hidden_layers"}),
                 in_chunks=True,
                 is_likelihood=True,
                 needs_teacher=True,

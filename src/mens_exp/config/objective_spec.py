@@ -288,6 +288,13 @@ GROUP_METRICS = (
 DISTILLATION_METRICS = (
     _metric("divergence", "nats/token", "min", "mean divergence of student and teacher"),
     _metric("teacher_nll", "nats/token", "none", "mean loss of a token under the teacher"),
+    _metric(
+        "hidden_mse",
+        "1",
+        "min",
+        "squared difference of student's and teacher's hidden states, the mean over width and "
+        "tokens, the sum over the compared layers",
+    ),
 )
 
 
@@ -313,6 +320,31 @@ class FromTeacher(ObjectiveSpec):
     def passes_before(self, settings: Any) -> int:
         """Return one if what is kept of the teacher is computed before training."""
         return int(self.needs_teacher and getattr(settings, "top_k", None) is not None)
+
+    def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
+        """Yield hidden states of a teacher that is gone."""
+        del seq_len
+        if self.passes_before(settings) and getattr(settings, "hidden_weight", 0):
+            yield ConfigError(
+                "needs the teacher at every step, and objective.top_k keeps its tokens alone",
+                where="objective.hidden_weight",
+                found=f"{settings.hidden_weight} with objective.top_k={settings.top_k}",
+                expected="0, or objective.top_k=null",
+            )
+
+
+def matched_layers(settings: Any, ours: int, theirs: int) -> tuple[tuple[int, int], ...]:
+    """Return the layers, from 1, of student and teacher whose hidden states are compared.
+
+    Args:
+        settings: the `objective` group.
+        ours: the student's layers.
+        theirs: the teacher's.
+    """
+    if not getattr(settings, "hidden_weight", 0):
+        return ()
+    layers = range(1, ours + 1) if settings.hidden_layers is None else settings.hidden_layers
+    return tuple((one, one * theirs // ours) for one in layers)
 
 
 class OfGroups(ObjectiveSpec):

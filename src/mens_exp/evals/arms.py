@@ -39,6 +39,7 @@ _LOSSES = ("val_loss", "val_bits_per_byte")
 # Metrics of objectives with a direction, and the settings that they depend on besides the model.
 _DEFINED_BY = {
     "divergence": ("teacher", "teacher_revision", "beta", "temperature", "top_k"),
+    "hidden_mse": ("teacher", "teacher_revision", "hidden_layers"),
     "reward_margin": ("name", "loss", "beta", "length_normalised"),
 }
 

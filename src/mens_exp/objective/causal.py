@@ -94,6 +94,8 @@ class Passed:
             computed before training.
         sampled: what is known of sampled answers, if the objective compares them in groups.
         top_tokens: what is known of the teacher, if its distributions were computed before.
+        layers: hidden states at the supervised positions after the layers that are compared with
+            the teacher's, ``[M, D]`` each; none if none are.
     """
 
     batch: Batch
@@ -103,6 +105,7 @@ class Passed:
     reference_logp_S: torch.Tensor | None = None
     sampled: Sampled | None = None
     top_tokens: TopTokens | None = None
+    layers: tuple[torch.Tensor, ...] = ()
 
     @property
     def has_reference(self) -> bool:

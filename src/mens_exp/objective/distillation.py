@@ -19,6 +19,9 @@ most that over the vocabulary (data processing inequality) and equal to it for K
 gradient g of the K + 1 log-probabilities, that of a logit among the others is g times its share of
 their probability.
 
+Hidden states may be compared too, as in arXiv:1909.10351, eq. 8, between models of the same width:
+Σ over layers of the mean over D of (s - t)², of student's states s and teacher's t.
+
 Shapes: M supervised positions, D hidden width, V vocabulary, C positions in a chunk, N rows that
 are computed at a time, K kept tokens, L = K + 1 outcomes, T supervised tokens of a side.
 """
@@ -41,6 +44,8 @@ from mens_exp.objective.causal import (
 from mens_exp.objective.groups import places
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from mens_exp.data.batch import Batch
@@ -55,8 +60,9 @@ _GPU_ELEMENTS = 16_000_000
 class Distillation(Objective):
     """Mean over tokens of (1 - ``ce_weight``) · divergence + ``ce_weight`` · cross entropy.
 
-    Without gradients it is the cross entropy alone, so that validation losses compare with those of
-    runs without a teacher; the divergence is a metric of both.
+    ``hidden_weight`` · the difference between hidden states is added, if they are known. Without
+    gradients it is the cross entropy alone, so that validation losses compare with those of runs
+    without a teacher; the divergence and the difference are metrics of both.
     """
 
     name: str
@@ -64,6 +70,7 @@ class Distillation(Objective):
     beta: float = 0.0
     temperature: float = 1.0
     ce_weight: float = 0.0
+    hidden_weight: float = 0.0
 
     def loss(self, passed: Passed) -> LossSum:
         """Return the sum over the tokens of a micro-batch.
@@ -95,11 +102,29 @@ class Distillation(Objective):
                 gradients.add(piece, hidden_CD, found.loss)
             sums += torch.stack([one.detach() for one in found])
         total, divergence, nll, teacher_nll = sums
-        return LossSum(
-            total=gradients.attached_to(total) if learns else nll,
-            count=targets_M.numel(),
-            metrics={"divergence": divergence, "teacher_nll": teacher_nll},
-        )
+        total = gradients.attached_to(total) if learns else nll
+        metrics = {"divergence": divergence, "teacher_nll": teacher_nll}
+        if passed.layers:
+            assert teacher is not None, "it has passed beside the student"
+            hidden_mse = summed_difference(passed.layers, teacher.layers)
+            metrics["hidden_mse"] = hidden_mse.detach()
+            if learns:
+                total = total + self.hidden_weight * hidden_mse
+        return LossSum(total=total, count=targets_M.numel(), metrics=metrics)
+
+
+def summed_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum over layers and positions of the mean over D of squared differences, f32.
+
+    Args:
+        ours: the student's states after each layer, ``[M, D]``.
+        theirs: the teacher's.
+    """
+    each = [
+        (one.float() - other.float()).square().sum() / one.shape[1]
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    return torch.stack(each).sum()
 
 
 class Summed(NamedTuple):

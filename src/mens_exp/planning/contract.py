@@ -427,6 +427,8 @@ _LATER: dict[str, Any] = {
     "quant.type_pattern": {},
     "quant.block_size_pattern": {},
     "objective.dft": False,
+    "objective.hidden_layers": None,
+    "objective.hidden_weight": 0.0,
     "objective.label_smoothing": 0.0,
     "objective.loss_type": "grpo",
     "objective.max_completion_tokens": 256,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.backend import trains_base
 from mens_exp.config.model import checkpointing_wanted, teacher_of
-from mens_exp.config.objective_spec import LOGIT_BYTES
+from mens_exp.config.objective_spec import LOGIT_BYTES, matched_layers
 from mens_exp.config.quant import ComputeDtype, unquantized
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout.shape import shape_of
@@ -236,6 +236,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         "allocator": round(max(_holes(kept, factor), _kernels(documents) if on_cpu else 0)),
         **_reference(config, shape, width),
         **({"teacher": teacher} if teacher and not passes_before else {}),
+        **_compared_states(config, shape, width),
         "head chunk": _head_positions(config, shape, kind) * shape.vocab_size * LOGIT_BYTES,
         "framework": (_CPU_FRAMEWORK + _CPU_F32_EXTRA * (width == _F32))
         if on_cpu
@@ -293,9 +294,21 @@ def _teacher(config: RunConfig, shape: Shape, kind: str, width: int) -> int:
     if named is None:
         return 0
     teacher = shape_of(named)
-    positions = config.data.seq_len * config.data.micro_batch_size
+    states = config.data.seq_len * config.data.micro_batch_size * teacher.hidden_size
+    if getattr(config.objective, "hidden_weight", 0):  # those after each layer, to its pass's end
+        states *= teacher.num_hidden_layers + 1
     logits = _head_positions(config, shape, kind) * teacher.vocab_size
-    return (teacher.parameters + positions * teacher.hidden_size + logits) * width
+    return (teacher.parameters + states + logits) * width
+
+
+def _compared_states(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
+    """Return the states after each layer, and the f32 differences of those that are compared."""
+    many = shape.num_hidden_layers
+    compared = len(matched_layers(config.objective, many, many))
+    if not compared:
+        return {}
+    values = config.data.seq_len * config.data.micro_batch_size * shape.hidden_size
+    return {"compared hidden states": values * ((many + 1) * width + compared * _F32)}
 
 
 def compares(config: RunConfig) -> bool:

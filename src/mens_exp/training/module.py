@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
 from lightning import LightningModule
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.telemetry import Telemetry
     from mens_exp.backends.frozen_base import Teacher
     from mens_exp.backends.protocol import Backend
+    from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
     from mens_exp.objective.causal import LossSum, TokenLoss
@@ -296,16 +297,25 @@ class TrainingModule(LightningModule):
             top_tokens = self.known_teachers.side(
                 is_probed=self.is_probed, trains=self.training
             ).of(batch)
+        hidden_MD, layers = self._hidden(batch)
         passed = Passed(
             batch,
-            self.backend(batch),
+            hidden_MD,
             self.backend.head,
             reference=reference,
             reference_logp_S=logp_S,
             sampled=sampled,
             top_tokens=top_tokens,
+            layers=layers,
         )
         return passed, self.objective.loss(passed)
+
+    def _hidden(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the model's states, and those after the layers compared with the teacher's."""
+        if self.teacher is None or not self.teacher.matched:
+            return self.backend(batch), ()
+        backend = cast("QloraBackend", self.backend)  # others have no teacher
+        return backend.layer_states(batch, [ours for ours, _ in self.teacher.matched])
 
     def _precomputed(self, batch: Batch) -> torch.Tensor | None:
         """Return the log-likelihood of each document under the base, if it is known.

@@ -246,6 +246,7 @@ def check_teacher(config: RunConfig) -> Iterator[MensError]:
             expected=f"less than the {vocab_size:,} logits of {config.model.name}",
             remedy="choose a smaller one, or objective.top_k=null",
         )
+    yield from _unmatched(config.objective, shape_of(config.model), shape_of(teacher))
     if teacher is config.model:
         return
     assert isinstance(teacher, HfModel), "another one is a directory or of the hub"
@@ -270,6 +271,37 @@ def check_teacher(config: RunConfig) -> Iterator[MensError]:
     if student is not None and directory.shards:
         yield from other_tokenizer(student, directory.path)
         check_weights(directory)
+
+
+def _unmatched(settings: Any, ours: Shape, theirs: Shape) -> Iterator[ConfigError]:
+    """Yield the reasons why hidden states of student and teacher cannot be compared."""
+    if not getattr(settings, "hidden_weight", 0):
+        return
+    many, layers = ours.num_hidden_layers, settings.hidden_layers
+    if theirs.hidden_size != ours.hidden_size:
+        yield ConfigError(
+            "hidden states of another width cannot be compared",
+            where="objective.hidden_weight",
+            found=f"the teacher's of {theirs.hidden_size:,}, the student's of {ours.hidden_size:,}",
+            expected="models of the same width",
+            remedy="set objective.hidden_weight=0, or choose another teacher",
+        )
+    if theirs.num_hidden_layers % many:
+        yield ConfigError(
+            "the student's layers have no counterparts in the teacher",
+            where="objective.hidden_weight",
+            found=f"{theirs.num_hidden_layers} layers of the teacher, {many} of the student",
+            expected="as many layers as the student, or a multiple",
+            remedy="set objective.hidden_weight=0, or choose another teacher",
+        )
+    if layers is not None and (not layers or layers != sorted({*layers} & {*range(1, many + 1)})):
+        yield ConfigError(
+            "are not different layers of the student, in their order",
+            where="objective.hidden_layers",
+            found=layers,
+            expected=f"rising numbers from 1 to {many}",
+            remedy="correct them, or set objective.hidden_layers=null for all",
+        )
 
 
 # Parts of a tokenizer.json that decide ids, given a text.
