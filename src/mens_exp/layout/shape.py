@@ -190,8 +190,8 @@ def stored_layers(directory: ModelDirectory) -> StoredLayers | None:
             "no layer is stored as config.json says",
             where=f"{where}: config.json: quantization_config",
             found=f"{found.method}, and no tensor that ends in .{found.marker}",
-            remedy="take the model that these weights were made from; or, if they are not quantized, "
-            "take quantization_config out of config.json",
+            remedy="take the model that these weights were made from; or take quantization_config "
+            "out of config.json, if they are not quantized",
         )
     return StoredLayers(format=found, names=names if tensors else None)
 

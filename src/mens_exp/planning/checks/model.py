@@ -129,7 +129,6 @@ def _quantized(
 
 def _codes(directory: ModelDirectory, shape: Shape | None) -> Iterator[MensError]:
     """Yield why the codes of a checkpoint cannot be kept."""
-    where = str(directory.path)
     try:
         found = stored_layers(directory)
     except ModelFileError as error:
