@@ -20,6 +20,7 @@ from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve, write_byte_level_tokenizer
+from mens_exp.planning.checks.model import check_model
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.memory import base_bits
 from mens_exp.quant.bnb import parameter_count, quantization_facts, quantized_linears
@@ -194,6 +195,42 @@ def test_layers_that_were_published_unquantized_stay_plain(pair, tiny_config, tm
     assert manifest.base_key_map["l0.q"] == "model.layers.0.self_attn.q_proj.weight"
 
 
+def changed(place, edit, **config):
+    """Change the tensors, and settings of the quantization, of a saved model in place."""
+    state = load_file(place / "model.safetensors")
+    edit(state)
+    save_file(state, place / "model.safetensors", {"format": "pt"})
+    described = json.loads((place / "config.json").read_text("utf-8"))
+    described["quantization_config"] |= config
+    (place / "config.json").write_text(json.dumps(described), "utf-8")
+    return place
+
+
+def test_a_layer_that_lost_its_scales_is_refused_by_name(pair, tiny_config):
+    """Its codes would be taken for weights."""
+    place, _ = pair("fp8_tensor")
+    path = "model.layers.1.mlp.up_proj"
+    changed(place, lambda state: state.pop(f"{path}.weight_scale"))
+    (problem,) = check_model(configured(tiny_config, place))
+    assert f"no {path}.weight_scale" in str(problem)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_four_bits_that_are_stored_as_floats_are_read(storage, tiny_config, tmp_path):
+    """They are what `bnb_4bit_quant_storage` makes of them, for sharding."""
+    from bitsandbytes import functional
+
+    values_OI = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.1
+    codes, state = functional.quantize_4bit(values_OI, quant_type="nf4", quant_storage=storage)
+    tensors = {"weight": codes}
+    tensors |= {f"weight.{name}": one for name, one in state.as_dict(packed=True).items()}
+    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # as before quant_method
+    place = coded(plain(tmp_path / "dense"), tmp_path / "coded", config, tensors)
+    backend = graph(configured(tiny_config, place), tmp_path)
+    (layer, *_) = quantized_linears(backend.causal_lm).values()
+    assert torch.equal(layer.dequantized(), functional.dequantize_4bit(codes, state))
+
+
 def test_a_damaged_layer_is_refused_by_name(pair, tiny_config, tmp_path):
     place, _ = pair("gptq")
     state = load_file(place / "model.safetensors")
@@ -255,6 +292,43 @@ def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
 
 
+def test_a_merged_model_has_no_tensor_that_the_model_lacks(pair, typed, tmp_path):
+    """Writers of GPTQ gave every layer a bias of zeros; servers' scales of caches go along."""
+    place, dense = pair("gptq")
+    keys = list(load_file(dense / "model.safetensors"))
+    idle = {f"{key[:-7]}.bias": torch.zeros(64) for key in keys if key.endswith("_proj.weight")}
+    idle |= {f"model.layers.0.self_attn.{one}_scale": torch.ones(1) for one in "kv"}
+    changed(place, lambda state: state.update(idle))
+    _, run = trained(typed, "coded", place, "quant=prequantized")
+    typed("merge", "task=merge", f"path={run.path}", "out=merged")
+    assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(keys)
+
+
+def test_biases_of_codes_are_kept_and_merged(typed, tmp_path):
+    """Qwen2 has biases where its layers of codes have them."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=512, **sizes, **heads))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    with quiet():
+        model.save_pretrained(tmp_path / "dense")
+    write_byte_level_tokenizer(tmp_path / "dense")
+    config, tensors = published("awq")
+    del tensors["expected"]
+    place = coded(tmp_path / "dense", tmp_path / "awq", config, tensors)
+    _, run = trained(typed, "coded", place, "quant=prequantized")
+    typed("merge", "task=merge", f"path={run.path}", "out=merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    biases = {name: one for name, one in model.state_dict().items() if name.endswith("bias")}
+    assert len(biases) == 3
+    assert all(torch.equal(merged[name], one) for name, one in biases.items())
+
+
 @pytest.mark.parametrize(("name", "warns"), [("fp8_block", True), ("gptq", False)])
 def test_a_plan_warns_of_activation_quantization(name, warns, pair, tiny_config, tmp_path):
     place, _ = pair(name)
@@ -268,6 +342,8 @@ def test_a_refused_base_names_its_reason(pair, typed, capsys):
     state |= {f"lm_head.{name}": one for name, one in published("gptq")[1].items()}
     headed = Path(shutil.copytree(place, place.with_name("headed")))
     save_file(state, headed / "model.safetensors", {"format": "pt"})
+    untold = Path(shutil.copytree(place, place.with_name("untold")))
+    shutil.copy(dense / "config.json", untold / "config.json")
     refusals = {
         (headed, "quant=prequantized"): "found     lm_head.weight",
         (place, "quant=nf4"): "choose quant=prequantized, which keeps their codes",
@@ -277,6 +353,7 @@ def test_a_refused_base_names_its_reason(pair, typed, capsys):
             "quant=prequantized objective=distillation",
         ): "this checkpoint was published quantized",
         (place, "quant=prequantized backend=lora"): "backend=lora has no quantized base",
+        (untold, "quant=prequantized"): "put what its quantize_config.json (GPTQ)",
     }
     for number, ((model, words), reason) in enumerate(refusals.items()):
         code, _ = trained(typed, f"refused_{number}", model, *words.split())

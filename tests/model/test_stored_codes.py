@@ -115,6 +115,7 @@ def broken(name, **changed):
         ("gptq", {"scales": None}),
         ("gptq", {"scales": torch.full((2, 64), torch.nan)}),
         ("gptq", {"qzeros": torch.zeros(3, 8, dtype=torch.int32)}),
+        ("gptq_2_ordered", {"g_idx": None}),
         ("gptq_2_ordered", {"g_idx": torch.zeros(64, dtype=torch.int32)}),
         ("fp8_block", {"weight_scale": torch.ones(2, 3)}),
         ("fp8_block", {"weight": torch.full((64, 64), 127, dtype=torch.uint8)}),
@@ -142,6 +143,12 @@ def test_tensors_that_are_not_the_format_s_are_refused(name, changed):
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
         {"quant_method": "fp8", "fmt": "e5m2"},
         {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": {}}},
+            "sparsity_config": {"format": "sparse-24-bitmask"},
+        },
         "gptq",
     ],
     ids=str,
@@ -149,3 +156,11 @@ def test_tensors_that_are_not_the_format_s_are_refused(name, changed):
 def test_a_format_that_is_not_read_is_refused_by_name(config):
     with pytest.raises(ModelFileError, match="unsupported quantization format"):
         format_of({"quantization_config": config}, "a model")
+
+
+def test_a_model_that_says_that_it_is_dense_is_read():
+    config, tensors = published("fp8_tensor")
+    tensors.pop("expected")
+    said = {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}
+    expected = decoded(config, tensors).rows(0, 64)
+    assert torch.equal(decoded(config | said, tensors).rows(0, 64), expected)

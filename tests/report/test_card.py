@@ -58,6 +58,7 @@ def test_bundled_base_is_called_four_bit(write_run):
         ("nf4", 'bnb_4bit_quant_type="nf4"', "load_in_8bit"),
         ("int8", "load_in_8bit=True", "bnb_4bit"),
         ("none", "dtype=torch.bfloat16", "BitsAndBytesConfig"),
+        ("prequantized", "needs the package of its format", "does not load"),
     ],
 )
 def test_loading_code_quantizes_as_the_run_did(write_run, quant, present, missing):

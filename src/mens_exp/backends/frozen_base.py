@@ -396,6 +396,16 @@ def published_config(base: BaseModel) -> Any:
     return AutoConfig.from_pretrained(base.directory, trust_remote_code=base.trust_remote_code)
 
 
+def outline(base: BaseModel) -> Any:
+    """Return a base model without weights: names and shapes on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), torch.device("meta"):
+        config = _config_without_dropout(base)
+        trusted = base.trust_remote_code
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+
+
 def _config_without_dropout(base: BaseModel) -> Any:
     """Return a model's configuration with every dropout rate set to zero.
 

@@ -191,6 +191,16 @@ _OF_FORMAT = frozenset({"skip", *PATTERNS})  # the format has its own block
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Prequantized(QuantizerSpec):
+    """Codes of a checkpoint."""
+
+    def loading_arguments(self, *, double_quant: bool) -> str:
+        """Return a remark: the checkpoint's own config.json says how it is loaded."""
+        del double_quant
+        return "    # published quantized: transformers needs the package of its format\n"
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Unquantized(QuantizerSpec):
     """Weights in the compute format."""
 
@@ -236,7 +246,7 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         ),
         _codebook("mxfp4", 4, settings=_OF_FORMAT, usual_block=32),
         _codebook("nvfp4", 4, settings=_OF_FORMAT, usual_block=16),
-        QuantizerSpec(
+        _Prequantized(
             name="prequantized",
             binding="mens_exp.quant.prequantized:PREQUANTIZED",
             code_bits=8,  # at most; the checkpoint says how many
@@ -339,7 +349,7 @@ def _where_read(name: str, otherwise: Condition) -> Condition:
 _DOUBLE = _where_read("double_quant", when(_KEY, *names_that_read("double_quant")))
 _BLOCK = _where_read("block_size", when(_KEY, *names_that_read("block_size")))
 _STORAGE = _where_read("storage_dtype", when(_KEY, *names_that_read("storage_dtype")))
-_SKIP = _where_read("skip", unless(_KEY, "none"))
+_SKIP = _where_read("skip", unless(_KEY, "none", "prequantized"))
 _PATTERN = _where_read("type_pattern", when(_KEY, *names_that_read("type_pattern")))
 _BLOCKS = _where_read("block_size_pattern", when(_KEY, *names_that_read("block_size_pattern")))
 _READ = frozenset({"attribute"})

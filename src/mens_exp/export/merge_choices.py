@@ -21,6 +21,7 @@ from mens_exp.layout.adapter_base import (
     untied,
 )
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key
 from mens_exp.layout.targets import linear_modules
 from mens_exp.planning.messages import needs_verified_layout
@@ -130,6 +131,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         unties=asked.untie,
         quantizers=made,
     )
+    if inputs.shape is not None and inputs.shape.stored is not None:
+        planned = _without_idle_biases(planned, inputs)
     every = [one for listed in planned.values() for one in listed]
     dtype = dtype_of(one.info for one in every) if asked.dtype is None else asked.dtype.value
     return Choices(
@@ -144,6 +147,29 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
         is_proxy=proxy,
         trained_on=_trained_on(inputs, quantizer),
     )
+
+
+def _without_idle_biases(
+    planned: dict[Path, list[Place]], inputs: MergeInputs
+) -> dict[Path, list[Place]]:
+    """Leave out the biases of layers of codes that have none in the model.
+
+    Programs that write GPTQ gave every layer one, of zeros; transformers reads none of those.
+    """
+    from mens_exp.backends.frozen_base import outline
+
+    assert inputs.base is not None, "its shape is known"
+    known = {name for name, _ in outline(inputs.base).named_parameters()}
+    known |= {name.partition(".")[2] for name in known}
+    coded = {one.key for listed in planned.values() for one in listed if one.info.dtype == CODES}
+
+    def idle(name: str) -> bool:
+        path = name.removesuffix(".bias")
+        return path != name and f"{path}.weight" in coded and name not in known
+
+    return {
+        shard: [one for one in listed if not idle(one.name)] for shard, listed in planned.items()
+    }
 
 
 def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Change]:

@@ -340,6 +340,7 @@ def with_weights(
         codes = f"{path}.{stored.codes}"
         info = replace(tensors[codes], dtype=prequantized.CODES, shape=shape)
         coded[f"{path}.weight"] = (codes, info)
+    parts |= {name for name in tensors if prequantized.is_of_cache(name)}
     return {name: info for name, info in tensors.items() if name not in parts}, coded
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +41,7 @@ class StoredFormat:
         codes: suffix of the tensor of codes.
         marker: suffix of a tensor that only a layer of codes has.
         others: suffixes of the layer's other tensors, without its bias.
+        orders_inputs: whether a tensor says which group each input is of.
         quantizes_inputs: whether the model was published with activation quantization.
     """
 
@@ -52,6 +54,7 @@ class StoredFormat:
     codes: str
     marker: str
     others: tuple[str, ...]
+    orders_inputs: bool = False
     quantizes_inputs: bool = False
 
     def bits_per_weight(self, width: int) -> float:
@@ -111,6 +114,14 @@ def _stated_shape(state: bytes) -> Shape:
     return int(rows), int(columns)
 
 
+_OF_CACHE: Final = re.compile(r"\.([qkv]|kv)_(scale|zero_point)$")
+
+
+def is_of_cache(name: str) -> bool:
+    """Tell whether a tensor is for servers that quantize keys and values; no model has it."""
+    return _OF_CACHE.search(name) is not None
+
+
 _FOUR: Final = 4
 _FOUR_BIT_KINDS: Final = ("nf4", "fp4")
 _PACKED: Final = {"pack-quantized": _WORD, "nvfp4-pack-quantized": 8, "mxfp4-pack-quantized": 8}
@@ -148,7 +159,7 @@ def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
     if named is None:
         return None
     method = named.get("quant_method") if isinstance(named, dict) else named
-    if isinstance(named, dict) and method is None and named.get("load_in_4bit"):
+    if isinstance(named, dict) and method is None and _is_of_bitsandbytes(named):
         method = "bitsandbytes"
     if not isinstance(method, str) or method not in _READERS:
         raise _unread(where, method, f"one of {', '.join(sorted(_READERS))}")
@@ -157,6 +168,11 @@ def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
         raise _unread(where, found, f"the settings of {method}") from error
+
+
+def _is_of_bitsandbytes(named: Mapping[str, Any]) -> bool:
+    """Tell whether settings are of bitsandbytes, whose name transformers wrote only later."""
+    return bool(named.get("load_in_4bit") or named.get("load_in_8bit"))
 
 
 def _unread(where: str, found: Any, expected: str) -> ModelFileError:
@@ -202,6 +218,7 @@ def _gptq(named: dict[str, Any], where: str) -> StoredFormat:
         codes="qweight",
         marker="qweight",
         others=("qzeros", "scales", "g_idx"),
+        orders_inputs=bool(named.get("desc_act")),
     )
 
 
@@ -271,8 +288,9 @@ def _compressed(named: dict[str, Any], where: str) -> StoredFormat:
         raise _unread(where, f"{len(schemes)} config_groups", "one scheme for all layers")
     (scheme,) = schemes
     weight, layout = scheme["weights"], scheme.get("format") or named["format"]
-    if named.get("sparsity_config"):
-        raise _unread(where, "sparsity_config", "dense weights")
+    sparsity = (named.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _unread(where, f"sparsity_config.format {sparsity}", "dense weights")
     bits, kind, strategy = weight["num_bits"], weight["type"], weight["strategy"]
     known = {
         "nvfp4-pack-quantized": (4, "float"),
@@ -303,6 +321,7 @@ def _compressed(named: dict[str, Any], where: str) -> StoredFormat:
             *("weight_shape", "weight_g_idx", "input_global_scale"),
             *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
         ),
+        orders_inputs=weight.get("actorder") in {"group", "dynamic"},
         quantizes_inputs=scheme.get("input_activations") is not None,
     )
 

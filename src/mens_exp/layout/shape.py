@@ -190,8 +190,8 @@ def stored_layers(directory: ModelDirectory) -> StoredLayers | None:
             "config.json declares a quantization, but no layer is quantized",
             where=f"{where}: config.json: quantization_config",
             found=f"{found.method}, and no tensor whose name ends in .{found.marker}",
-            remedy="download the model again; or take quantization_config out of config.json, if "
-            "the weights are not quantized",
+            remedy="take the model that these weights were made from; or take quantization_config "
+            "out of config.json, if they are not quantized",
         )
     return StoredLayers(format=found, names=names if tensors else None)
 

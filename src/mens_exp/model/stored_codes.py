@@ -133,7 +133,7 @@ def _gptq(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
         zeros_NO = (zeros_NO + 1) & (2**stored.bits - 1)
     scales_ON = _needed(read, "scales").float().T
     group = width if stored.group is None else stored.group
-    codes_OI, column_I = _grouped(codes_OI, read("g_idx"), group)
+    codes_OI, column_I = _grouped(codes_OI, _order(stored, read, "g_idx"), group)
     return StoredCodes(
         levels=_integers(stored.bits),
         codes_OI=codes_OI.to(torch.uint8).contiguous(),
@@ -141,6 +141,10 @@ def _gptq(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
         zeros_ON=zeros_NO.T.float().contiguous(),
         column_I=column_I,
     )
+
+
+def _order(stored: StoredFormat, read: Read, suffix: str) -> torch.Tensor | None:
+    return _needed(read, suffix) if stored.orders_inputs else read(suffix)
 
 
 def _grouped(
@@ -237,7 +241,7 @@ def _bitsandbytes(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
         scales = scales + state["nested_offset"]
     if width % state["blocksize"]:
         raise ValueError(f"blocks of {state['blocksize']} straddle rows of {width}")
-    packed = codes.flatten()
+    packed = codes.flatten().view(torch.uint8)  # as bytes, whatever bnb_4bit_quant_storage is
     numbers = torch.stack([packed >> _NIBBLE, packed & 0xF], -1).view(-1, width)
     levels, codes_OI = _ascending(_needed(read, "weight.quant_map").float(), numbers.int())
     scales_ON = scales.float().view(len(codes_OI), -1)
@@ -251,7 +255,9 @@ def _compressed(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
     if stored.layout == "pack-quantized":
         packed = _needed(read, "weight_packed")
         codes_OI = _words(packed, stored.bits).flatten(1)[:, :width].to(torch.uint8)
-        codes_OI, column_I = _grouped(codes_OI, read("weight_g_idx"), stored.group or width)
+        codes_OI, column_I = _grouped(
+            codes_OI, _order(stored, read, "weight_g_idx"), stored.group or width
+        )
         scales_ON = _by_rows(_needed(read, "weight_scale"), stored, read, width)
         half = 2 ** (stored.bits - 1)
         zeros_ON = None

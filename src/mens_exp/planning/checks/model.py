@@ -24,6 +24,7 @@ from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import locate_bundled, ready_directory
+from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import Shape, check_weights, shape_of, stored_in, stored_layers
 from mens_exp.layout.targets import linear_modules, quantized_modules
 from mens_exp.planning import messages
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import ModelDirectory
+    from mens_exp.layout.prequantized import StoredLayers
     from mens_exp.layout.targets import LinearModule
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -82,12 +84,13 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
                 hub.pinned(model)  # raises the reason why it is unavailable
             return
         yield from _without_effect(model)
-        yield from _quantized(directory, config.quant, shape)
+        of_codes = list(_quantized(directory, config.quant, shape))
+        yield from of_codes
         yield from _remote_code(model, directory.config)
         yield from _widths(config.quant, directory.path, shape)
         yield from _vocabulary(config, directory.path, shape)
-        if not isinstance(config.backend, ProxyConfig):  # it reads only the attention's outputs
-            check_weights(directory)
+        if not of_codes and not isinstance(config.backend, ProxyConfig):
+            check_weights(directory)  # the proxy reads only the attention's outputs
 
 
 def _without_effect(
@@ -126,22 +129,54 @@ def _quantized(
 
 def _codes(directory: ModelDirectory, shape: Shape | None) -> Iterator[MensError]:
     """Yield why the codes of a checkpoint cannot be kept."""
-    where = str(directory.path)
     try:
         found = stored_layers(directory)
     except ModelFileError as error:
         yield error
         return
     if found is None:
-        yield ConfigError(
-            "quant=prequantized needs a quantized checkpoint",
-            where="quant",
-            found=f"{where}, whose config.json has no quantization_config",
-            expected="a checkpoint in GPTQ, AWQ, FP8, bitsandbytes or compressed-tensors",
-            remedy="choose a quantizer, such as quant=nf4",
+        yield _no_codes(directory)
+    elif shape is not None and found.names is not None:
+        yield from _unusable(directory, shape, found)
+
+
+def _no_codes(directory: ModelDirectory) -> MensError:
+    where = str(directory.path)
+    if any(name.endswith(".qweight") for name in directory.tensors):
+        return ModelFileError(
+            "config.json does not name the quantization of the weights",
+            where=f"{where}: config.json",
+            found="tensors whose names end in .qweight, and no quantization_config",
+            expected="quantization_config, as transformers reads it",
+            remedy="download the repository, and put what its quantize_config.json (GPTQ) or "
+            "quant_config.json (AWQ) has into config.json as quantization_config, with "
+            "quant_method; then give the directory as model.id",
         )
-    if found is None or shape is None or found.names is None:
-        return
+    return ConfigError(
+        "quant=prequantized needs a quantized checkpoint",
+        where="quant",
+        found=f"{where}, whose config.json has no quantization_config",
+        expected="a checkpoint in GPTQ, AWQ, FP8, bitsandbytes or compressed-tensors",
+        remedy="choose a quantizer, such as quant=nf4",
+    )
+
+
+def _unusable(
+    directory: ModelDirectory, shape: Shape, found: StoredLayers
+) -> Iterator[ModelFileError]:
+    """Yield why layers of codes cannot be kept."""
+    where, coded = str(directory.path), found.names or frozenset()
+    weights = {name: info for name, info in directory.tensors.items() if name.endswith(".weight")}
+    alone = {name for name, info in weights.items() if info.dtype not in {*_FLOATS, CODES}}
+    if alone:
+        name = min(alone)
+        marker = f"{name.removesuffix('.weight')}.{found.format.marker}"
+        yield ModelFileError(
+            "a quantized weight has no scales",
+            where=f"{where}: {name}",
+            found=f"{weights[name].dtype}, and no {marker}",
+            remedy="download the model again; or take the model that these weights were made from",
+        )
     if shape.family.transposed:
         yield ModelFileError(
             "quantized checkpoints of this family are not supported",
@@ -152,11 +187,11 @@ def _codes(directory: ModelDirectory, shape: Shape | None) -> Iterator[MensError
         )
     inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
     known = {f"{path}.weight" for one in inside for path in (one.path, _short(one.path))}
-    if found.names - known:
+    if coded - known:
         yield ModelFileError(
             "unsupported: quantized modules other than linear layers of the decoder",
             where=where,
-            found=min(found.names - known),
+            found=min(coded - known),
             expected="linear layers of the decoder; neither the head nor experts of a mixture",
             remedy="take the model that these weights were made from",
         )
