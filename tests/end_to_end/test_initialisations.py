@@ -75,7 +75,28 @@ def test_evaluation_rebuilds_the_trained_graph(pissa, untimed, tmp_path):
     assert untimed(RunDir(out)) == untimed(pissa)
 
 
-@pytest.mark.parametrize("init", [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"]])
+def test_a_start_from_gradients_is_recorded_and_scored_again(
+    finished_with, untimed, peft_loss, tmp_path
+):
+    """The base of the record is the plain one, and the base that was trained on is rebuilt."""
+    run = finished_with("lora.init=lora_ga", *LEARN, *SUITE)
+    manifest, plain = Manifest.read(run.manifest), Manifest.read(finished_with(*LEARN).manifest)
+    assert manifest.results["base_val_loss"] == plain.results["base_val_loss"]
+    assert manifest.results["tuned_val_loss"] < plain.results["base_val_loss"]
+    assert manifest.facts["init_micro_batches"] == 4
+    (event,) = [e for e in read_events(run.telemetry) if e["event"] == "initialisation"]
+    assert len(event["payload"]["layers"]) == 14
+    assert peft_loss(run) == pytest.approx(manifest.results["peft_view_val_loss"], rel=1e-5)
+    out = tmp_path / "evaluation"
+    command = ["task=evaluate", "logger=none", f"path={run.path}", *SUITE, f"hydra.run.dir={out}"]
+    assert cli.main(command) == 0
+    assert untimed(RunDir(out)) == untimed(run)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"], ["lora.init=lora_ga"]],
+)
 def test_a_run_that_goes_on_ends_as_one_never_stopped(train_in, tmp_path, init):
     """Byte for byte, base and adapter rebuilt from the checkpoint."""
     whole = train_in(tmp_path / "whole", *init, "trainer.max_steps=4")

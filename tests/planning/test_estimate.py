@@ -450,5 +450,9 @@ def test_a_start_that_changes_the_base_keeps_the_plain_one_too(on_rows, cache):
     assert parts("lora.init=pissa")[name] == round(weights * 4.127 / 8)
     assert parts("lora.init=pissa", "lora=mlp")[name] == round(2 * 3 * 64 * 128 * 4.127 / 8)
     assert name in parts("lora.init=loftq", "lora.loftq_iters=2")
+    from_gradients = parts("lora.init=lora_ga")
+    assert from_gradients[name] == parts("lora.init=pissa")[name]
+    assert from_gradients["gradients of weights, before step 1"] == 4 * weights
+    assert not any("gradients of weights" in one for one in parts("lora.init=pissa"))
     assert name not in parts("lora.init=loftq")
     assert name not in parts()

@@ -30,6 +30,7 @@ FORMS = {
     "ranks and alphas": ["lora.rank_pattern={down_proj:3}", "lora.alpha_pattern={mlp:7}"],
     "dora": ["lora.variant=dora"],
     "pissa": ["lora.init=pissa", "lora.r=4"],
+    "lora_ga": ["lora.init=lora_ga", "lora.r=4"],
     "pissa, rslora": ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
     "loftq": ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
     "ia3": ["lora=ia3"],

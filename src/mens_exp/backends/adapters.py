@@ -1,7 +1,7 @@
 """Adapted layers on a frozen base: placement and initialisation, whatever the method.
 
-Some initialisations (PiSSA, LoftQ) change the base. The component that they subtract from each
-layer is kept, so that the plain base can be restored.
+Some initialisations (PiSSA, LoftQ, LoRA-GA) change the base. The component that they subtract from
+each layer is kept, so that the plain base can be restored.
 
 Shapes: R rank, I inputs and O outputs of a projection.
 """
@@ -19,7 +19,7 @@ import torch
 from mens_exp.errors import ConfigError
 from mens_exp.layout.peft_format import Stack, stacks_of
 from mens_exp.layout.targets import EXPERTS, without_experts
-from mens_exp.lora.method import Site, delta, initialization_of, method_of
+from mens_exp.lora.method import Site, Start, delta, initialization_of, method_of
 from mens_exp.quant.bnb import dequantized, quantized_like
 
 if TYPE_CHECKING:
@@ -275,6 +275,10 @@ def start_all(
         module = layers[one.logical]
         if isinstance(one, Stack) or not config.lora.init.spec.from_weights:
             method.draw(module, seed=config.seed, logical=one.logical)
+            if config.lora.init.spec.from_gradients:  # nothing yet, until these are known
+                A_RI, B_OR = (method.parameters(module)[name] for name in ("lora_a", "lora_b"))
+                nothing = (torch.zeros_like(A_RI.data), torch.zeros_like(B_OR.data))
+                residuals.take(one.logical, module, nothing)
         else:
             errors[one.logical] = _from_weights(config, one, module, residuals)
     return residuals, errors, time.perf_counter() - began
@@ -296,9 +300,24 @@ def _from_weights(
     start = initialization_of(config.lora.init.spec).start(site, config.lora)
     if start.taken is not None:
         residuals.take(one.logical, module, start.taken)
+    return QuantizationError(before=before, after=_set(method, module, start, weight_OI))
+
+
+def start_from(residuals: Residuals, logical: str, module: Any, pair: Pair) -> QuantizationError:
+    """Give an adapter its initial values, which are taken out of the base."""
+    weight_OI = residuals.weights.read(residuals.paths[logical], pair[0].device)
+    before = _error(weight_OI, dequantized(residuals.layers[logical].plain))
+    residuals.take(logical, module, pair)
+    start = Start(pair=pair, taken=pair)
+    after = _set(residuals.method, module, start, weight_OI)
+    return QuantizationError(before=before, after=after)
+
+
+def _set(method: AdapterMethod, module: Any, start: Start, weight_OI: torch.Tensor) -> float:
+    """Set an adapter's initial values, and return the quantization error with them."""
     method.set_start(module, start)
-    seen_OI = dequantized(base.weight) + delta(start.pair, site.scale)
-    return QuantizationError(before=before, after=_error(weight_OI, seen_OI))
+    seen_OI = dequantized(module.get_base_layer().weight) + delta(start.pair, method.scale(module))
+    return _error(weight_OI, seen_OI)
 
 
 def _error(weight_OI: torch.Tensor, seen_OI: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from mens_exp.artifacts import atomic
 from mens_exp.backends import frozen_base
-from mens_exp.backends.adapters import place_adapter, start_all, start_facts
+from mens_exp.backends.adapters import place_adapter, start_all, start_facts, start_from
 from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.generation import Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
+    from mens_exp.lora.method import Pair
     from mens_exp.model.sources import BaseModel
 
 _MATRIX = 2
@@ -281,6 +282,11 @@ class QloraBackend(torch.nn.Module):
         }
         of = self.method.weight if weight.dim() == _MATRIX else self.method.expert_weights
         return of(weight, tensors, scale=self.method.scale(layer))
+
+    def start_from(self, logical: str, pair: Pair) -> None:
+        """Start a layer's adapter with A and B whose product is taken out of the base."""
+        layer = self.layers[logical]
+        self.errors[logical] = start_from(self.residuals, logical, layer, pair)
 
     def start_state(self) -> dict[str, torch.Tensor]:
         """Return the state of a checkpoint's base that the published weights do not determine."""

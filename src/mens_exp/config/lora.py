@@ -145,7 +145,7 @@ class _Lora(AdapterSpec):
 
     method: str = "mens_exp.backends.lora:PEFT_LORA"
     settings: frozenset[str] = _OF_LORA
-    inits: frozenset[str] = frozenset({"default", "eva", "pissa", "loftq"})
+    inits: frozenset[str] = frozenset({"default", "eva", "lora_ga", "pissa", "loftq"})
     backends: tuple[str, ...] = ("qlora", "lora", "burn")
     keeps_inputs: bool = True
     not_on_head: str | None = None
@@ -329,17 +329,29 @@ class InitSpec:
             initial values of a weight; None draws A and sets B to zero.
         settings: the settings of the `lora` group that it reads.
         from_inputs: whether A then takes directions of the inputs of its layer.
+        from_gradients: whether A and B then take directions of the gradient of the weight.
     """
 
     name: str
     start: str | None = None
     settings: frozenset[str] = frozenset()
     from_inputs: bool = False
+    from_gradients: bool = False
+
+    @property
+    def from_rows(self) -> bool:
+        """Whether the run's rows pass through the base to make it."""
+        return self.from_inputs or self.from_gradients
 
     @property
     def is_drawn(self) -> bool:
         """Whether it depends on the seed and the shapes alone."""
-        return self.start is None and not self.from_inputs
+        return self.start is None and not self.from_rows
+
+    @property
+    def exchanges_weights(self) -> bool:
+        """Whether B does not begin with zero, as a part of weights in four bits."""
+        return self.from_weights or self.from_gradients
 
     @property
     def from_weights(self) -> bool:
@@ -349,7 +361,7 @@ class InitSpec:
     def changes_base(self, settings: LoraConfig) -> bool:
         """Return whether the base then holds the residual that is left of its weights."""
         del settings
-        return self.from_weights
+        return self.exchanges_weights
 
     def record(self, settings: LoraConfig) -> dict[str, Any]:
         """Return its settings for the adapter's record."""
@@ -369,6 +381,7 @@ INITS = {
     for spec in (
         InitSpec(name="default"),
         InitSpec(name="eva", from_inputs=True),
+        InitSpec(name="lora_ga", from_gradients=True),
         InitSpec(name="pissa", start="mens_exp.lora.method:PISSA"),
         _OfError(
             name="loftq", start="mens_exp.lora.method:LOFTQ", settings=frozenset({"loftq_iters"})
@@ -402,6 +415,7 @@ class LoraInit(Enum):
 
     default = "default"
     eva = "eva"
+    lora_ga = "lora_ga"
     pissa = "pissa"
     loftq = "loftq"
 
@@ -529,7 +543,9 @@ class LoraConfig:
     init: LoraInit = setting(
         LoraInit.default,
         "default: A random, B zero (PEFT's); eva: A the main directions of the layer's inputs "
-        "(arXiv:2410.07170); pissa: the first r singular directions of a weight, "
+        "(arXiv:2410.07170); lora_ga: singular directions of the gradient of the run's first step "
+        "by the weight (arXiv:2407.05000, with PEFT's factors), the base quantizes what is left; "
+        "pissa: the first r singular directions of a weight, "
         "the base quantizes what is left (arXiv:2404.02948); loftq: those of the quantization "
         "error (arXiv:2310.08659).",
     )

@@ -154,6 +154,18 @@ def low_rank(values_OI: torch.Tensor, *, r: int, scale: float, layer: str) -> Pa
     Tropp, arXiv:0909.4061, algorithm 4.4): equal inputs give equal bits on one machine, and no
     global generator is used. Exact if the sketch is as wide as the matrix.
     """
+    left_OR, spectrum_R, right_RI = leading(values_OI, r=r, layer=layer)
+    root_R = (spectrum_R / scale).sqrt()
+    return _padded(root_R[:, None] * right_RI, left_OR * root_R, r)
+
+
+def leading(
+    values_OI: torch.Tensor, *, r: int, layer: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first r left singular vectors, singular values and right singular vectors.
+
+    They are fewer if the matrix has fewer; see :func:`low_rank`.
+    """
     size = min(2 * r + _OVERSAMPLE, *values_OI.shape)
     generator = torch.Generator().manual_seed(key_of("sketch", layer))
     sketch_IQ = torch.randn((values_OI.shape[1], size), generator=generator)
@@ -162,9 +174,7 @@ def low_rank(values_OI: torch.Tensor, *, r: int, scale: float, layer: str) -> Pa
         basis_IQ = torch.linalg.qr(values_OI.T @ basis_OQ).Q
         basis_OQ = torch.linalg.qr(values_OI @ basis_IQ).Q
     left, spectrum, right = torch.linalg.svd(basis_OQ.T @ values_OI, full_matrices=False)
-    root = (spectrum[:r] / scale).sqrt()
-    A_RI, B_OR = root[:, None] * right[:r], (basis_OQ @ left[:, :r]) * root
-    return _padded(A_RI, B_OR, r)
+    return basis_OQ @ left[:, :r], spectrum[:r], right[:r]
 
 
 def _padded(A_RI: torch.Tensor, B_OR: torch.Tensor, r: int) -> Pair:

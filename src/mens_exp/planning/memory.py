@@ -221,7 +221,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     components = {
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
-        **_plain_beside_residual(config, shape, bits),
+        **_beside_residual(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
@@ -397,12 +397,18 @@ def _projections(config: RunConfig, shape: Shape, *, width: int) -> dict[str, in
     return {"shared projections": config.lora.spec.shared_bytes(found, width=width)}
 
 
-def _plain_beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
-    """Return the memory of plain weights that are kept in addition to those of a residual."""
+def _beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
+    """Return the memory of plain weights that are kept in addition to those of a residual.
+
+    Their gradients too, if the adapter starts from them; they are gone when training begins.
+    """
     if not config.lora.start_changes_base:
         return {}
     weights = sum(one.out * one.width for one in modules_of(config, shape))
-    return {"plain weights, for the base": round(weights * bits / 8)}
+    found = {"plain weights, for the base": round(weights * bits / 8)}
+    if config.lora.init.spec.from_gradients:
+        found["gradients of weights, before step 1"] = weights * _F32
+    return found
 
 
 def _head_positions(config: RunConfig, shape: Shape, kind: str) -> int:

@@ -347,7 +347,7 @@ def tell_magnitudes(anatomy: Anatomy, place: AdapterPlace, config: RunConfig) ->
         anatomy.unknown[_FIELD] = "the run that says what it began with is not at hand"
         return
     theirs, cache = config_of(place.run), writable_cache()
-    if theirs.lora.init.spec.from_weights:
+    if theirs.lora.init.spec.exchanges_weights:
         anatomy.unknown[_FIELD] = f"it began with {theirs.lora.init.value}'s matrices, not zero"
         return
     try:

@@ -179,10 +179,10 @@ def fit(
             rank,
             while_whole=compare if rank.is_first else None,
         )
-        report_start(run, backend)
         if start is not None:
             backend.load_adapter(start.tensors)
         run.manifest.facts.update(start_from_rows(config, backend, data, checkpoint))
+        report_start(run, backend)
         module = build_module(config, backend, data, teacher=teacher, rank=rank)
         early = scoring = None
         if rank.is_first:
@@ -221,8 +221,13 @@ def start_from_rows(
     config: RunConfig, backend: Backend, data: RowsDataModule, checkpoint: Path | None = None
 ) -> dict[str, Any]:
     """Set a new adapter's values that depend on the rows; return facts for the record."""
-    if checkpoint is not None or not config.lora.init.spec.from_inputs:
+    init = config.lora.init.spec
+    if checkpoint is not None or not init.from_rows:
         return {}
+    if init.from_gradients:
+        from mens_exp.training.lora_ga import start_from_gradients
+
+        return start_from_gradients(config, backend, data.train_dataloader())
     from mens_exp.training.eva import start_from_inputs
 
     return start_from_inputs(backend, data.train_dataloader())

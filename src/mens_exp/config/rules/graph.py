@@ -271,15 +271,15 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     quant = config.quant
     others = (getattr(quant, name) for name in ("skip", *PATTERNS))
     quantized_all = quant.spec.starts_adapters and not any(others)
-    if lora.init.spec.from_weights and not quantized_all:
+    if lora.init.spec.exchanges_weights and not quantized_all:
         yield ConfigError(
-            "starts from what bitsandbytes' four bits lose of a weight, and some weights are "
-            "stored otherwise",
+            "takes a part out of weights that bitsandbytes stores in four bits, or what these lose "
+            "of them, and some weights are stored otherwise",
             where="lora.init",
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip and no patterns",
         )
-    if lora.init.spec.from_inputs:
+    if lora.init.spec.from_rows:
         yield from _inputs_problems(config)
     if lora.init_from is not None and not lora.init.spec.is_drawn:
         yield ConfigError(
@@ -292,14 +292,18 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _inputs_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what a start from the inputs of layers cannot be had with."""
+    """Yield what a start from the rows cannot be had with."""
+    objective = config.objective.spec
+    has_loss = not config.lora.init.spec.from_gradients or (
+        objective.is_likelihood and not objective.needs_teacher
+    )
     wanted = {
         "backend": (config.backend.name in {"qlora", "lora"}, config.backend.name, "qlora or lora"),
         "trainer.devices": (config.trainer.world_size == 1, config.trainer.world_size, "1 process"),
         "objective": (
-            not config.objective.spec.compares_groups,
+            has_loss and not objective.compares_groups,
             config.objective.name,
-            "an objective with supervised tokens in its rows",
+            "an objective over the supervised tokens of its rows",
         ),
     }
     for where, (holds, found, expected) in wanted.items():

@@ -55,7 +55,7 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
             remedy="choose other targets, or lora.variant=lora",
         )
     yield from _rank_problems(lora, modules)
-    if lora.init.spec.from_inputs:
+    if lora.init.spec.from_rows:
         yield from _inputs_problems(lora, modules, shape)
     if any(one.stack is not None for one in modules):
         yield from _expert_problems(config, without_experts(shape.family, modules))
@@ -79,17 +79,19 @@ def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterato
 def _inputs_problems(
     lora: LoraConfig, modules: Sequence[LinearModule], shape: Shape
 ) -> Iterator[MensError]:
-    """Refuse layers whose inputs a start cannot decompose."""
+    """Refuse layers whose inputs, or gradients, a start cannot decompose."""
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
+    of_gradients = lora.init.spec.from_gradients
     for one in modules:
         plain = one.layer is not None and one.stack is None
-        if not plain or 2 * ranks[one.path] > one.width:
+        width = min(one.width, one.out) if of_gradients else one.width
+        if not plain or 2 * ranks[one.path] > width:
             yield ConfigError(
-                f"lora.init={lora.init.value} starts from twice as many directions of the inputs "
-                "of linear layers in decoder layers",
+                f"lora.init={lora.init.value} starts from twice as many directions of the "
+                f"{'gradients' if of_gradients else 'inputs'} of linear layers in decoder layers",
                 where="lora.r" if plain else "lora.init",
-                found=f"rank {ranks[one.path]} of {one.path}, which reads {one.width}",
-                expected=f"at most {one.width // 2}" if plain else "other targets",
+                found=f"rank {ranks[one.path]} of {one.path}, which has {width}",
+                expected=f"at most {width // 2}" if plain else "other targets",
                 remedy="set lora.init=default, or choose other targets or ranks",
             )
             return
@@ -115,9 +117,9 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
             expected="lora.variant=lora or rslora",
             remedy=f"set lora.variant=lora; to leave the experts alone, {without}",
         )
-    if lora.init.spec.from_weights:
+    if lora.init.spec.exchanges_weights:
         yield ConfigError(
-            "experts are not quantized, so there is no quantization error to start from",
+            "experts are not quantized, and this start takes a part out of quantized weights",
             where="lora.init",
             found=f"{lora.init.value}, with adapters on experts",
             expected="lora.init=default",
@@ -144,9 +146,9 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
 
 def _head_problems(lora: LoraConfig) -> Iterator[MensError]:
     """Refuse settings that an adapter on the head does not support."""
-    if lora.init.spec.from_weights:
+    if lora.init.spec.exchanges_weights:
         yield ConfigError(
-            "the head is not quantized, so there is no quantization error to start from",
+            "the head is not quantized, and this start takes a part out of quantized weights",
             where="lora.init",
             found=f"{lora.init.value}, with an adapter on {HEAD}",
             expected=f"lora.init=default, or targets without {HEAD}",
