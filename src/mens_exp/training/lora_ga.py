@@ -85,7 +85,7 @@ def _gradients(
                 batch = stream.batch(number % stream.total).to(device)
                 backend.begin(batch.index)
                 loss = objective.loss(Passed(batch, backend(batch), backend.head))
-                loss.total.backward()
+                loss.total.backward()  # type: ignore[no-untyped-call]
                 count += loss.count
     finally:
         for handle in handles:
@@ -102,6 +102,6 @@ def _watch(total_OI: torch.Tensor) -> Any:
         def add(by_y: torch.Tensor) -> None:
             total_OI.addmm_(by_y.flatten(0, -2).float().T, x_NI.float())
 
-        y.register_hook(add)
+        y.register_hook(add)  # type: ignore[no-untyped-call]
 
     return see
