@@ -18,6 +18,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError
+from mens_exp.layout.checkpoint_files import read_directory
+from mens_exp.layout.shape import stored_layers
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve, write_byte_level_tokenizer
 from mens_exp.planning.checks.model import check_model
@@ -28,6 +30,7 @@ from mens_exp.training.build import build_backend
 
 PUBLISHED = Path(__file__).parents[1] / "model" / "published"
 FILES = sorted(path.stem for path in PUBLISHED.glob("*.safetensors"))
+AS_ASKED = ("merge.any_base=true", "out=other")
 IDS = torch.arange(5, 45)[None]
 
 
@@ -231,6 +234,30 @@ def test_four_bits_that_are_stored_as_floats_are_read(storage, tiny_config, tmp_
     assert torch.equal(layer.dequantized(), functional.dequantize_4bit(codes, state))
 
 
+def test_codes_of_transposed_weights_are_refused(tiny_config, tmp_path):
+    """GPT-2's are; square ones would be merged and trained without a complaint."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 512}
+    with quiet():
+        GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "dense")
+    write_byte_level_tokenizer(tmp_path / "dense")
+    config, tensors = published("gptq")
+    del tensors["expected"]
+    place = coded(tmp_path / "dense", tmp_path / "gptq", config, tensors)
+    (problem,) = check_model(configured(tiny_config, place))
+    assert "whose weights lie transposed" in str(problem)
+    with pytest.raises(ModelFileError, match="whose weights lie transposed"):
+        stored_layers(read_directory(place))  # as a merge asks
+
+
+def test_a_plan_counts_the_file_of_codes(pair, tiny_config, tmp_path):
+    """Four bits, a scale and a zero point for each 32 weights; two bytes for embedding and head."""
+    place, _ = pair("gptq")
+    found = make_plan(configured(tiny_config, place), tmp_path)["memory_bytes"]["components"]
+    assert found["weights file, mapped"] == 14 * 64 * 64 * (4 + 64 / 32) / 8 + 2 * 2 * 512 * 64
+
+
 def test_a_damaged_layer_is_refused_by_name(pair, tiny_config, tmp_path):
     place, _ = pair("gptq")
     state = load_file(place / "model.safetensors")
@@ -281,6 +308,8 @@ def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path)
         load_file(tmp_path / "merged" / "model.safetensors"),
         load_file(run.adapter / "adapter.safetensors"),
     )
+    _, other = typed("other", "task=merge", f"path={run.path}", f"base={dense}", *AS_ASKED)
+    assert Manifest.read(other.manifest).results["base_reason"].startswith("weights of no codes")
     _, layer = published("gptq_2_ordered")
     scale = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
     scale = scale["alpha"] / scale["rank"]

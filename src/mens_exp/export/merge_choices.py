@@ -118,7 +118,7 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     if asked.base is not MergeBase.original:
         _refuse_unknown_quantizers(inputs.manifest)
     if spec is not None and spec.is_kept:
-        quantizer, why = _of_kept_values(spec, asked)
+        quantizer, why = _of_kept_values(spec, asked, inputs)
     else:
         quantizer, why = _base(inputs, asked)
     made = {} if quantizer is None else _quantizers(inputs, layers, quantizer, proxy=proxy)
@@ -402,7 +402,9 @@ def _refuse_unknown_quantizers(manifest: AdapterManifest) -> None:
             )
 
 
-def _of_kept_values(spec: QuantizerSpec, asked: MergeConfig) -> tuple[None, str]:
+def _of_kept_values(
+    spec: QuantizerSpec, asked: MergeConfig, inputs: MergeInputs
+) -> tuple[None, str]:
     values = f"{spec.name} values"
     if asked.base is MergeBase.dequantized:
         raise RequestError(
@@ -414,6 +416,8 @@ def _of_kept_values(spec: QuantizerSpec, asked: MergeConfig) -> tuple[None, str]
             else "original, whose distance from them the certificate measures",
             remedy="drop merge.base",
         )
+    if spec.keeps_codes and inputs.shape is not None and inputs.shape.stored is None:
+        return None, "unquantized weights; the adapter was trained on a quantized checkpoint"
     if spec.keeps_codes:
         return None, "the values of the published codes, on which the adapter was trained"
     return None, f"the published weights; the adapter was trained on {values} of them"

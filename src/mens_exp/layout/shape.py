@@ -193,6 +193,15 @@ def stored_layers(directory: ModelDirectory) -> StoredLayers | None:
             remedy="take the model that these weights were made from; or take quantization_config "
             "out of config.json, if they are not quantized",
         )
+    family = family_in(directory)
+    if family.transposed:
+        raise ModelFileError(
+            "quantized checkpoints of this family are not supported",
+            where=where,
+            found=family.model_type,
+            expected="a family whose layers are torch.nn.Linear, such as llama",
+            remedy="take the model that these weights were made from",
+        )
     return StoredLayers(format=found, names=names if tensors else None)
 
 

@@ -58,7 +58,7 @@ _MOMENTS_UNKNOWN = 8.0  # Adam's
 # one run each.
 _CPU_KEPT_RECOMPUTED = 2.7
 _CPU_FRAMEWORK = 500_000_000  # interpreter, torch, transformers, Lightning, loaded kernels
-_MAPPED = 2  # bytes per weight of the checkpoint's file, resident while it is mapped
+_MAPPED = 2  # bytes per weight of the checkpoint's file, without codes, resident while it is mapped
 _CPU_F32_EXTRA = 130_000_000  # measured: memory of a built f32 base beyond its weights
 # Resident bytes per byte that autograd saves: the byte itself, and holes left by temporaries.
 _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
@@ -244,7 +244,9 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     }
     if on_cpu:
         components |= {"completions": _COMPLETIONS} if config.suite.spec.scores else {}
-        components["weights file, mapped"] = _MAPPED * shape.parameters
+        coded = frozen_linears(config, shape) - dense if config.quant.spec.keeps_codes else 0
+        plain = shape.parameters - coded
+        components["weights file, mapped"] = round(_MAPPED * plain + coded * bits / 8)
     components |= _comparison(config, shape, components, kept)
     if teacher and passes_before:  # it is gone when the model that learns is loaded
         beyond = teacher - (sum(components.values()) - components["framework"])

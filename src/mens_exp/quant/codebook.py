@@ -182,7 +182,7 @@ class Codebook:
         values_OI = torch.empty((rows, width), dtype=dtype, device=packed.device)
         for first, last in _pieces(rows, width):
             scales = scales_ON[first:last]
-            levels = torch.nn.functional.embedding(packed[first:last].int(), table)
+            levels = _looked_up(table, packed[first:last])
             piece = self.valued(levels.reshape(*scales.shape[:2], -1), scales)
             values_OI[first:last] = piece.flatten(1)
         return values_OI
@@ -218,6 +218,13 @@ def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
     """Return first and last row (exclusive) of the pieces that are computed at once."""
     step = max(1, _PIECE // width)
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return the levels of bytes; an embedding of single numbers is the slower one."""
+    if table.shape[1] == 1:
+        return table[:, 0].index_select(0, packed.flatten().long())
+    return torch.nn.functional.embedding(packed.int(), table)
 
 
 @functools.lru_cache(maxsize=16)

@@ -177,14 +177,6 @@ def _unusable(
             found=f"{weights[name].dtype}, and no {marker}",
             remedy="download the model again; or take the model that these weights were made from",
         )
-    if shape.family.transposed:
-        yield ModelFileError(
-            "quantized checkpoints of this family are not supported",
-            where=where,
-            found=shape.family.model_type,
-            expected="a family whose layers are torch.nn.Linear, such as llama",
-            remedy="take the model that these weights were made from",
-        )
     inside = [one for one in linear_modules(shape) if one.layer is not None and one.stack is None]
     known = {f"{path}.weight" for one in inside for path in (one.path, _short(one.path))}
     if coded - known:
