@@ -301,7 +301,7 @@ class SgdConfig(OptimizerConfig):
         "2026-11-25).",
         gt=0,
     )
-    momentum: float = setting(0.0, "Share of the last update that is kept (0: none).", ge=0, lt=1)
+    momentum: float = setting(0.9, "Share of the last update that is kept (0: none).", ge=0, lt=1)
     nesterov: bool = setting(
         False,
         "Look ahead by one step of the momentum.",
