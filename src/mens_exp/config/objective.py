@@ -445,8 +445,9 @@ class GrpoObjective(CrossEntropyConfig):
     labels: str = "grpo"
     beta: float = setting(
         0.04,
-        "Weight of the KL divergence from the base (arXiv:2402.03300); 0, TRL's default, spares "
-        "the base's pass before training.",
+        "Weight of the KL divergence from the base (arXiv:2402.03300), whose estimate for a token "
+        "is multiplied by the token's ratio (arXiv:2512.02556, as TRL does by default); 0, TRL's "
+        "default, spares the base's pass before training.",
         ge=0,
     )
     epsilon_low: float = setting(
