@@ -19,6 +19,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.checkpoint_files import read_directory
+from mens_exp.layout.prequantized import format_of
 from mens_exp.layout.shape import stored_layers
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve, write_byte_level_tokenizer
@@ -228,6 +229,10 @@ def test_four_bits_that_are_stored_as_floats_are_read(storage, tiny_config, tmp_
     tensors = {"weight": codes}
     tensors |= {f"weight.{name}": one for name, one in state.as_dict(packed=True).items()}
     config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # as before quant_method
+    config["bnb_4bit_quant_storage"] = str(storage).removeprefix("torch.")
+    shapes = {f"a.{name}": tuple(one.shape) for name, one in tensors.items()}
+    stored = format_of({"quantization_config": config}, "a model")
+    assert stored.layers(shapes, "a model", lambda _: None) == {"a": (64 * 64,)}  # before download
     place = coded(plain(tmp_path / "dense"), tmp_path / "coded", config, tensors)
     backend = graph(configured(tiny_config, place), tmp_path)
     (layer, *_) = quantized_linears(backend.causal_lm).values()

@@ -39,6 +39,7 @@ class StoredFormat:
         outputs: outputs that share a scale, where it is of a block of both.
         has_zeros: whether a group has a zero point.
         codes: suffix of the tensor of codes.
+        element_bytes: of an element of that tensor, where several codes are in one.
         marker: suffix of a tensor that only a layer of codes has.
         others: suffixes of the layer's other tensors, without its bias.
         orders_inputs: whether a tensor says which group each input is of.
@@ -52,6 +53,7 @@ class StoredFormat:
     outputs: int | None = None
     has_zeros: bool = False
     codes: str
+    element_bytes: int = 1
     marker: str
     others: tuple[str, ...]
     orders_inputs: bool = False
@@ -103,7 +105,7 @@ class StoredFormat:
             return (*(many * each for many in columns), rows)
         if self.method == "bitsandbytes" and self.bits == _FOUR:
             state = read(f"{path}.{self.marker}")
-            return (2 * rows,) if state is None else _stated_shape(state)
+            return (2 * rows * self.element_bytes,) if state is None else _stated_shape(state)
         packed = _PACKED.get(self.layout, self.bits)
         return (rows, *(many * packed // self.bits for many in columns))
 
@@ -124,6 +126,7 @@ def is_of_cache(name: str) -> bool:
 
 _FOUR: Final = 4
 _FOUR_BIT_KINDS: Final = ("nf4", "fp4")
+_STORAGE: Final = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of an element
 _PACKED: Final = {"pack-quantized": _WORD, "nvfp4-pack-quantized": 8, "mxfp4-pack-quantized": 8}
 _PLAIN: Final = ("int-quantized", "float-quantized", "naive-quantized")
 
@@ -277,6 +280,7 @@ def _bitsandbytes(named: dict[str, Any], where: str) -> StoredFormat:
         bits=4,
         group=64,  # the only one that its loader makes; its tensors are asked when they are read
         codes="weight",
+        element_bytes=_STORAGE.get(named.get("bnb_4bit_quant_storage"), 1),
         marker=f"weight.quant_state.bitsandbytes__{kind}",
         others=("weight.absmax", "weight.quant_map", *nested),
     )
