@@ -98,6 +98,11 @@ REFUSED = [
     ("suite.name=none", "suite.name", ["is set by the option", "suite=<"]),
     ("model.default_lr=1e-4", "model.default_lr", ["is set by the option", "set optim.lr"]),
     ("schedule.warmup_steps=1,2", "schedule.warmup_steps", ["several values need", "add -m"]),
+    (
+        "lora.rank_pattern={'*.layers.1.*':4}",
+        None,
+        ["not an override", "leave the keys of a mapping unquoted", "{*.layers.1.*:4}'"],
+    ),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
     ("hydra.runn.dir=x", "hydra.runn", ["hydra.runn: is no setting of Hydra", "write hydra.run"]),
 ]

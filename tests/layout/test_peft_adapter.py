@@ -163,6 +163,7 @@ def test_several_wrong_settings_are_reported_together(tmp_path):
     [
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding table"),
         ("base_model.model.lm_head.weight", "no matrix of a LoRA adapter"),
+        ("base_model.model.lm_head.base_layer.weight", "save_embedding_layers=False"),
         (f"{Q}.lora_B.bias", "no matrix of a LoRA adapter"),
         (
             "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight",

@@ -233,6 +233,9 @@ def _credentials(text: str) -> Iterator[ConfigError]:
         )
 
 
+_QUOTED_KEY = re.compile(r"""(['"])([^'"]*)\1\s*:""")
+
+
 def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Override]:
     """Parse one override; invalid syntax, or a sweep without ``-m``, is added to the problems."""
     override = parsed_override(text, problems)
@@ -249,6 +252,9 @@ def parsed_override(text: str, problems: list[MensError]) -> Override | None:
         override: Override = _parser().parse_overrides([text])[0]
     except HydraException as error:
         quoted = f"quote special characters in the value ({_first_line(error)})"
+        bare = _QUOTED_KEY.sub(r"\2:", text)
+        if bare != text:
+            quoted = f"leave the keys of a mapping unquoted: {shlex.quote(bare)}"
         remedy = quoted if "=" in text.lstrip("=") else meant_by(text)
         expected = "key=value or group=option"
         problems.append(

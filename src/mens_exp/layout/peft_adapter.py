@@ -185,6 +185,10 @@ def _named(
             found=info.dtype,
             expected="….lora_A.weight, ….lora_B.weight or ….lora_magnitude_vector of a linear "
             "module, in F32, F16 or BF16",
+            remedy="save the adapter again with save_pretrained(…, save_embedding_layers=False): "
+            "PEFT has added the weight of an adapted head"
+            if name.endswith(".base_layer.weight")
+            else None,
         )
     module = match["path"].removeprefix(_PREFIX)
     if module in stacks and match["half"]:
