@@ -280,7 +280,7 @@ def _bitsandbytes(named: dict[str, Any], where: str) -> StoredFormat:
         bits=4,
         group=64,  # the only one that its loader makes; its tensors are asked when they are read
         codes="weight",
-        element_bytes=_STORAGE.get(named.get("bnb_4bit_quant_storage"), 1),
+        element_bytes=_STORAGE.get(str(named.get("bnb_4bit_quant_storage")), 1),
         marker=f"weight.quant_state.bitsandbytes__{kind}",
         others=("weight.absmax", "weight.quant_map", *nested),
     )
