@@ -22,7 +22,10 @@ READERS = {"artifacts", "report"}
 HEAVY = {"bitsandbytes", "datasets", "lightning", "peft", "torch", "transformers", "wandb"}
 STRICT = "import warnings\nwarnings.simplefilter('error')"
 # PEFT 0.21 calls transformers 5 by the old name, as in pyproject.toml.
-OLD_NAME = "warnings.filterwarnings('ignore', '`is_gradient_checkpointing` is deprecated')"
+OLD_NAME = (
+    "warnings.filterwarnings('ignore', '`is_gradient_checkpointing` is deprecated')\n"
+    "warnings.filterwarnings('ignore', '`torch.jit.script_method` is deprecated')"
+)
 LAX = "warnings.simplefilter('default')  # the kernel's own way of ending is not ours"
 LOADED = f"import sys\nprint('loaded:', sorted(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
 
