@@ -283,9 +283,10 @@ VALIDATED = [
     {"prompt": "Name a herb.", "response": "Sage and thyme."},
     {"prompt": "Name a colour.", "response": "A light blue, as of the sky in the morning."},
 ]
-WEIGHTS = [1, 0.5, 2, 0, 0.25, 3, 1, 4]
+WEIGHTS = [1, 0.5, 2, 0, 0.25, 3, 1, 4, 0, 5]  # the last two are for validation
 WEIGHTED = [
-    {**row, "fields": {"weight": weight}} for row, weight in zip(ROWS, WEIGHTS, strict=True)
+    {**row, "fields": {"weight": weight}}
+    for row, weight in zip([*ROWS, *VALIDATED], WEIGHTS, strict=True)
 ]
 PAIRS = [
     {"prompt": one["prompt"], "chosen": one["response"], "rejected": other["response"]}
@@ -354,10 +355,17 @@ def smallest() -> list[Probe]:
 
 def probes() -> list[Probe]:
     """Return all probes."""
-    weighed = mean_of_tokens(cross_entropy, lambda row: float(row["fields"]["weight"]))
-    weights = {"rows": tuple(WEIGHTED), "validated": tuple(WEIGHTED[:3]), "loss": weighed}
+    weights = {
+        "rows": tuple(WEIGHTED[:-2]),
+        "validated": tuple(WEIGHTED[-2:]),
+        "loss": mean_of_tokens(cross_entropy, lambda row: float(row["fields"]["weight"])),
+        # a validation row of weight 0 is left out, and the others count alike
+        "validation": mean_of_tokens(cross_entropy, lambda row: row["fields"]["weight"] > 0),
+    }
     turns = {"rows": tuple(TURNS[:-2]), "validated": tuple(TURNS[-2:])}
     rewards = {"rows": tuple(REWARDED[:-7]), "validated": tuple(REWARDED[-7:])}
+    relative = grpo(REWARDED)
+    long_rows = "data.seq_len=192"
     by_field = "objective.weight_field=weight"
     teacher = ("objective=distillation", "objective.teacher=teacher")
     heat = ("objective.beta=0.5", "objective.temperature=2", "objective.ce_weight=0.3")
@@ -373,13 +381,13 @@ def probes() -> list[Probe]:
         probe_of("weights of rows", by_field, **weights),
         probe_of("weights of rows, packed", by_field, *PACKED, **weights),
         probe_of("last 3 tokens", "objective=last_k", "objective.k=3", last_tokens=3),
-        probe_of("several turns", **turns),
-        probe_of("several turns, packed", *PACKED, "data.seq_len=192", **turns),
-        probe_of("last of several turns", "objective.turns=last", turns="last", **turns),
+        probe_of("several turns", long_rows, **turns),
+        probe_of("several turns, packed", long_rows, *PACKED, **turns),
+        probe_of("last of several turns", long_rows, "objective.turns=last", turns="last", **turns),
         of_pairs("DPO, packed", dpo, "objective=dpo", "objective.beta=0.3", *PACKED),
         of_pairs("IPO", ipo, "objective=dpo", "objective.beta=0.3", "objective.loss=ipo"),
         of_pairs("ORPO", orpo, "objective=orpo", "objective.beta=0.25"),
-        probe_of("GRPO", "objective=grpo", loss=grpo(REWARDED), **rewards),
+        probe_of("GRPO", "objective=grpo", loss=relative, validation=relative, **rewards),
         probe_of("distillation", *teacher, *heat, loss=near),
         probe_of("distillation, packed", *teacher, *heat, *PACKED, loss=near),
         probe_of("rsLoRA", "lora.variant=rslora", lora=(("use_rslora", True),)),
