@@ -1,4 +1,4 @@
-"""The comparison with the reference trainer can fail: other losses, masks and schedules are seen."""
+"""The comparison with the reference trainer can fail: it sees other losses, masks and schedules."""
 
 from __future__ import annotations
 
