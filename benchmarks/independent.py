@@ -166,7 +166,6 @@ def main() -> None:
     """Run the probes, print every difference, and record the largest of each probe."""
     given = record.begin(record.command_line(__file__, __doc__))
     given.results = given.results.resolve()
-    torch.set_num_threads(1)
     figures, failed = [], []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for probe in smallest() if given.smallest else probes():
@@ -242,7 +241,8 @@ def trained_by_mens_exp(probe: Probe) -> Outcome:
     data = ["data.path=rows.jsonl", "data.val_path=validated.jsonl", f"lora.targets=[{targets}]"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = mens_exp.train(*SETTINGS, *here, *data, *probe.overrides)
-    events = [json.loads(line) for line in (run.path / "telemetry.jsonl").open(encoding="utf-8")]
+    lines = (run.path / "telemetry.jsonl").read_text("utf-8").strip().split("\n")
+    events = [json.loads(line) for line in lines]
     steps = [one["payload"] for one in events if one["event"] == "step"]
     checks = [one["payload"]["val/loss"] for one in events if one["event"] == "validation"]
     figures = {
@@ -434,4 +434,5 @@ def probes() -> list[Probe]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()
