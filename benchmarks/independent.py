@@ -141,7 +141,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 class Recorder(Callback):
-    """Writes the token ids of each micro-batch into the working directory."""
+    """A record of the token ids of each micro-batch, in the working directory."""
 
     def on_fit_start(self, _trainer: Any, _module: Any) -> None:
         """Forget earlier runs."""
