@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from record import Described, Figure, Machine, Run
 
 # What scripts have in common, which measures nothing, and what has a record and a page of its own.
-SHARED = {"page", "processes", "record", "gpu_arms", "gpu_results", "gpu_slices"}
+SHARED = {
+    *("page", "processes", "record", "reference_trainer"),
+    *("gpu_arms", "gpu_results", "gpu_slices"),
+}
 APART = {"gpu"}
 FRAC = "frac"  # a share of 1, shown as a percentage
 SHORT = 10  # digits of a commit
