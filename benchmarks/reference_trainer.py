@@ -98,7 +98,7 @@ def trained_by_reference(probe: Probe) -> Outcome:
     for step in sorted(by_step):
         optimizer.zero_grad()
         loss = probe.loss(several, by_step[step])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         squares = [(one.grad.double() ** 2).sum() for one in parameters if one.grad is not None]
         norm = math.sqrt(sum(one.item() for one in squares))
         for one in parameters:
