@@ -1,4 +1,4 @@
-"""Codes in published formats, held to the values that the formats' own packages give.
+"""Codes in published formats, compared with the values that other packages give.
 
 tests/support/published_codes.py wrote the files with those packages; transformers' and
 bitsandbytes' own functions are asked here.
@@ -89,6 +89,15 @@ def test_eight_bits_of_bitsandbytes_are_what_it_dequantizes():
     found = decoded(config, {"weight": codes, "SCB": scales})
     expected = int8_vectorwise_dequant(codes, scales)
     assert torch.allclose(found.rows(0, 32), expected, rtol=1e-6, atol=0)
+
+
+def test_integers_of_fewer_bits_take_a_byte_where_they_are_not_packed():
+    config, _ = published("int8")
+    config["format"] = "naive-quantized"
+    (scheme,) = config["config_groups"].values()
+    scheme["format"], scheme["weights"]["num_bits"] = None, 4
+    stored = format_of({"quantization_config": config}, "a model")
+    assert stored.bits_per_weight(64) == 8 + 32 / 64
 
 
 def test_a_header_that_the_library_does_not_read_is_refused(tmp_path):

@@ -288,7 +288,13 @@ def _with_weights(
         shard = shard_of[name]
         info = headers[shard][name]
         if info.end - info.start > _MOST_STATE:
-            raise ModelFileError("is no small tensor", where=f"{shard}: {name}")
+            raise ModelFileError(
+                "is too large for the state of a quantized layer",
+                where=f"{shard}: {name}",
+                found=f"{info.end - info.start} bytes",
+                expected=f"at most {_MOST_STATE}",
+                remedy=_REMEDY,
+            )
         with shard.open("rb") as file:
             file.seek(data_start(shard) + info.start)
             return file.read(info.end - info.start)

@@ -314,7 +314,7 @@ def _compressed(named: dict[str, Any], where: str) -> StoredFormat:
     return StoredFormat(
         method="compressed-tensors",
         layout=layout,
-        bits=_word_bits(bits, where),
+        bits=_word_bits(bits, where) if packed else 8,  # of fewer bits, each takes a byte too
         group=group,
         outputs=outputs,
         has_zeros=not weight.get("symmetric", True),

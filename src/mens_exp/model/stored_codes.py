@@ -1,6 +1,7 @@
 """Codes of a checkpoint that was published quantized, and the values that they stand for.
 
-The layouts are those that the formats' own packages write: tests hold each of them to one.
+The layouts are those that auto-round, compressed-tensors, bitsandbytes and transformers write; tests
+compare each with what such a package computes.
 
 Shapes: O outputs and I inputs of a layer, N groups of inputs that share a scale, P codes of a
 32-bit word.
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 _WORD: Final = 32
 _NIBBLE: Final = 4
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its outputs
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP microscaling v1.0, section 5.3.3
+E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of a 4-bit float (OCP microscaling formats v1.0, section 5.3.3)."""
 _E8M0_BIAS: Final = 127
 _INT8_TOP: Final = 127
 _BYTE_DTYPES: Final = (torch.float8_e4m3fn, torch.int8)
@@ -288,7 +290,9 @@ def _floats(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
     """Return 4-bit floats, the first of a byte in its low bits."""
     packed = _needed(read, "weight_packed")
     numbers = torch.stack([packed & 0xF, packed >> _NIBBLE], -1).flatten(1)
-    both = torch.tensor([*_E2M1, *(-one for one in _E2M1)], device=packed.device)
+    both = torch.tensor(
+        [*E2M1_MAGNITUDES, *(-one for one in E2M1_MAGNITUDES)], device=packed.device
+    )
     levels, codes_OI = _ascending(both, numbers.int())
     scales = _needed(read, "weight_scale")
     if stored.layout == "mxfp4-pack-quantized":

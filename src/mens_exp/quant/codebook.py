@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from mens_exp.model.stored_codes import E2M1_MAGNITUDES
 from mens_exp.quant.binding import DTYPES, Binding, RoundTrip, as_linear
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.config.quant import QuantConfig
 
-_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_EXPONENT: Final = 2  # of the largest level, 1.5 · 2²
 _MOST_E4M3: Final = 448.0
 _LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
@@ -265,7 +265,7 @@ def _unsigned(bits: int) -> Affine:
     return Affine(levels=tuple(map(float, range(2**bits))), scaling=WITH_ZERO)
 
 
-E2M1: Final = tuple(-one for one in _MAGNITUDES[:0:-1]) + _MAGNITUDES
+E2M1: Final = tuple(-one for one in E2M1_MAGNITUDES[:0:-1]) + E2M1_MAGNITUDES
 """The levels of a 4-bit float with two bits of exponent; zero is one level of both signs."""
 
 
