@@ -1,7 +1,7 @@
-"""Bases that were published quantized, held to transformers, to bitsandbytes and to arithmetic.
+"""Quantized checkpoints, compared with transformers, with bitsandbytes and with arithmetic.
 
-The layers of tests/model/published, written by the formats' own packages, make small models; the
-same model of the packages' own values, loaded by transformers, is the reference.
+The layers of tests/model/published, written by other packages, make small models; the same model
+of these packages' values, loaded by transformers, is the reference.
 """
 
 import json

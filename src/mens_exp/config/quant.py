@@ -363,10 +363,10 @@ class QuantConfig:
         UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
         "nf3, nf8, int2, int3, int4, uint2, uint3, uint4, uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), "
-        "references in plain torch for comparisons; hqq2, hqq3, hqq4, hqq8, zero points by the hqq "
-        "package; prequantized keeps the codes of a quantized "
-        "checkpoint (GPTQ, AWQ, FP8, bitsandbytes, compressed-tensors); none leaves the weights in "
-        "the compute format.",
+        "references in plain torch for comparisons; hqq2, hqq3, hqq4 or hqq8, integers whose zero "
+        "points the hqq package finds; prequantized keeps the codes of a quantized checkpoint "
+        "(GPTQ, AWQ, FP8, bitsandbytes, compressed-tensors); none leaves the weights in the "
+        "compute format.",
         contract=("quant.base",),
         read_by=_READ,
         aliases={"quantize": "LitGPT", "bnb_4bit_quant_type": "Transformers and bitsandbytes"},

@@ -1,7 +1,7 @@
 """Codes of a checkpoint that was published quantized, and the values that they stand for.
 
-The layouts are those that auto-round, compressed-tensors, bitsandbytes and transformers write; tests
-compare each with what such a package computes.
+The layouts are those that auto-round, compressed-tensors, bitsandbytes and transformers write.
+Tests compare each with what such a package computes.
 
 Shapes: O outputs and I inputs of a layer, N groups of inputs that share a scale, P codes of a
 32-bit word.
@@ -290,10 +290,8 @@ def _floats(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
     """Return 4-bit floats, the first of a byte in its low bits."""
     packed = _needed(read, "weight_packed")
     numbers = torch.stack([packed & 0xF, packed >> _NIBBLE], -1).flatten(1)
-    both = torch.tensor(
-        [*E2M1_MAGNITUDES, *(-one for one in E2M1_MAGNITUDES)], device=packed.device
-    )
-    levels, codes_OI = _ascending(both, numbers.int())
+    positive = torch.tensor(E2M1_MAGNITUDES, device=packed.device)
+    levels, codes_OI = _ascending(torch.cat([positive, -positive]), numbers.int())
     scales = _needed(read, "weight_scale")
     if stored.layout == "mxfp4-pack-quantized":
         exponents = scales.view(torch.uint8).int() - _E8M0_BIAS
