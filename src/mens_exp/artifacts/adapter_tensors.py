@@ -13,7 +13,7 @@ Shapes: R rank, I inputs and O outputs of a projection, E experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -190,8 +190,19 @@ FORMS = {
             no_delta="RandLoRA's update also has bases, which all layers share and no file holds",
             shares=True,
         ),
+        # A record describes the tensors, and PEFT's own configuration says what they stand for.
+        AdapterForm(
+            name="peft",
+            tensors={},
+            no_delta="PEFT's layers alone know what their tensors make of a weight",
+        ),
     )
 }
+
+
+def form_in_peft(described: Mapping[str, Sequence[str]]) -> AdapterForm:
+    """Return the form of a type of PEFT; names of sizes are free, but each has a tensor's name."""
+    return replace(FORMS["peft"], tensors={part: tuple(d) for part, d in described.items()})
 
 
 def foreign_form(name: str, tensors: Mapping[str, Sequence[str]]) -> AdapterForm:

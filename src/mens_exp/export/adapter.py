@@ -288,6 +288,7 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
         variant=LoraVariant("lora" if spec.form.root_scale else spec.name),
         rank_pattern=ranks if has_rank else {},
         alpha_pattern=dict(ranks) if has_rank else {},
+        **({"config": manifest.peft_config} if manifest.peft_config else {}),
     )
 
 
