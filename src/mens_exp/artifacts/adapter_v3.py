@@ -223,9 +223,9 @@ class AdapterManifest:
         mens_exp: our additions: content hashes, `rank_pattern` and `alpha_pattern` by logical
             layer, `variant` (default lora), `scale`, `init`, the embedding's key (`embed_key`),
             the quantizer of the base (`quantizer`), `projections` of VeRA and RandLoRA, the fields
-            of PEFT's configuration (`peft_config`) if the variant is ``peft``, whether an
+            of PEFT's configuration (`peft_config`) if the variant is ``passthrough``, whether an
             adapted head is tied, and the sizes of each tensor of a layer (`tensors`) if the variant
-            is ``peft`` or none of ours.
+            is ``passthrough`` or none of ours.
     """
 
     format: str = "vox_mens_adapter"
@@ -291,7 +291,7 @@ class AdapterManifest:
         described = (self.mens_exp or {}).get("tensors")
         if not isinstance(described, dict) or list(self._size_problems(described, "")):
             return FORMS["lora"]
-        if self.variant in FORMS:
+        if self._is_in_peft:
             return form_in_peft(described)
         return foreign_form(self.variant, described)
 
@@ -332,7 +332,11 @@ class AdapterManifest:
 
     @property
     def _has_known_tensors(self) -> bool:
-        return self.variant in FORMS and bool(FORMS[self.variant].tensors)
+        return self.variant in FORMS and not self._is_in_peft
+
+    @property
+    def _is_in_peft(self) -> bool:
+        return self.variant in FORMS and FORMS[self.variant].in_peft
 
     @property
     def _scale_is_the_headers(self) -> bool:
@@ -343,7 +347,7 @@ class AdapterManifest:
         described = (self.mens_exp or {}).get("tensors")
         if described is None:
             if not self._has_known_tensors:
-                known = [name for name, form in FORMS.items() if form.tensors]
+                known = [name for name, form in FORMS.items() if not form.in_peft]
                 yield DataError(
                     "unknown",
                     where=f"{where}: mens_exp.variant",
@@ -359,9 +363,9 @@ class AdapterManifest:
             )
         elif isinstance(described, dict):
             yield from self._size_problems(described, where)
-        if ("peft_config" in (self.mens_exp or {})) != (self.variant == "peft"):
+        if ("peft_config" in (self.mens_exp or {})) != self._is_in_peft:
             yield DataError(
-                "PEFT's configuration belongs to the variant peft, and to no other",
+                "PEFT's configuration belongs to the variant passthrough, and to no other",
                 where=f"{where}: mens_exp.peft_config",
                 found=self.variant,
             )
@@ -371,7 +375,7 @@ class AdapterManifest:
     def _size_problems(self, described: Mapping[str, Any], where: str) -> Iterator[DataError]:
         """Yield names that are no tensor's, and sizes that a layer does not have."""
         for name, sizes in described.items():
-            known = {f"{name}_{place}" for place in range(9)} if self.variant == "peft" else SIZES
+            known = {f"{name}_{place}" for place in range(9)} if self._is_in_peft else SIZES
             is_list = isinstance(sizes, list) and sizes and {*map(str, sizes)} <= {*known}
             if not is_list or not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
                 yield DataError(

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import typing
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -208,12 +209,13 @@ def _field_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     types = {one.value: cls for one, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     name = str(config.get(_TYPE))
     if name not in types:
+        near = name.upper() if name.upper() in types else "OFT"
         yield ConfigError(
             "names no type of PEFT",
             where=f"lora.config.{_TYPE}",
             found=config.get(_TYPE),
             expected=expected_name(name, types),
-            remedy=f"write lora.config.peft_type={name.upper() if name.upper() in types else 'OFT'}",
+            remedy=f"write lora.config.peft_type={near}",
         )
         return
     own = "lora=all_linear" if name == "LORA" else f"lora={name.lower()}"
@@ -262,11 +264,12 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _type_problem(value: Any, hint: Any, where: str) -> ConfigError | None:
     try:
-        (first, *_) = check_type(value, hint, where) or [None]
+        problems = check_type(value, hint, where)
     except KeyError:  # a class of PEFT's, or a literal: its constructor judges it
         return None
-    if first is None:
+    if not problems:
         return None
+    first = problems[0]
     return ConfigError("wrong type", where=where, found=first.found, expected=first.expected)
 
 
@@ -295,7 +298,8 @@ def _made(
     kind = type(base).__name__  # PEFT asks the model, and not its layers
     alone.is_loaded_in_4bit, alone.is_loaded_in_8bit = "4bit" in kind, "8bit" in kind
     try:
-        with torch.random.fork_rng(), quiet():
+        with torch.random.fork_rng(), quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # such as of an extension for CUDA
             torch.manual_seed(seed)
             settings = _settings(config)
             settings.target_modules = [_NAME]

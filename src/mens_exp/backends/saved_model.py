@@ -100,8 +100,8 @@ def manifest_of(
         "base_weights_sha256": base.weights_sha256,
         "embed_key": base_key(family.embedding, family, keys),
         "variant": spec.name,
-        "projections" if spec.form.tensors else "peft_config": dict(shared),
-        "tensors": sizes if spec.name not in FORMS or not spec.form.tensors else {},
+        "peft_config" if spec.form.in_peft else "projections": dict(shared),
+        "tensors": sizes if spec.name not in FORMS or spec.form.in_peft else {},
         "rank_pattern": {name_of[p]: r * times for p, r in ranks.items() if r != lora.r},
         "alpha_pattern": {name_of[p]: a * times for p, a in alphas.items() if a != lora.alpha},
         "init": {

@@ -77,7 +77,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "tokenizer": {"tokenizer": model.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
-    "lora": {"lora": lora.LoraConfig, "peft": lora.PassthroughConfig},
+    "lora": {"lora": lora.LoraConfig, "passthrough": lora.PassthroughConfig},
     "objective": {name: spec.schema for name, spec in objective.OBJECTIVES.built_in.items()},
     "backend": {
         "qlora": backend.QloraConfig,

@@ -105,6 +105,11 @@ class AdapterSpec:
         return None
 
     @property
+    def option(self) -> str:
+        """The option of `lora` that has its settings."""
+        return self.name
+
+    @property
     def has_peft_view(self) -> bool:
         """Whether a run writes a PEFT directory."""
         return self.peft is not None
@@ -273,6 +278,11 @@ class _AnyPeft(_WholeUpdate):
     What is asked of it imports PEFT.
     """
 
+    @property
+    def option(self) -> str:
+        """The option that has PEFT's configuration."""
+        return "peft"
+
     def fits(self, settings: LoraConfig) -> bool:
         """Return whether the group has PEFT's configuration."""
         return isinstance(settings, PassthroughConfig)
@@ -388,9 +398,9 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             "layers",
         ),
         _AnyPeft(
-            name="peft",
+            name="passthrough",
             method="mens_exp.backends.passthrough:ANY_PEFT",
-            form=FORMS["peft"],
+            form=FORMS["passthrough"],
             keeps_inputs=True,
             not_sharded="PEFT's layers compute with whole tensors, and each process holds a part "
             "of them",
@@ -494,7 +504,7 @@ class LoraVariant(Enum):
     adalora = "adalora"
     vera = "vera"
     randlora = "randlora"
-    peft = "peft"
+    passthrough = "passthrough"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
     @property
@@ -581,8 +591,8 @@ class LoraConfig:
         "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
         "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
         "on random projections that all layers share (arXiv:2310.11454); randlora, factors on "
-        "random bases of full rank (arXiv:2502.00987); or peft, the type of PEFT that "
-        "lora.config names.",
+        "random bases of full rank (arXiv:2502.00987); or passthrough, the type of PEFT "
+        "that lora.config of lora=peft names.",
     )
     target_r: int = setting(
         8,
