@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import typing
 import warnings
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ _REFUSED = {
 _TARGETS = "set lora.targets=[…], which takes names of modules and globs over their paths"
 _NEAR = 1e-4  # of f32 sums in another order, relative to the largest output
 _TOKENS, _MOVED = 4, 0.05
+_SET_TO = re.compile(r"Setting (\w+) to ([\w.]+)")  # PEFT's words, where it changes a value
 
 
 class AnyPeft(AdapterMethod):
@@ -298,8 +300,7 @@ def _made(
     kind = type(base).__name__  # PEFT asks the model, and not its layers
     alone.is_loaded_in_4bit, alone.is_loaded_in_8bit = "4bit" in kind, "8bit" in kind
     try:
-        with torch.random.fork_rng(), quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # such as of an extension for CUDA
+        with torch.random.fork_rng(), _without_notices(config):
             torch.manual_seed(seed)
             settings = _settings(config)
             settings.target_modules = [_NAME]
@@ -319,6 +320,22 @@ def _made(
         name.replace(f".{_ADAPTER}", "").replace(".", "_").lower(): name for name in trained
     }
     return layer
+
+
+@contextmanager
+def _without_notices(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Silence PEFT's warnings, such as of an absent extension for CUDA, inside the block.
+
+    Raises:
+        ValueError: PEFT took another value than that of a field, which no record would say.
+    """
+    with quiet(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    for text in (str(one.message) for one in said):
+        set_to = _SET_TO.search(text)
+        if "djusted" in text or (set_to and str(settings.get(set_to[1], set_to[2])) != set_to[2]):
+            raise ValueError(text)
 
 
 def _refusal(config: Mapping[str, Any], base: torch.nn.Module, error: object) -> ConfigError:
@@ -394,7 +411,8 @@ class _Trial:
         for kind in dict.fromkeys((exact, quant.compute_dtype)):
             base = _base(one, dataclasses.replace(quant, compute_dtype=kind), bias=bias)
             try:
-                self._try(base, exact=kind is exact)
+                with _without_notices(self.fields):
+                    self._try(base, exact=kind is exact)
             except (ConfigError, SetupError):
                 raise
             except Exception as error:

@@ -43,7 +43,7 @@ from mens_exp.config.sweep import (
     LocalLauncher,
 )
 from mens_exp.config.trainer import BY_CLASS
-from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
+from mens_exp.errors import ConfigError, DataError, MensError, NoEffectError, listed, nearest
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
@@ -99,19 +99,21 @@ _OF_A_FILE |= {"revision", "task_type", "target_modules"}
 def _peft_config(text: str) -> Iterator[str]:
     """Yield the fields of a file of PEFT's that a run does not set; another text is unchanged."""
     key, _, value = text.partition("=")
-    path = Path(value.strip("'\"")).expanduser()
-    path = path / "adapter_config.json" if path.is_dir() else path
     if key == f"{_CONFIG}.target_modules":
         yield f"lora.targets={value}"
-    elif key != _CONFIG or not path.is_file():
+        return
+    is_path = key == _CONFIG and value[:1] not in {"", "{"}
+    path = Path(value.strip("'\"")).expanduser() if is_path else None
+    if path is None or not path.is_file():
         yield text  # that of a file that is not there is of the wrong type
-    else:
-        fields = parse_json(read_bytes(path), str(path))
-        targets = fields.get("target_modules") if isinstance(fields, dict) else None
-        if isinstance(targets, list):
-            yield f"lora.targets={_written(targets)}"
-        kept = {name: value for name, value in dict(fields).items() if name not in _OF_A_FILE}
-        yield f"{_CONFIG}={_written(kept)}"
+        return
+    fields = parse_json(read_bytes(path), str(path))
+    if not isinstance(fields, dict):
+        raise DataError("not an object", where=str(path))
+    if isinstance(fields.get("target_modules"), list):
+        yield f"lora.targets={_written(fields['target_modules'])}"
+    kept = {name: value for name, value in fields.items() if name not in _OF_A_FILE}
+    yield f"{_CONFIG}={_written(kept)}"
 
 
 def _written(value: Any) -> str:
