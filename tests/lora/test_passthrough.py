@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import RequestError
 from mens_exp.export.adapter import config_of_adapter
@@ -226,6 +227,29 @@ def test_an_adapter_without_its_run_is_the_same_model(tiny_backend, tiny_config,
         assert mean_loss(theirs, documents).item() == pytest.approx(ours, rel=1e-6)
         with backend.base_only():
             assert our_loss(backend, documents).item() != pytest.approx(ours, rel=1e-4)
+
+
+def test_a_file_of_peft_s_is_its_fields(tmp_path):
+    """As PEFT saves it; its modules are the targets, and what a run writes itself is left out."""
+    from peft import BOFTConfig
+
+    saved = BOFTConfig(boft_block_size=8, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    saved.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    checked = check(["lora=peft", f"lora.config={file}", "model=tiny_llama"])
+    (cell,) = checked.cells
+    assert checked.problems == ()
+    assert cell.config.lora.targets == ["v_proj"]
+    assert cell.config.lora.config.items() >= {"peft_type": "BOFT", "boft_block_size": 8}.items()
+    assert not cell.config.lora.config.keys() & {"base_model_name_or_path", "inference_mode"}
+    file.write_text("[]", "utf-8")
+    (problem,) = check(["lora=peft", f"lora.config={file}"]).problems
+    assert "name an adapter_config.json that can be read" in str(problem)
+    dotted = check(
+        ["lora=peft", "lora.config.peft_type=OFT", "lora.config.target_modules=[q_proj]"]
+    )
+    assert dotted.cells[0].config.lora.config == {"peft_type": "OFT"}
+    assert dotted.cells[0].config.lora.targets == ["q_proj"]
 
 
 def test_two_configurations_are_two_contracts(tiny_config):

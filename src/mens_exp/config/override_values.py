@@ -49,7 +49,7 @@ MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
 # Values that Lightning's Trainer takes in further forms.
 _ONE_FORM = {
-    "lora.config": "name an adapter_config.json that is there, or write {peft_type:…}",
+    "lora.config": "name an adapter_config.json that can be read, or write {peft_type:…}",
     "trainer.devices": "write the number of processes; CUDA_VISIBLE_DEVICES chooses the GPUs",
     "trainer.max_time": "write trainer.max_time=DD:HH:MM:SS",
     "trainer.val_check_interval": "write the number of micro-batches between two validations",
@@ -102,18 +102,24 @@ def _peft_config(text: str) -> Iterator[str]:
     if key == f"{_CONFIG}.target_modules":
         yield f"lora.targets={value}"
         return
-    is_path = key == _CONFIG and value[:1] not in {"", "{"}
-    path = Path(value.strip("'\"")).expanduser() if is_path else None
-    if path is None or not path.is_file():
-        yield text  # that of a file that is not there is of the wrong type
+    fields = _fields_of(value) if key == _CONFIG and value[:1] not in {"", "{"} else None
+    if fields is None:
+        yield text  # that of a file that cannot be read is of the wrong type
         return
-    fields = parse_json(read_bytes(path), str(path))
-    if not isinstance(fields, dict):
-        raise DataError("not an object", where=str(path))
     if isinstance(fields.get("target_modules"), list):
         yield f"lora.targets={_written(fields['target_modules'])}"
     kept = {name: value for name, value in fields.items() if name not in _OF_A_FILE}
     yield f"{_CONFIG}={_written(kept)}"
+
+
+def _fields_of(file: str) -> dict[str, Any] | None:
+    """Return the object of a JSON file; None of any other."""
+    path = Path(file.strip("'\"")).expanduser()
+    try:
+        fields = parse_json(read_bytes(path), str(path))
+    except DataError:
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def _written(value: Any) -> str:
