@@ -20,14 +20,13 @@ from mens_exp.planning.kernels import Part
 from mens_exp.rows.documents import WEIGHT
 
 MISSING = [name for name in ("triton", "liger_kernel") if find_spec(name) is None]
-INSTALLED = pytest.mark.skipif(
-    bool(MISSING), reason=f"needs {' and '.join(MISSING)}: pip install 'mens-exp[liger]'"
-)
+LACKS = f"needs {' and '.join(MISSING)}: pip install 'mens-exp[liger]'"
+INSTALLED = pytest.mark.skipif(bool(MISSING), reason=LACKS)
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton decides when it is imported, and other tests of a process need it as it is.
 INTERPRETED = pytest.mark.skipif(
     bool(MISSING) or not IS_INTERPRETED,
-    reason="runs in a process of its own, which the first test of this file starts",
+    reason=LACKS if MISSING else "runs in a process that the first test of this file starts",
 )
 WANTED = dict.fromkeys(Part)
 SIZES = {
