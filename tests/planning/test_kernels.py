@@ -8,8 +8,15 @@ from mens_exp.errors import MissingExtra, SetupError
 from mens_exp.planning import kernels, machine
 from mens_exp.planning.checks.machine import check_kernels
 from mens_exp.planning.kernels import Part, reasons
+from mens_exp.report import plan_view
 
 GPU = machine.Machine(kind="cuda", name="GPU", total_bytes=1 << 34, free_bytes=1 << 34)
+
+
+def shown(found):
+    """Return what the page of a plan shows of it, by label."""
+    (section,) = plan_view.document({"kernels": found}).parts
+    return {cell.label: cell.text for facts in section.parts for cell in facts.cells}
 
 
 @pytest.fixture
@@ -50,6 +57,21 @@ def test_the_head_alone_stays_with_torch(tiny_config, overrides, reason):
     found = reasons(tiny_config(*overrides), on_gpu=True)
     assert found[Part.HEAD].startswith(reason)
     assert [part for part, why in found.items() if why is None] == [*Part][1:]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plan_names_what_computes_each_part(tiny_config, monkeypatch):
+    """With versions and reasons; on a page only where a kernel is not torch's."""
+    monkeypatch.setattr(kernels.metadata, "version", lambda _: "0.8.5")
+    found = kernels.described(reasons(tiny_config("lora=lm_head"), on_gpu=True))
+    assert found == {
+        "head and loss": "torch: the head has an adapter",
+        **dict.fromkeys(("RoPE", "RMSNorm", "SwiGLU"), "liger-kernel 0.8.5"),
+    }
+    lines = ["head and loss: torch: the head has an adapter"]
+    lines.append("RoPE, RMSNorm, SwiGLU: liger-kernel 0.8.5")
+    assert shown(found)["kernels"] == "\n".join(lines)
+    assert "kernels" not in shown(kernels.described(reasons(tiny_config(), on_gpu=False)))
 
 
 @pytest.mark.usefixtures("installed")
