@@ -133,7 +133,7 @@ TASKS = [
         "promote",
         "ledger",
         *_twice(*OPEN, "promote.open_cycle=two", "promote.seeds=[5,6]"),
-        is_done="is registered already",
+        is_done="is already registered",
     ),
     Task("sync", "trained", *_twice("task=sync", "path=run")),
 ]

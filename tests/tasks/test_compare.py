@@ -201,7 +201,7 @@ def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
 
 
 def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(study, compare, typed):
-    """By hand: the arm has 0.2 more in each seed. One without a direction is no KPI."""
+    """By hand: the arm has 0.2 more in each seed. One without a direction is not a KPI."""
     about = {"unit": "nats", "reduction": "last", "note": ""}
     declared = {
         "probe/margin": {**about, "direction": "max"},
@@ -222,7 +222,7 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
     assert kpis["probe/gap"]["direction"] == "min"
     asked = ("task=compare", f"path={path}", "compare.primary=lr-AdamW", "logger=none")
     said = " ".join(typed(*asked, code=2).split())
-    assert "neither way is declared as better" in said
+    assert "no declared direction" in said
     assert '@declares("lr-AdamW", direction="min")' in said
     turned = {"probe/margin": {**about, "direction": "min"}}
     again = compare(study("again", metrics=(measured, turned)), "compare.primary=probe/margin")
@@ -520,7 +520,7 @@ def test_an_evaluation_whose_configuration_was_edited_is_refused(study):
     scored = study("scored", seeds=[1, 2], of=path)
     config = RunDir(min(scored.iterdir())).config
     config.write_text(config.read_text("utf-8") + "\n", "utf-8")
-    with pytest.raises(DataError, match="is not what its run wrote") as refused:
+    with pytest.raises(DataError, match="has changed since its run wrote it") as refused:
         read_study([str(path), str(scored)])
     assert refused.value.where == str(config)
 
@@ -578,7 +578,7 @@ def test_a_scorecard_file_names_its_run(study, compare):
         (["compare.factors=[lora.rank]"], "lora.rank"),
         (["compare.factors=[seed]"], "paired by"),
         (["compare.primary=parse_rat"], "the nearest is parse_rate"),
-        (["compare.reference=nobody"], "names no arm"),
+        (["compare.reference=nobody"], "does not name an arm"),
         (["compare.alpha=0"], "out of range"),
         (["compare.alpha=0.9"], "out of range"),
         (["compare.alpha=1e-12"], "out of range"),
@@ -693,7 +693,7 @@ def test_losses_of_documents_that_were_edited_are_refused(study, typed):
     file = next(runs.glob("*/validation.jsonl"))
     file.write_text(file.read_text("utf-8").replace('"tokens": 10', '"tokens": 11'), "utf-8")
     said = typed("task=compare", f"path={runs}", "logger=none", LOSS, code=2)
-    assert f"{file}: is not what its run wrote" in said
+    assert f"{file}: has changed since its run wrote it" in said
 
 
 def test_a_loss_that_its_documents_contradict_is_refused(study, typed):

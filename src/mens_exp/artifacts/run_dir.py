@@ -308,7 +308,7 @@ def _latest(here: Path, task: str | None) -> RunDir:
     dated = [entry for entry in started if entry[0]]
     if not dated:
         raise RequestError(
-            "there is no run yet",
+            "no run found",
             where="path",
             found="latest",
             expected=f"a {task or ''}{' ' if task else ''}run under {here / _OUTPUTS}, or where "

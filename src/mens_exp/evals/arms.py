@@ -236,7 +236,7 @@ def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
         values = sorted({str(one.get(name, usual)) for one in made})
         if len(values) > 1 and (draws or name != "top_p"):
             told = " and ".join(values)
-            found.append(f"answers were made otherwise: eval.{name} is {told}")
+            found.append(f"answers were generated with other settings: eval.{name} is {told}")
     return found
 
 
@@ -353,7 +353,7 @@ def _refuse_unknown(factor: str, trials: Sequence[Trial]) -> None:
     known = {path for trial in trials for path in trial.settings}
     known |= {path.partition(".")[0] for path in known}
     if factor not in known or factor == "seed":
-        why = "the seed is what arms are paired by" if factor == "seed" else "is no setting"
+        why = "the seed is what arms are paired by" if factor == "seed" else "is not a setting"
         raise ConfigError(
             f"{why} of these runs" if factor != "seed" else why,
             where="compare.factors",

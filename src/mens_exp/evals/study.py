@@ -100,7 +100,7 @@ def conducted(
     """
     if not runs:
         raise RequestError(
-            "no run here has ended well",
+            "no run here has succeeded",
             where="path",
             found=", ".join(path),
             expected="training runs that succeeded, or evaluations of such",
@@ -298,7 +298,7 @@ def reference_arm(arms: Sequence[Arm], wanted: str | None, where: str = "compare
     if len(matching) == 1:
         return matching[0]
     raise ConfigError(
-        "names no arm" if not matching else "names several arms",
+        "does not name an arm" if not matching else "names several arms",
         where=where,
         found=wanted,
         expected=expected_name(wanted, [arm.name for arm in arms]),
@@ -328,7 +328,7 @@ def _primary(
 ) -> str:
     if wanted is not None and wanted in undirected:
         raise ConfigError(
-            "no arm can be better by this metric: neither way is declared as better",
+            "no arm can be better by this metric, because it has no declared direction",
             where="compare.primary",
             found=wanted,
             expected="a KPI, or a metric with a direction",
@@ -348,7 +348,7 @@ def _primary(
     usual = next((name for name in _PREFERRED if name in known and name not in unlike), None)
     if usual is None:
         raise ConfigError(
-            "no KPI stands out, so that the primary one has to be named",
+            "the primary KPI must be named",
             where="compare.primary",
             expected=f"one of {', '.join(known or names)}",
         )

@@ -191,11 +191,11 @@ def _grouped(found: Iterable[tuple[RunRecord, Sequence[str]]]) -> list[str]:
 
 def _edited(file: Path, found: str, recorded: str) -> DataError:
     return DataError(
-        "is not what its run wrote",
+        "has changed since its run wrote it",
         where=str(file),
         found=found,
         expected=f"{recorded}, as the run's manifest has it",
-        remedy="put the file back as it was, or run it again; records are never edited",
+        remedy="restore the file, or run it again; records are never edited",
     )
 
 
@@ -225,7 +225,7 @@ def _is_sweep(directory: Path) -> bool:
 def _runs_at(path: Path) -> Iterable[RunDir]:
     if path.is_file():
         if not _is_record(path):
-            raise _unusable(path, "a file that is no scorecard")
+            raise _unusable(path, "a file that is not a scorecard")
         path = path.parent
         if not RunDir(path).manifest.is_file():
             raise _unusable(path, "a scorecard without the manifest of its run")
@@ -247,7 +247,7 @@ def _is_record(path: Path) -> bool:
 
 def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Scored, Recomputed]:
     if not run.manifest.is_file():
-        raise _unusable(run.path, "the run that was evaluated is not at hand")
+        raise _unusable(run.path, "the run that was evaluated was not found")
     manifest = Manifest.read(run.manifest)
     measured = run if scorer is None else scorer
     scorecard = Scorecard.read(measured.scorecard) if measured.scorecard.is_file() else None

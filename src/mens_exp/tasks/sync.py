@@ -106,7 +106,7 @@ def _send(parcel: Parcel, timeout_s: float) -> str | None:
 
 
 def _say(parcel: Parcel, number: int, total: int, *, is_known: bool) -> None:
-    what = "is there already" if is_known else "sent"
+    what = "was sent before" if is_known else "sent"
     path = os.path.relpath(parcel.order.path)
     terminal.say(f"[{number}/{total}] {parcel.what} {path} {what}")
 
