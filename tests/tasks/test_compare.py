@@ -302,10 +302,10 @@ def test_answers_that_were_made_otherwise_confound(study, compare):
     told = {"engine": "vllm", "temperature": 0.8, "samples": 4, "max_retries": 2}
     record = compare(study(answering=lambda arm: told if arm else {}))
     assert record.contrasts[0]["confounded_by"] == [
-        "answers were made otherwise: eval.engine is hf and vllm",
-        "answers were made otherwise: eval.temperature is 0.0 and 0.8",
-        "answers were made otherwise: eval.samples is 1 and 4",
-        "answers were made otherwise: eval.max_retries is 0 and 2",
+        "answers were generated with other settings: eval.engine is hf and vllm",
+        "answers were generated with other settings: eval.temperature is 0.0 and 0.8",
+        "answers were generated with other settings: eval.samples is 1 and 4",
+        "answers were generated with other settings: eval.max_retries is 0 and 2",
     ]
 
 
@@ -314,7 +314,7 @@ def test_answers_that_were_graded_by_two_versions_confound(study, compare, earli
     """The same items and answers; scorecards before version 3 did not record it."""
     record = compare(study(answering=lambda arm: {"grading": 6} if arm else earlier, seeds=[1, 2]))
     assert record.contrasts[0]["confounded_by"] == [
-        "answers were graded otherwise: by versions 2 and 6"
+        "answers were graded by different versions: 2 and 6"
     ]
 
 
@@ -426,6 +426,27 @@ def test_factors_of_a_crossed_study_confound_nothing(study, compare):
     """Two by two; by hand, each factor varies where the other stands still."""
     record = compare(study(arms=[[], ["lora.r=8"], [WITHOUT], ["lora.r=8", WITHOUT]], seeds=[1, 2]))
     assert [one["confounded_by"] for one in record.contrasts] == [[], [], []]
+
+
+def test_a_seed_without_the_primary_kpi_is_labelled(study, compare):
+    """The difference rests on the other two seeds, and says so."""
+    path = study(seeds=[1, 2, 3], loss=lambda arm, seed: None if (arm, seed) == (1, 3) else 2.0)
+    record = compare(path, "compare.primary=val_loss")
+    assert primary(record)["seeds"] == [1, 2]
+    assert record.contrasts[0]["environment"] == [f"seed 3 of {WITHOUT} has no val_loss"]
+
+
+def test_runs_that_are_no_jobs_are_in_the_order_of_their_start(study, compare):
+    """Names end with a digest, or are the user's own; neither tells which run was first."""
+    path = study(seeds=[1, 2])
+    for run, name in zip(sorted(path.iterdir()), ["d", "a", "c", "b"], strict=True):
+        number = int(run.name[0])
+        _edit(run, started_utc=f"2026-11-20T06:00:0{3 - number}.000Z")
+        run.rename(path / f"20261120T0600000_{name}")
+    assert compare(path).reference == WITHOUT  # the last that was written started first
+    for run in path.iterdir():
+        run.rename(path / run.name[-1])
+    assert compare(path).reference == WITHOUT
 
 
 def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):

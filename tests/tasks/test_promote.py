@@ -334,6 +334,14 @@ def test_an_edited_ledger_is_refused(lab):
         assert lab.ledger.read_bytes() == before
 
 
+@pytest.mark.parametrize("arms", ["[attention,mlp]", '["lora=attention","lora=mlp"]'])
+def test_the_command_that_runs_a_cycle_is_one(lab, typed, arms):
+    """An arm is named by its value of the factor, or as comparisons name it."""
+    told = [f"promote.suite_digest={SUITE}", f"promote.arms={arms}", "promote.factor=lora"]
+    command = ["task=promote", "promote.open_cycle=one", f"ledger={lab.ledger}", *told]
+    assert "mens_exp -m seed=1,2 lora=attention,mlp" in typed(*command, "promote.seeds=[1,2]")
+
+
 def test_the_command_line_opens_decides_and_replays(lab, typed):
     """Exit code 0 for promote, 4 for any other answer and for a decision that changed."""
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]

@@ -45,7 +45,7 @@ class CompareConfig:
     primary: str | None = setting(
         None,
         "The KPI that decides verdicts; all others are secondary. null: the first of "
-        "task_success, parse_rate and val_loss that every arm has.",
+        "task_success, parse_rate, val_loss and val_bits_per_byte that every arm has.",
         example="val_loss",
     )
     reference: str | None = setting(

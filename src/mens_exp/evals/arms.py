@@ -205,7 +205,7 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
     found += _asked_otherwise(trials)
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     graded = _told(one.get("grading", _GRADED) for one in made)
-    found += [f"answers were graded otherwise: by versions {graded}"] if graded else []
+    found += [f"answers were graded by different versions: {graded}"] if graded else []
     if not all(trial.answers_in_f32 for trial in trials):
         found += [f"{size}, and answers in bf16 depend on it" for size in unlike_sizes(trials)]
     return found

@@ -182,7 +182,10 @@ def _record(
             "reference": reference.name,
             "differs_in": [f for f in factors if arm.values.get(f) != reference.values.get(f)],
             "confounded_by": [],
-            "environment": [],
+            "environment": [
+                *_unmeasured(primary, arm, seen),
+                *_unmeasured(primary, reference, seen),
+            ],
             "moved_inputs": [],
             "kpis": {
                 name: incomparable(name, seen[arm.name], seen[reference.name], why)
@@ -247,7 +250,16 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
     if all(one.answers_in_f32 for one in (first, *others)):  # otherwise it confounds
         labels += unlike_sizes([first, *others])
     labels += [*seed_labels(arm, reference.seeds), *seed_labels(reference, arm.seeds)]
-    contrast["environment"] = list(dict.fromkeys(labels))
+    contrast["environment"] = list(dict.fromkeys([*contrast["environment"], *labels]))
+
+
+def _unmeasured(kpi: str, arm: Arm, seen: Mapping[str, ArmScores]) -> list[str]:
+    """List seeds of an arm with no value of a KPI that other seeds of it have."""
+    known = {seed: arm_mean(kpi, {seed: runs}) for seed, runs in seen[arm.name].items()}
+    lacking = [seed for seed, value in known.items() if value is None]
+    if len(lacking) == len(known):  # the verdict says why the arm has none
+        return []
+    return [f"seed {seed} of {arm.name} has no {kpi}" for seed in lacking]
 
 
 def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None:

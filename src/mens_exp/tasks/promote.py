@@ -99,7 +99,8 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
     run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
     terminal.say(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
     seeds = ",".join(map(str, cycle["seeds"]))
-    arms = f"{cycle['factor']}={','.join(cycle['arms'])}"
+    named = (arm.removeprefix(f"{cycle['factor']}=") for arm in cycle["arms"])
+    arms = f"{cycle['factor']}={','.join(named)}"
     terminal.say_next([Step(wording.command("-m", f"seed={seeds}", arms), "run its arms")])
 
 

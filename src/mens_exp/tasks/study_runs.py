@@ -16,7 +16,7 @@ from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.record import read_bytes, read_lines
-from mens_exp.artifacts.run_dir import RunDir, resolve, runs
+from mens_exp.artifacts.run_dir import RunDir, resolve, runs, started_utc
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
 from mens_exp.artifacts.telemetry import own_results, read_document_losses, read_events
@@ -229,16 +229,17 @@ def _runs_at(path: Path) -> Iterable[RunDir]:
         path = path.parent
         if not RunDir(path).manifest.is_file():
             raise _unusable(path, "a scorecard without the manifest of its run")
-    found = sorted(runs(path), key=lambda run: job_order(run.path))
+    found = sorted(runs(path), key=job_order)
     if not found:
         raise _unusable(path, "a directory without a run")
     return found
 
 
-def job_order(path: Path) -> tuple[str, int, str]:
-    """Order the jobs of a sweep by their number, not by its digits."""
-    number, _, rest = path.name.partition("_")
-    return str(path.parent), int(number) if number.isdigit() and len(number) < 8 else 0, rest  # noqa: PLR2004  # a date is not a job number
+def job_order(run: RunDir) -> tuple[str, int, str, str]:
+    """Order the jobs of a sweep by their number, and other runs by their start."""
+    number = run.path.name.partition("_")[0]
+    is_job = number.isdigit() and len(number) < 8  # noqa: PLR2004  # a date is not a job number
+    return str(run.path.parent), int(number) if is_job else 0, started_utc(run), run.path.name
 
 
 def _is_record(path: Path) -> bool:
