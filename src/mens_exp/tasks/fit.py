@@ -476,6 +476,7 @@ _code = functools.cache(code_digest)  # of the code that this process has loaded
 
 
 def _known_reference(path: Path) -> StoredReference | None:
+    atomic.remove_stale(path.parent, path.name)  # once a run has it, no other writes it
     try:
         return StoredReference.read(path)
     except (DataError, Problems):
