@@ -215,10 +215,8 @@ def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
     assert "A full fine-tuning model" in told["full"]
 
 
-def test_a_run_that_finds_the_comparison_removes_what_a_killed_one_left_of_it(
-    train_in, tmp_path, monkeypatch
-):
-    """No other run writes that file, and so nothing else would remove it."""
+def test_a_run_removes_what_a_killed_one_left_of_a_comparison(train_in, tmp_path, monkeypatch):
+    """A run that is resumed after its comparison does not write that file again."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     train_in(tmp_path / "first")
     (known,) = (tmp_path / "cache" / "reference").iterdir()
