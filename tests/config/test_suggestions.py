@@ -14,12 +14,12 @@ COLUMNS, LINES = 80, 24
 
 # What is typed, what it is called, and what to write instead.
 MISTAKES = {
-    "--epochs 3": ("there is no such flag found --epochs 3", "write trainer.max_epochs=3"),
-    "--epochs=3": ("there is no such flag found --epochs=3", "write trainer.max_epochs=3"),
-    "--lr 1e-4": ("there is no such flag", "write optim.lr=1e-4"),
-    "--model tiny_llama": ("there is no such flag", "write model=tiny_llama"),
-    "--load_in_4bit": ("there is no such flag", "write backend=qlora"),
-    "--frobnicate": ("there is no such flag found --frobnicate", "key=value"),
+    "--epochs 3": ("unknown flag found --epochs 3", "write trainer.max_epochs=3"),
+    "--epochs=3": ("unknown flag found --epochs=3", "write trainer.max_epochs=3"),
+    "--lr 1e-4": ("unknown flag", "write optim.lr=1e-4"),
+    "--model tiny_llama": ("unknown flag", "write model=tiny_llama"),
+    "--load_in_4bit": ("unknown flag", "write backend=qlora"),
+    "--frobnicate": ("unknown flag found --frobnicate", "key=value"),
     "train": ("not an override found train", "write task=train"),
     "evaluat": ("not an override found evaluat", "write task=evaluate"),
     "qlora": ("not an override found qlora", "write backend=qlora"),
@@ -27,16 +27,16 @@ MISTAKES = {
     "run": ("not an override found run", "python -m mens_exp trains"),
     "mine.yaml": ("not an override found mine.yaml", "write study=mine.yaml"),
     "whatever": ("not an override found whatever", "see --help"),
-    "--wandb": ("there is no such flag found --wandb", "write logger=wandb"),
+    "--wandb": ("unknown flag found --wandb", "write logger=wandb"),
     "logger=[wandb,csvv]": ("logger: unknown option found csvv", "write logger=[wandb,csv]"),
-    "logger=[]": ("logger: names no option", "write logger=none"),
+    "logger=[]": ("logger: does not name an option", "write logger=none"),
     "data=some/rows.jsonl": ("data: unknown option", "write data=jsonl data.path=some/rows.jsonl"),
     "data=me/rows": ("data: unknown option", "write data=hub data.id=me/rows"),
     "model=me/model": ("model: unknown option", "write model=hf model.id=me/model"),
     "model=./here": ("model: unknown option", "write model=hf model.id=./here"),
     "data.upto=9": ("data.upto: unknown key", "drop data.upto"),
     "suite._target_=a.B": (
-        "suite._target_: a class is named by a file",
+        "suite._target_: a class is named in a file",
         "./conf/suite/<name>.yaml",
     ),
     "rows.jsonl": ("not an override found rows.jsonl", "write data=jsonl data.path=rows.jsonl"),
@@ -70,7 +70,7 @@ MISTAKES = {
         "trainer.val_check_interval: wrong type",
         "the number of micro-batches",
     ),
-    "path=latest task=serve": ("path: there is no run yet", "train one first: python -m mens_exp"),
+    "path=latest task=serve": ("path: no run found", "train one first: python -m mens_exp"),
 }
 
 

@@ -263,7 +263,7 @@ class AdapterManifest:
         if self._scale_is_the_headers and (self.form.root_scale or self._pattern("alpha")):
             found.append(
                 DataError(
-                    "contradicts the variant or alpha_pattern beside it",
+                    "contradicts the variant or the alpha_pattern",
                     where=f"{where}: mens_exp.scale",
                     found="header",
                     expected="no such key, or lora or dora without an alpha_pattern",
@@ -332,7 +332,7 @@ class AdapterManifest:
                 )
         elif self.variant in FORMS:
             yield DataError(
-                "describes the tensors of a variant that is known",
+                "describes the tensors of a known variant",
                 where=f"{where}: mens_exp.tensors",
                 found=self.variant,
                 expected="no such key",
@@ -389,7 +389,7 @@ def _size_problems(described: Mapping[str, Any], where: str) -> Iterator[DataErr
         known = isinstance(sizes, list) and sizes and set(map(str, sizes)) <= set(SIZES)
         if not known or not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
             yield DataError(
-                "no tensor of a layer",
+                "not a tensor of a layer",
                 where=f"{where}: mens_exp.tensors.{name}",
                 found=sizes,
                 expected=f"a name, and sizes among {', '.join(SIZES)}",

@@ -74,7 +74,7 @@ class QloraBackend(torch.nn.Module):
             loaded_on: the device to build the model on, if different; the caller moves it.
 
         Raises:
-            ConfigError: a LoRA target names no module of the model.
+            ConfigError: a LoRA target does not name a module of the model.
             SetupError: the device cannot hold or run the model.
         """
         super().__init__()
@@ -267,7 +267,7 @@ class QloraBackend(torch.nn.Module):
         if theirs != ours:  # a copy would silently broadcast rank 1 to any rank
             odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
-                "the adapter's matrices are not the graph's",
+                "the adapter's matrices do not match the graph",
                 where="adapter",
                 found=", ".join(odd[:8]),
                 expected="the layers and the rank of the run's own configuration",
@@ -399,7 +399,7 @@ def noise_on(causal_lm: Any, config: RunConfig) -> EmbeddingNoise:
     """Return the noise of a model's embeddings, which is on them if there is any.
 
     Raises:
-        ModelFileError: the model's code does not say which its embeddings are.
+        ModelFileError: the model's code does not expose its input embeddings.
     """
     noise = EmbeddingNoise(config.objective.neftune_alpha, seed=config.seed)
     if not noise.alpha:
@@ -408,7 +408,7 @@ def noise_on(causal_lm: Any, config: RunConfig) -> EmbeddingNoise:
         embedding = causal_lm.get_input_embeddings()
     except (AttributeError, NotImplementedError) as error:
         raise ModelFileError(
-            "the model's code does not say which its embeddings are",
+            "the model's code does not expose its input embeddings",
             where=type(causal_lm).__name__,
             found=f"{type(error).__name__}: {error}",
             expected="get_input_embeddings",

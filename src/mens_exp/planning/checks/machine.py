@@ -248,7 +248,7 @@ def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
         if not 1 / _FAR <= config.optim.lr <= _FAR:
             yield (
                 f"optim.lr={config.optim.lr:g} multiplies the rate that Prodigy estimates, and is "
-                "no rate itself. Next: leave optim.lr at 1, and tune optim.d_coef"
+                "not a rate itself. Next: leave optim.lr at 1, and tune optim.d_coef"
             )
         return
     if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
@@ -270,7 +270,7 @@ _KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 def started_for_one(where: str, found: str) -> RequestError:
     """Return an error for a single-process command that torchrun started."""
     return RequestError(
-        "torchrun started several processes for what one does",
+        "torchrun started several processes for a task of one",
         where=where,
         found=found,
         expected="a training run of several processes",
@@ -328,7 +328,7 @@ def _started_otherwise(trainer: TrainerConfig, launched: Rank) -> Iterator[MensE
     ):
         if asked != started:
             yield ConfigError(
-                "is not what torchrun started",
+                "contradicts what torchrun started",
                 where=f"trainer.{name}",
                 found=asked,
                 expected=str(started),
@@ -340,7 +340,7 @@ def _torch(config: RunConfig) -> Iterator[MensError]:
     torch = machine.look("cpu").torch if is_in_parts(config) else None
     if torch is not None and Version(torch) < _KEEPS_WHOLE:
         yield SetupError(
-            "this torch cannot leave the adapter whole beside a base in parts",
+            "this torch cannot keep the adapter whole while the base is sharded",
             where="trainer.strategy",
             found=f"torch {torch}",
             expected=f"torch {_KEEPS_WHOLE} or newer",
@@ -358,7 +358,7 @@ def check_sandbox(config: RunConfig) -> Iterator[MensError]:
     missing = {name: package for name, package in needed.items() if shutil.which(name) is None}
     if missing:
         yield SetupError(
-            f"suite={config.suite.name} executes programs, and cannot here",
+            f"suite={config.suite.name} executes programs, which is not possible here",
             where="sandbox",
             found=f"no {', '.join(sorted(missing))}",
             expected=" and ".join(sorted(needed)),
