@@ -1,6 +1,6 @@
 """A campaign of faults at the writes of each task, and of what the next command makes of them.
 
-    python tests/support/campaign.py --minutes 35      # what `make soak` runs
+    python tests/support/campaign.py --minutes 30      # what `make soak` runs
     python tests/support/campaign.py --tasks merge --limit 20 --results /tmp/merge.json
 
 A task is first run undisturbed, and its calls that change files are listed (disk_faults). A case is
@@ -552,7 +552,7 @@ def main():
     """Play the campaign; exit with 1 where something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=35)
+    parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--limit", type=int, help="cases at most")
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--moments", type=int, default=0, help="kills at random moments, no others")
