@@ -53,7 +53,8 @@ HEADS = {
 
 How fast training, encoding, merging, planning and the other parts are, on the machines that we had:
 two CPU cores. Nothing on this page was measured on a GPU; `python benchmarks/gpu.py` measures on
-one ([Install](../how-to/install.md)). Figures on size are under [Scale](scale.md).
+one, with and without Liger-Kernel ([Install](../how-to/install.md)). Figures on size are under
+[Scale](scale.md).
 """,
     "scale": """# Scale
 

@@ -25,7 +25,9 @@ from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import SFC64, EmbeddingNoise
 from mens_exp.model import attention, fused_attention
 from mens_exp.model.kernels import is_rounded
+from mens_exp.model.liger import FusedHead, LigerKernels
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.planning.kernels import reasons
 from mens_exp.quant.binding import compute_dtype
 from mens_exp.quant.bnb import (
     as_published,
@@ -36,7 +38,7 @@ from mens_exp.quant.bnb import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from mens_exp.data.batch import Batch
     from mens_exp.lora.method import Pair
     from mens_exp.model.sources import BaseModel
+    from mens_exp.planning.kernels import Part
 
 _MATRIX = 2
 
@@ -110,6 +113,14 @@ class QloraBackend(torch.nn.Module):
         together = self.shape.family.verified
         self.inputs = self.method.take_over(adapted, weights, together=together)
         self.noise = noise_on(self.causal_lm, config)
+        self.use_kernels(reasons(config, on_gpu=device.type == "cuda"))
+
+    def use_kernels(self, why_not: Mapping[Part, str | None], *, kind: str = "cuda") -> None:
+        """Use Liger's kernels on a kind of device; see `LigerKernels`."""
+        self.kernels = LigerKernels(
+            self.causal_lm, self.head, why_not, dtype=self.compute_dtype, kind=kind
+        )
+        self.fused_head: FusedHead | None = self.kernels.head
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
@@ -334,7 +345,8 @@ class QloraBackend(torch.nn.Module):
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
             **start_facts(self.lora, self.errors, self.start_s),
-            "numerics": self._numerics(),
+            "kernels": self.kernels.facts(),
+            "numerics": self._numerics() | self.kernels.numerics(),
         }
 
     def _numerics(self) -> dict[str, str]:

@@ -35,6 +35,14 @@ WITH_WINDOWS = (
 )
 
 
+class Kernels(Enum):
+    """Library of the kernels of a step."""
+
+    auto = "auto"
+    liger = "liger"
+    torch = "torch"
+
+
 class WeightsDtype(Enum):
     """Storage format of random weights."""
 
@@ -57,6 +65,13 @@ class ModelConfig:
         changes=Effect.NOTHING,
         aliases={"gradient_checkpointing": "Transformers and TRL, Axolotl and Unsloth"},
         example="'on'",
+    )
+    kernels: Kernels = setting(
+        Kernels.auto,
+        "liger: Liger-Kernel (arXiv:2410.10989) computes the head with its loss, RoPE, RMSNorm and "
+        "SwiGLU where it can, on a CUDA GPU with backend=qlora or lora; torch: torch does; auto: "
+        "liger where it is installed and runs. Their results differ in rounding.",
+        changes=Effect.NOTHING,
     )
     default_lr: float | None = setting(
         None,

@@ -54,6 +54,8 @@ class ObjectiveSpec:
         of_training: its settings that training reads; the others are arguments of its class.
         truncation: side on which a document that is too long is cut, unless `data` says.
         in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
+        fuses_head: whether it needs losses of tokens alone, and no logits, so that the head and
+            the loss may be one kernel.
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
             that of validation if the settings change it in training.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
@@ -74,6 +76,7 @@ class ObjectiveSpec:
     of_training: frozenset[str] = frozenset()
     truncation: str = "right"
     in_chunks: bool = False
+    fuses_head: bool = False
     is_likelihood: bool = False
     learns_ends: bool = False
     needs_reference: bool = False

@@ -354,9 +354,9 @@ _OTHERS: dict[str, Alias] = {
     "use_flash_attention_2": Alias(None, "Transformers"),
     "flash_attention": Alias(None, _AX),
     "deepspeed": Alias(None, f"{_HF} and {_AX}"),
-    "use_liger_kernel": Alias(None, _HF),
-    "enable_liger_kernel": Alias(None, _LF),
-    "liger_kernel": Alias(None, _AX),
+    "use_liger_kernel": Alias("model.kernels", _HF, "model.kernels=liger"),
+    "enable_liger_kernel": Alias("model.kernels", _LF, "model.kernels=liger"),
+    "liger_kernel": Alias("model.kernels", _AX, "model.kernels=liger"),
 }
 
 

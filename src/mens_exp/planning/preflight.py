@@ -166,6 +166,7 @@ _CHECKS = (
     check_contract,
     machine.check_optimizer,
     machine.check_quantizers,
+    machine.check_kernels,
     check_data,
     model.check_backend,
     model.check_model,

@@ -465,6 +465,7 @@ def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: Traini
         "base": run.manifest.inputs["base_weights_sha256"],
         "graph": {file.name: sha256_file(file) for file in graph},
         "checkpointing": config.model.gradient_checkpointing,
+        "kernels": module.backend.facts().get("kernels"),
         "backend": config.backend._target_,  # Hydra's own spelling
         "quant": repr(config.quant),
         "lora": repr(config.lora),

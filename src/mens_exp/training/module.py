@@ -307,6 +307,7 @@ class TrainingModule(LightningModule):
             sampled=sampled,
             top_tokens=top_tokens,
             layers=layers,
+            fused_head=getattr(self.backend, "fused_head", None),
         )
         return passed, self.objective.loss(passed)
 

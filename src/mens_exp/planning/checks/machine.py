@@ -13,6 +13,7 @@ from packaging.version import Version
 from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
+from mens_exp.config.model import Kernels
 from mens_exp.config.optim import (
     MuonConfig,
     PagedAdamw8bitConfig,
@@ -22,9 +23,10 @@ from mens_exp.config.optim import (
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
-from mens_exp.planning import machine, messages
+from mens_exp.planning import kernels, machine, messages
 from mens_exp.planning.forecast import (
     attribution_memory,
+    device_of_plan,
     disk,
     documents_of,
     for_all_on_a_machine,
@@ -212,6 +214,25 @@ def check_quantizers(config: RunConfig) -> Iterator[SetupError]:
                 expected=f"the package {package}, or another quantizer, such as quant=nf4",
                 remedy=f"pip install 'mens-exp[{package}]'",
             )
+
+
+def check_kernels(config: RunConfig) -> Iterator[SetupError]:
+    """Yield an error for Liger's kernels where none of them can run."""
+    if config.model.kernels is not Kernels.liger:
+        return
+    on_gpu = device_of_plan(config).kind == "cuda"
+    reason = kernels.why_not_at_all(config, on_gpu=on_gpu)
+    if reason is None:
+        return
+    lacks = on_gpu and not kernels.is_installed()
+    yield (MissingExtra if lacks else SetupError)(
+        "Liger-Kernel cannot run",
+        where="model.kernels",
+        found=f"liger, but {reason}",
+        expected="a CUDA GPU, the package liger-kernel, and backend=qlora or backend=lora",
+        remedy=("pip install 'mens-exp[liger]', or " if lacks else "")
+        + "choose model.kernels=auto, which uses torch where Liger-Kernel cannot run",
+    )
 
 
 # Optimizers of another package: its name, and the extra that has it.
