@@ -53,8 +53,13 @@ R, ALPHA, RATE = 16, 16, 2e-4
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STD = 0.02  # of the weights, as in Llama's own initialisation
 OURS, UNCHECKPOINTED = "mens_exp", "mens_exp without checkpointing"
+LIGER = "mens_exp with Liger-Kernel"  # the other arms of ours are without
 TRL, UNSLOTH = "TRL", "Unsloth"
-NEEDS = {TRL: ("trl", "datasets"), UNSLOTH: ("unsloth", "trl", "datasets")}
+NEEDS = {
+    LIGER: ("liger_kernel", "triton"),
+    TRL: ("trl", "datasets"),
+    UNSLOTH: ("unsloth", "trl", "datasets"),
+}
 WARM_UP = 2  # steps: kernels are chosen, moments are made
 POLL_S = 0.005
 ROWS = 60
@@ -178,7 +183,7 @@ def main() -> None:
     turns = Turns(place, slot_of(arm), chosen, on_gpu=on_gpu)
     own = place / slot_of(arm)
     own.mkdir()
-    if arm in {OURS, UNCHECKPOINTED}:
+    if arm in {OURS, UNCHECKPOINTED, LIGER}:
         _train_ours(arm, turns, own)
     elif arm == TRL:
         _train_trl(turns, own)
@@ -188,7 +193,7 @@ def main() -> None:
 
 def slot_of(arm: str) -> str:
     """Return an arm's name in a mailbox."""
-    return arm.lower().replace(" ", "_")
+    return arm.lower().replace(" ", "_").replace("-", "_")
 
 
 def composed(arm: str, shape: Shape, rows: Path, *, on_gpu: bool) -> Cell:
@@ -204,6 +209,7 @@ def composed(arm: str, shape: Shape, rows: Path, *, on_gpu: bool) -> Cell:
     recomputes = "off" if arm == UNCHECKPOINTED else "on"
     device = "trainer=gpu" if on_gpu else "trainer=cpu"
     overrides = [*shape.model, *ALIKE, *sizes, f"data.val_max_tokens={shape.seq_len}"]
+    overrides.append(f"model.kernels={'liger' if arm == LIGER else 'torch'}")
     checked = check(
         [*overrides, device, f"data.path={rows}", f"model.gradient_checkpointing={recomputes}"]
     )
@@ -364,6 +370,7 @@ def _train_ours(arm: str, turns: Turns, own: Path) -> None:
         turns.facts = {
             "plan_gib": memory["formula" if turns.on_gpu else "estimate"] / GIB,
             "recomputed": bool(backend.facts()["gradient_checkpointing"]),
+            "kernels": backend.facts()["kernels"],
         }
         trainer.fit(module, data)
 

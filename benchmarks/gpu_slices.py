@@ -245,7 +245,10 @@ def step_slice(name: str, job: Job) -> Found:
 def _described(arm: Arm) -> str:
     """Return what a reader of an arm's figures should know."""
     kept = "recomputed" if arm.facts["recomputed"] else "kept"
-    return f"activations {kept}; {len(arm.rates)} turns, {len(arm.seconds)} steps"
+    found = arm.facts.get("kernels", {}).items()
+    parts = [part for part, library in found if not library.startswith("torch")]
+    fused = f"; Liger-Kernel computes {', '.join(parts)}" if parts else ""
+    return f"activations {kept}; {len(arm.rates)} turns, {len(arm.seconds)} steps{fused}"
 
 
 def _arms(name: str, job: Job, missing: dict[str, str]) -> Iterator[str]:

@@ -27,7 +27,13 @@ SHARED = {
 APART = {"gpu"}
 FRAC = "frac"  # a share of 1, shown as a percentage
 SHORT = 10  # digits of a commit
-SCALE = {"corpus_scale", "memory_model", "processes", "sweep"}  # on the page of their own
+SCALE = {
+    "corpus_scale",
+    "memory_model",
+    "processes",
+    "scaling",
+    "sweep",
+}  # on the page of their own
 READING = """
 Every figure is measured next to a reference in the same run. The ratio of the two depends less on
 the machine, and on what else runs there, than the figure does. A figure with a range is the median
@@ -47,12 +53,14 @@ HEADS = {
 
 How fast training, encoding, merging, planning and the other parts are, on the machines that we had:
 two CPU cores. Nothing on this page was measured on a GPU; `python benchmarks/gpu.py` measures on
-one ([Install](../how-to/install.md)). Figures on size are under [Scale](scale.md).
+one, with and without Liger-Kernel ([Install](../how-to/install.md)). Figures on size are under
+[Scale](scale.md).
 """,
     "scale": """# Scale
 
-How memory and time grow with the size of the model, of the corpus and of the sweep. Plans for
-models on several GPUs, which were never measured, are under
+How memory and time grow with the size of the model, of the corpus and of the sweep. mens_exp itself
+was never measured on a GPU; [scaling](#scaling) compares its formulas with runs of other programs
+that were published, and extends them to 512 GPUs. How to plan such runs is under
 [Several processes](../how-to/several_processes.md#planning). How the steps of a corpus divide over
 many machines is under [Make a corpus](../how-to/corpus.md#many-machines).
 """,

@@ -207,11 +207,14 @@ def test_version_is_ours(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--frobnicate"], "there is no such flag found --frobnicate"),
-        (["--config-name", "mine"], "--config-name: there is no such primary config found mine"),
-        (["--config-dir", "mine"], "--config-dir: is no directory of options found mine"),
-        (["--config-path", "mine"], "--config-path: would take our own groups away"),
-        (["--experimental-rerun", "x"], "--experimental-rerun: is not offered: it loads a pickle"),
+        (["--frobnicate"], "unknown flag found --frobnicate"),
+        (["--config-name", "mine"], "--config-name: primary config not found found mine"),
+        (["--config-dir", "mine"], "--config-dir: is not a config directory found mine"),
+        (["--config-path", "mine"], "--config-path: would hide the built-in config groups"),
+        (
+            ["--experimental-rerun", "x"],
+            "--experimental-rerun: is not supported: it loads a pickle",
+        ),
         (["--resolve", "model=tiny_llama"], "the flags do not go together"),
         (["--run", "--multirun", "model=tiny_llama"], "the flags do not go together"),
     ],
@@ -297,7 +300,7 @@ def test_no_supervised_token_is_told_when_the_rows_are_encoded(train_in, tmp_pat
     """Sixteen tokens end inside every prompt; the run is on record as failed."""
     run = train_in(tmp_path / "run", "data.seq_len=16", code=2)
     said = " ".join(capsys.readouterr().err.split())
-    assert "no row keeps a supervised token" in said
+    assert "no row has a supervised token left" in said
     assert "raise data.seq_len" in said
     manifest = Manifest.read(run.manifest)
     assert manifest.status is Status.FAILED
@@ -374,7 +377,7 @@ def test_a_second_run_in_the_same_directory_is_refused(train_in, tmp_path, capsy
     manifest, adapter = run.manifest.read_bytes(), run.adapter / "adapter.safetensors"
     before = adapter.read_bytes()
     train_in(run.path, "seed=7", code=2)
-    assert "a run is there already" in capsys.readouterr().err
+    assert "a run already exists" in capsys.readouterr().err
     assert (run.manifest.read_bytes(), adapter.read_bytes()) == (manifest, before)
 
 
@@ -436,19 +439,17 @@ def test_a_used_directory_is_refused_before_hydra_writes_into_it(tiny_run, here,
     """Hydra's own copy of the overrides still tells what ran there."""
     assert cli.main([*tiny_run, "task=plan", "hydra.run.dir=run"]) == 0
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
-    assert "a run is there already" in refused(
-        *tiny_run, "task=plan", "seed=7", "hydra.run.dir=run"
-    )
+    assert "a run already exists" in refused(*tiny_run, "task=plan", "seed=7", "hydra.run.dir=run")
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
 def test_a_used_sweep_directory_is_refused_as_well(tiny_run, here, refused):
-    """It is named as a sweep, and how to go on with it."""
+    """It is named as a sweep, and how to continue it."""
     sweep = ["-m", *tiny_run, "task=plan", "seed=1,2", "hydra.sweep.dir=sweep"]
     assert cli.main(sweep) == 0
     assert len(list(here.glob("sweep/*/manifest.json"))) == 2
     said = refused(*sweep)
-    assert "a sweep is there already" in said
+    assert "a sweep already exists here" in said
     assert "sweep.resume=sweep" in said
 
 
@@ -477,5 +478,5 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
     command = ["task=plan", "logger=none", f"hydra.run.dir={tmp_path / 'file' / 'run'}"]
     assert cli.main(command) == 3
     said = capsys.readouterr().err
-    assert "hydra.run.dir: the run directory cannot be made" in said
+    assert "hydra.run.dir: the run directory cannot be created" in said
     assert "Traceback" not in said

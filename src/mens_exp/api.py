@@ -190,7 +190,7 @@ class Run:
 
         if side not in list(Side):
             names = ", ".join(Side)
-            raise RequestError("no such side of the rows", found=side, expected=f"one of {names}")
+            raise RequestError("unknown side of the split", found=side, expected=f"one of {names}")
         rows = load_rows(self.config.data, writable_cache())
         if not rows.streamed:
             refuse_changed(self.manifest.inputs, {"data": {"rows_sha256": rows.sha256}})
@@ -464,7 +464,7 @@ def _texts(overrides: Sequence[Given]) -> list[str]:
             texts.append(one)
         else:
             raise RequestError(
-                "an override is a text",
+                "an override must be a string",
                 found=one,
                 expected='"key=value" or "group=option", or what compose() returned',
                 remedy="write train('lora.r=8', 'seed=2')",
@@ -480,7 +480,7 @@ def _is_swept(text: str) -> bool:
 
 def _several_values(text: str) -> ConfigError:
     return ConfigError(
-        "several values need several calls",
+        "one call takes one value for each setting",
         where=text.lstrip("+").partition("=")[0],
         found=text,
         expected="one value",
@@ -521,7 +521,7 @@ def _composed(task_name: str, texts: Sequence[str]) -> RunDir:
     [cell] = checked_cells(texts)
     if cell.config.task.name != task_name:
         raise RequestError(
-            "the function decides the task",
+            "the function already determines the task",
             where="task",
             found=cell.config.task.name,
             expected=task_name,

@@ -252,7 +252,7 @@ _FLAGS = {
     To complete in every new shell, add the line to ~/.bashrc, to ~/.zshrc after compinit, or to
     ~/.config/fish/config.fish. uninstall=<shell> in its place undoes it in this shell.
     """,
-    "--config-path": "Not offered: it would take our own groups away; use --config-dir",
+    "--config-path": "Not offered: it would hide the built-in config groups; use --config-dir",
     "--experimental-rerun": "Not offered: it loads a pickle",
 }
 _UNDONE = {
@@ -285,7 +285,7 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
     scripts = {"install": _SCRIPTS, "uninstall": _UNDONE}.get(action, {})
     if shell not in scripts:
         raise ConfigError(
-            "is no shell that can be completed in",
+            "is not a shell with completion",
             where="--shell-completion",
             found=" ".join(asked) or "nothing",
             expected=f"install=<{'|'.join(_SCRIPTS)}>, or uninstall=<…>",
@@ -354,7 +354,7 @@ def _study(overrides: Sequence[str], *, multirun: bool) -> int:
 
     if multirun:
         raise ConfigError(
-            "a study says itself what runs", where="study", found="-m", remedy="drop -m"
+            "a study defines its own runs", where="study", found="-m", remedy="drop -m"
         )
     return conduct(overrides)
 
@@ -392,7 +392,7 @@ def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> 
     if parsed.config_path is not None:
         problems.append(
             ConfigError(
-                "would take our own groups away",
+                "would hide the built-in config groups",
                 where="--config-path",
                 found=parsed.config_path,
                 expected="--config-dir, which adds a directory to them",
@@ -402,7 +402,7 @@ def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> 
     if parsed.experimental_rerun is not None:
         problems.append(
             ConfigError(
-                "is not offered: it loads a pickle, which can run anything, and checks nothing",
+                "is not supported: it loads a pickle, which can run any code, and checks nothing",
                 where="--experimental-rerun",
                 found=parsed.experimental_rerun,
                 expected="a run's own record",
@@ -414,9 +414,7 @@ def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> 
         value = _behind(flag, arguments)
         found = flag if value is None else f"{flag} {value}"
         remedy = of_flag(flag, value)
-        problems.append(
-            ConfigError("there is no such flag", found=found, expected=expected, remedy=remedy)
-        )
+        problems.append(ConfigError("unknown flag", found=found, expected=expected, remedy=remedy))
     Problems.raise_if(problems)
 
 
@@ -480,7 +478,7 @@ def _resume(overrides: Sequence[str], *, multirun: bool) -> int:
     from mens_exp.tasks.train import completed, prepare_resumption, resume_training
 
     if multirun:
-        raise ConfigError("one run at a time goes on", where="resume", remedy="drop -m")
+        raise ConfigError("only one run can be resumed at a time", where="resume", remedy="drop -m")
     pairs = split_pairs(overrides)
     asked = pairs.pop("resume")
     done = None if pairs else completed(asked)

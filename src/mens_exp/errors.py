@@ -104,7 +104,7 @@ class DataError(RequestError):
 class ModelFileError(RequestError):
     """A base model's files are missing, incomplete or contradictory."""
 
-    usual_remedy = "put the model's files back as they were, or download or make the model again"
+    usual_remedy = "restore the model's files, or download or create the model again"
 
 
 class Problems(RequestError):  # noqa: N818  # it holds errors, and is none of them

@@ -80,7 +80,7 @@ def test_a_plain_adapter_is_portable_as_it_is(adapter, tensors):
 @pytest.mark.parametrize("function", [deltas, portable])
 def test_a_dora_is_no_delta(adapter, tensors, function):
     """Its update depends on the weight that it changes; the way out is named."""
-    with pytest.raises(DataError, match=r"DoRA is no delta.*format=peft"):
+    with pytest.raises(DataError, match=r"DoRA is not a delta.*format=peft"):
         function(with_ours(adapter, variant="dora"), tensors)
 
 

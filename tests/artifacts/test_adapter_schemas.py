@@ -25,12 +25,12 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "adapters"
 HEADERS = {"v2": "candle_qlora_adapter_meta.json", "v3": "adapter_manifest.json"}
 # What each refused header's message says; those marked True are wrong by the schema alone.
 REFUSED = {
-    "v2_another_format": ("no header of an adapter", True),
+    "v2_another_format": ("not an adapter header", True),
     "v2_another_rank": (r"mid0\.lora_a: wrong shape.*found \[2, 3\].*expected \[3, in\]", False),
     "v2_another_vocab": (r"lm_head\.lora_b: wrong shape.*expected 5 rows.*vocab", False),
     "v2_another_width": (r"lm_head\.lora_a: wrong shape.*expected 2 columns.*d_model", False),
     "v2_float_rank": ("rank: wrong value.*expected an integer", True),
-    "v2_key_without_layer": ("a base key of no layer.*found l9.q", False),
+    "v2_key_without_layer": ("a base key does not belong to any layer.*found l9.q", False),
     "v2_layer_without_key": ("a layer without a base key.*found mid0", False),
     "v2_layer_without_tensors": (r"a tensor is missing.*l9\.q\.lora_a", False),
     "v2_missing_key": ("d_model: missing key", True),
@@ -42,11 +42,11 @@ REFUSED = {
     "v2_two_layers_one_key": ("base_key_map: repeated", False),
     "v2_unknown_key": ("ranks: unknown key.*rank", True),
     "v2_zero_alpha": ("alpha: wrong value.*1 or more", True),
-    "v3_another_format": ("no header of an adapter", True),
+    "v3_another_format": ("not an adapter header", True),
     "v3_another_method": ("adapter_method: unknown.*prefix", True),
     "v3_another_rank": (r"l0\.q\.lora_a: wrong shape.*expected \[3, in\]", False),
     "v3_float_rank": ("rank: wrong value.*expected an integer", True),
-    "v3_key_without_layer": ("a base key of no layer.*found l9.q", False),
+    "v3_key_without_layer": ("a base key does not belong to any layer.*found l9.q", False),
     "v3_layer_without_key": ("a layer without a base key.*found l0.q", False),
     "v3_layer_without_tensors": (r"a tensor is missing.*l9\.q\.lora_a", False),
     "v3_missing_key": ("d_model: missing key", True),

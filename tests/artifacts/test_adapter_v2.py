@@ -115,7 +115,7 @@ def test_an_untied_head_does_not_tell_the_embeddings_key(tied):
 @pytest.mark.parametrize(
     ("ours", "message"),
     [
-        ({"variant": "dora"}, "dora, which is no delta"),
+        ({"variant": "dora"}, "dora, which is not a delta"),
         ({"variant": "rslora"}, r"rslora, where mid0 has the scale 2\.82843.*alpha / rank = 2 "),
         ({"alpha_pattern": {"lm_head": 8}}, "lora, where lm_head has the scale 4"),
         ({"rank_pattern": {"mid0": 1}}, r"rank_pattern.*mid0.*expected rank 2 in every layer"),
@@ -173,7 +173,7 @@ def test_a_header_of_no_adapter_is_refused(golden, tmp_path, content):
     """All four names are listed."""
     (tmp_path / "meta.json").write_text(content)
     weights = golden / "adapters" / "v2" / FILES[1]
-    with pytest.raises(DataError, match=r"no header of an adapter.*vox_populi_qlora_lora_only_v2"):
+    with pytest.raises(DataError, match=r"not an adapter header.*vox_populi_qlora_lora_only_v2"):
         read_adapter_files(weights, tmp_path / "meta.json")
 
 

@@ -34,7 +34,7 @@ def test_what_is_written_is_read_back(tmp_path):
     ("fields", "message"),
     [
         ({"unknown": {}}, "null without a reason"),
-        ({"sides": {"train": 5}}, "the sides are not the rows"),
+        ({"sides": {"train": 5}}, "the sides do not add up to the rows"),
         ({"rows": "2"}, "rows"),
     ],
 )

@@ -65,7 +65,7 @@ def test_what_the_maker_sees_is_all_that_is_there(ledger):
 def test_an_edited_line_is_refused_by_its_number(ledger):
     """Whatever was edited of it."""
     ledger.write_bytes(ledger.read_bytes().replace(b'"two"', b'"too"'))
-    with pytest.raises(DataError, match=r"jsonl:2: the entry is not the one that was written"):
+    with pytest.raises(DataError, match=r"jsonl:2: the entry was modified after it was written"):
         read_ledger(ledger)
 
 

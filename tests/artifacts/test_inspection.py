@@ -54,7 +54,7 @@ def test_what_is_written_is_read_back(tmp_path, outcome, recorded, found):
 )
 def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recorded, found):
     """Equal beside two values, different beside one."""
-    with pytest.raises(MensError, match="not that of its own values"):
+    with pytest.raises(MensError, match="contradicts the recorded values"):
         inspection(outcome, recorded, found).write(tmp_path / "inspection.json")
     assert not (tmp_path / "inspection.json").exists()
 

@@ -90,7 +90,7 @@ def test_a_name_that_is_merely_alike_is_ones_own(name):
 def test_names_of_ours_are_taken():
     """In `self.log` and in a declaration; what a step records may still be ours by its alias."""
     for take in (own_metric, declares):
-        with pytest.raises(RequestError, match="every run records itself"):
+        with pytest.raises(RequestError, match="already recorded by every run"):
             take("train/loss")
     assert step_metric("loss") is METRICS["train/loss"]
     assert step_metric("probe/b").note == "declared by its first use"

@@ -90,7 +90,7 @@ def test_a_run_that_hydra_put_elsewhere_is_known(tmp_path, name):
 
 def test_latest_is_refused_where_there_is_no_run(tmp_path):
     """The message says what to do."""
-    with pytest.raises(RequestError, match=r"there is no run yet.*Next: train one first"):
+    with pytest.raises(RequestError, match=r"no run found.*Next: train one first"):
         resolve("latest", tmp_path)
 
 

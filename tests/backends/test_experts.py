@@ -309,9 +309,9 @@ def test_experts_that_no_pair_of_peft_holds_are_refused(mixture_backend, mixture
     manifest, tensors = backend.adapter(config)
     gate = "l0.block_sparse_moe_experts_1_w1"
     apart = tensors | {f"{gate}.lora_a": tensors[f"{gate}.lora_a"] + 1}
-    with pytest.raises(DataError, match="gate and up of an expert are adapted apart"):
+    with pytest.raises(DataError, match="gate and up of an expert are adapted separately"):
         write_peft(tmp_path / "apart", manifest, apart, base)
-    with pytest.raises(DataError, match="adapted apart"):
+    with pytest.raises(DataError, match="adapted separately"):
         backend.load_adapter(apart)
     fewer = replace(manifest, layer_order=[one for one in manifest.layer_order if one != gate])
     with pytest.raises(DataError, match="all experts of a layer or none"):

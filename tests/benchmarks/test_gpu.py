@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import fork_server
@@ -94,6 +95,12 @@ def test_libraries_are_stepped_in_turns(name, dry):
     memory = figures["mens_exp: peak memory"]
     assert memory["reference"] == "the plan's figure"
     assert 0 < memory["reference_value"] < 1
+    liger = "mens_exp with Liger-Kernel"
+    if find_spec("liger_kernel") is None:
+        assert one["missing"][liger].startswith("not installed: liger_kernel")
+    else:  # on a CPU, its kernels are torch's
+        assert one["facts"][liger].startswith(one["facts"]["mens_exp"])
+        assert figures[f"mens_exp beside {liger}: speed"]["ratio"] > 0
     assert ("mens_exp without checkpointing" in one["facts"]) == (name == "2x2048")
 
 

@@ -140,7 +140,7 @@ def test_changed_values_read_back_too(tmp_path):
         ("lora: {r: many}", "many"),
         ("flavour: {sweet: true}", "flavour"),
         ("flavour: 1", "flavour"),
-        ("- a list", "no mapping"),
+        ("- a list", "not contain a mapping"),
         ("lora: [", "flow node"),
         ("callbacks: {progress: [1]}", "mapping"),
         (

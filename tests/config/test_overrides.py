@@ -28,9 +28,9 @@ REFUSED = [
     (
         "data.path=missing.jsonl",
         "data.path",
-        ["is no key of the chosen data", "data=jsonl, which has it", "add data=jsonl"],
+        ["is not a key of the chosen data", "data=jsonl, which has it", "add data=jsonl"],
     ),
-    ("model.id=here", "model.id", ["is no key of the chosen model", "model=hf"]),
+    ("model.id=here", "model.id", ["is not a key of the chosen model", "model=hf"]),
     ("lr=1e-4", "lr", ["unknown key", "the whole path, optim.lr"]),
     ("sede=1", "sede", ["unknown key", "the nearest is seed"]),
     (
@@ -42,7 +42,7 @@ REFUSED = [
     (
         "lora.variant=drora",
         "lora.variant",
-        ["no such value", "loha, lokr", "write lora.variant=dora"],
+        ["unknown value", "loha, lokr", "write lora.variant=dora"],
     ),
     ("lora.x.y=1", "lora.x.y", ["unknown key", "one of lora.name, "]),
     (
@@ -79,10 +79,10 @@ REFUSED = [
     ("callbacks.progress=3", "callbacks.progress", ["a mapping with _target_, plain_every"]),
     ("trainer={max_stps:3}", "trainer.max_stps", ["unknown key", "trainer.max_steps"]),
     ("trainer={max_epochs:x}", "trainer.max_epochs", ["wrong type", "found x"]),
-    ("+optim.eps=1", "optim.eps", ["is there already", "write optim.eps="]),
-    ("+trainer=cpu", "trainer", ["is there already", "write trainer="]),
-    ("++tokenizer=hf", "tokenizer", ["is there already", "write tokenizer="]),
-    ("optim@here=adamw", "optim", ["is there already", "write optim="]),
+    ("+optim.eps=1", "optim.eps", ["already exists", "write optim.eps="]),
+    ("+trainer=cpu", "trainer", ["already exists", "write trainer="]),
+    ("++tokenizer=hf", "tokenizer", ["already exists", "write tokenizer="]),
+    ("optim@here=adamw", "optim", ["already exists", "write optim="]),
     ("~objective", "objective", ["every run needs this group", "found ~objective"]),
     ("~seed", "seed", ["cannot be removed"]),
     ("~checkpoint.keep", "checkpoint.keep", ["cannot be removed"]),
@@ -104,7 +104,11 @@ REFUSED = [
         ["not an override", "leave the keys of a mapping unquoted", "{*.layers.1.*:4}'"],
     ),
     ("no equals sign", None, ["not an override", "found no equals sign", "key=value"]),
-    ("hydra.runn.dir=x", "hydra.runn", ["hydra.runn: is no setting of Hydra", "write hydra.run"]),
+    (
+        "hydra.runn.dir=x",
+        "hydra.runn",
+        ["hydra.runn: is not a setting of Hydra", "write hydra.run"],
+    ),
 ]
 
 

@@ -103,7 +103,7 @@ def test_types_follow_the_values(write):
     (one,) = compose([good])
     assert (one.values.optim.beta, one.values.optim.ks, one.values.optim.extra) == (1.0, [3], "x")
     assert "true or false" in str(only("optim=mine", "optim.nesterov=perhaps"))
-    assert "optim.eps: is no key of the chosen optim" in str(only("optim=mine", "optim.eps=1"))
+    assert "optim.eps: is not a key of the chosen optim" in str(only("optim=mine", "optim.eps=1"))
     assert "out of range" in str(only("optim=mine", "optim.lr=0"))
 
 
@@ -138,12 +138,12 @@ def test_an_option_can_build_on_one_of_ours(write):
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("optim/adamw.yaml", "_target_: m.O\n", "has the name of one of ours"),
-        ("config.yaml", "seed: 3\n", "has the name of one of ours"),
+        ("optim/adamw.yaml", "_target_: m.O\n", "has the name of a built-in option"),
+        ("config.yaml", "seed: 3\n", "has the name of a built-in option"),
         ("callbacks/mine.yml", "x: 1\n", "rename it to mine.yaml"),
         ("callback/mine.yaml", "x: 1\n", "such as callbacks"),
-        ("callbacks/mine.yaml", "- a\n", "is no YAML mapping"),
-        ("callbacks/mine.yaml", "a: [\n", "is no YAML mapping"),
+        ("callbacks/mine.yaml", "- a\n", "is not a YAML mapping"),
+        ("callbacks/mine.yaml", "a: [\n", "is not a YAML mapping"),
     ],
 )
 def test_a_file_that_would_do_nothing_is_refused(write, file, text, said):
@@ -188,7 +188,7 @@ def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
 def test_keys_that_are_no_arguments_are_refused(write, key):
     """Hydra would take some of them for itself."""
     write("optim/mine.yaml", f"_target_: m.O\n{key}: true\n")
-    assert "is no setting of a class" in str(only("optim=mine"))
+    assert "is not a setting of a class" in str(only("optim=mine"))
 
 
 def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(write, tmp_path):

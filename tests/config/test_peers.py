@@ -50,7 +50,8 @@ def test_no_name_of_theirs_is_one_of_ours():
         ("load_in_8bit=true", ["the group quant", "write quant=int8"]),
         ("optim.learning_rate=1", ["optim.learning_rate", "write optim.lr=1"]),
         ("neftune_noise_alpha=5", ["TRL", "write objective.neftune_alpha=5"]),
-        ("use_liger_kernel=true", ["not offered here"]),
+        ("use_liger_kernel=true", ["write model.kernels=liger", "TRL"]),
+        ("deepspeed=true", ["not offered here"]),
     ],
 )
 def test_a_peers_name_is_told_with_ours(override, parts):

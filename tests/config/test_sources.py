@@ -70,16 +70,16 @@ def test_the_python_api_reads_a_searchpath_too():
     """It is an override like any other."""
     found = compose("hydra.searchpath=[pkg://additional_conf]", "lora=imagenet")
     assert found.config.lora.r == 5
-    with pytest.raises(MensError, match="is no directory of options"):
+    with pytest.raises(MensError, match="is not a config directory"):
         compose("hydra.searchpath=[pkg://no_such_package]")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--config-dir", "nope"], "--config-dir: is no directory of options"),
-        (["--config-name", "nope"], "--config-name: there is no such primary config"),
-        (["hydra.searchpath=[s3://bucket]"], "hydra.searchpath: is no directory of options"),
+        (["--config-dir", "nope"], "--config-dir: is not a config directory"),
+        (["--config-name", "nope"], "--config-name: primary config not found"),
+        (["hydra.searchpath=[s3://bucket]"], "hydra.searchpath: is not a config directory"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -102,14 +102,14 @@ def test_joblib_hides_nothing_else_that_is_wrong():
     assert "has no effect on a single run" in problem
     secret = f"hf_{'a1' * 17}"
     (problem,) = said("hydra/launcher=joblib", f"hydra.launcher.backend={secret}", multirun=True)
-    assert "holds what looks like a credential" in problem
+    assert "contains what looks like a credential" in problem
     assert secret not in problem
 
 
 def test_the_mode_is_told_by_m():
     """Hydra would sweep without what is checked here."""
     (problem,) = said("hydra.mode=MULTIRUN", multirun=False)
-    assert "is told by -m" in problem
+    assert "is determined by -m" in problem
 
 
 def test_a_swept_key_without_effect_in_some_cells_is_dropped_there():

@@ -107,8 +107,8 @@ BAD = [
         "a value >= 1",
     ),
     ({"trainer.val_check_interval": 0}, "trainer.val_check_interval", "found 0", ">= 1"),
-    ({"trainer.max_steps": -1}, "trainer.max_steps", "nothing bounds", "at least 1 step"),
-    ({"trainer.max_steps": 0}, "trainer.max_steps", "nothing bounds", "at least 1 step"),
+    ({"trainer.max_steps": -1}, "trainer.max_steps", "the run has no end", "at least 1 step"),
+    ({"trainer.max_steps": 0}, "trainer.max_steps", "the run has no end", "at least 1 step"),
     ({"trainer.max_epochs": 0}, "trainer.max_epochs", "zero trains nothing", "-1 or at least 1"),
     (
         {"trainer.max_steps": 3, "schedule.warmup_steps": 3},
@@ -126,10 +126,10 @@ BAD = [
         "0.5 + heldout_frac 0.5",
         "a sum under 1",
     ),
-    ({"data.path": ""}, "data.path", "no file named", "a list such as [a.jsonl,b.jsonl]"),
-    ({"data.path": []}, "data.path", "no file named", "a glob such as rows/*.jsonl"),
+    ({"data.path": ""}, "data.path", "no file given", "a list such as [a.jsonl,b.jsonl]"),
+    ({"data.path": []}, "data.path", "no file given", "a glob such as rows/*.jsonl"),
     ({"data.path": [3]}, "data.path", "found [3]", "the path"),
-    ({"data.val_path": ["a", ""]}, "data.val_path", "no file named", "the path of a file"),
+    ({"data.val_path": ["a", ""]}, "data.val_path", "no file given", "the path of a file"),
     (
         {"data.columns.prompt": "q"},
         "data.columns",
@@ -221,13 +221,13 @@ BAD = [
         {"callbacks": scoring(2), "suite": LmEvalSuite(path="tasks")},
         "callbacks.scorecard.every_n_steps",
         "2 with suite=lm_eval",
-        "a suite of ours",
+        "a built-in suite",
     ),
     (
         {"callbacks": scoring(None, items=3)},
         "callbacks.scorecard.items",
         "found 3",
-        "callbacks.scorecard.every_n_steps beside it",
+        "callbacks.scorecard.every_n_steps",
     ),
     (
         {"adapter.metric": "parse_rate", "callbacks": scoring(2)},
@@ -238,13 +238,13 @@ BAD = [
     (
         BY_KPI | {"adapter.metric": "parse_rat"},
         "adapter.metric",
-        "is no KPI · found parse_rat",
+        "is not a KPI · found parse_rat",
         "the nearest is parse_rate",
     ),
     (
         BY_KPI | {"adapter.metric": "tokens_out"},
         "adapter.metric",
-        "neither way of it is better · found tokens_out",
+        "has no better direction · found tokens_out",
         "task_success, time_to_first_valid_ms",
     ),
     (

@@ -151,10 +151,10 @@ def test_documents_that_are_all_cut_are_noted():
     ("change", "what"),
     [
         ({"groups_on_two_sides": ["a.py"]}, "rows of one group"),
-        ({"rows_on_two_sides": 1}, "rows are trained on and measured on"),
-        ({"repeated_answers": 6}, "the same answer again"),
-        ({"prompts_otherwise": 1}, "evaluation would ask otherwise"),
-        ({"mix_off": 2.1}, "has not its share"),
+        ({"rows_on_two_sides": 1}, "rows are in both training and evaluation"),
+        ({"repeated_answers": 6}, "repeat the same answer"),
+        ({"prompts_otherwise": 1}, "evaluation would use another prompt"),
+        ({"mix_off": 2.1}, "does not have its share"),
     ],
 )
 def test_each_fault_of_the_rows_is_refused(change, what):
@@ -167,13 +167,13 @@ def test_each_fault_of_the_rows_is_refused(change, what):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"as_asked": ["packed: True"]}, "not what was asked for"),
-        ({"targets_follow": False}, "not the token that follows"),
+        ({"as_asked": ["packed: True"]}, "does not match the settings"),
+        ({"targets_follow": False}, "not the tokens that follow"),
         ({"peek": 0.051}, "depends on the token"),
         ({"together_loss": 0.051}, "not kept apart"),
         ({"together_hidden": 0.051}, "not kept apart"),
-        ({"accumulation_loss": 0.051}, "not one batch"),
-        ({"accumulation_gradient": 0.051}, "not one batch"),
+        ({"accumulation_loss": 0.051}, "not equal one batch"),
+        ({"accumulation_gradient": 0.051}, "not equal one batch"),
         ({"reference": PROBE["reference"] | {"loss": 1.1e-4}}, "the loss is not the one"),
         ({"reference": PROBE["reference"] | {"loss": math.nan}}, "the loss is not the one"),
         ({"reference": PROBE["reference"] | {"gradient": 1.1e-3}}, "the gradient is not the one"),

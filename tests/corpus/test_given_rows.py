@@ -166,10 +166,10 @@ def test_bad_rows_are_quarantined_on_request(option, tmp_path):
         ("Empty", ["there are no rows"]),
         ("Text", ["a str", "a list of rows"]),
         ("NoRows", ["NoneType"]),
-        ("Counts", ["gives other rows when it is asked again"]),
+        ("Counts", ["returns different rows when it is called again"]),
         ("Leaks", ["a validation row is trained on", "rows:4"]),
-        ("Nothing", ["is of another kind", "lacks rows"]),
-        ("function", ["is of another kind", "a function"]),
+        ("Nothing", ["has the wrong type", "lacks rows"]),
+        ("function", ["has the wrong type", "a function"]),
         ("Squers", ["has no Squers", "Squares"]),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_mix_takes_no_option_of_conf(option):
     option("Squares")
     entries = "[{source:squares,weight:1},{source:stdlib,weight:1}]"
     (problem, *_) = check(["data=mix", f"data.sources={entries}", "model=tiny_llama"]).problems
-    assert "an option of ./conf is no source of a mix" in str(problem)
+    assert "an option in ./conf cannot be a source of a mix" in str(problem)
 
 
 def test_it_is_planned_without_torch(option, tmp_path):

@@ -157,7 +157,7 @@ def test_columns_are_named(repository, tmp_path):
         ({"subset": "cde"}, "data.subset", "the nearest is code"),
         ({"revision": "man"}, "data.revision", "the nearest is main"),
         ({"id": "lab/row"}, "data.id", "the nearest is lab/rows"),
-        ({"id": "no id"}, "data.id", "is no id of the hub"),
+        ({"id": "no id"}, "data.id", "is not an id of the hub"),
         ({"subset": None}, "data.id", "datasets cannot read this dataset"),
         ({"split": "train[5"}, "data.split=train[5", "datasets cannot read this split"),
     ],
@@ -331,7 +331,7 @@ def test_a_split_that_cannot_be_streamed_is_refused(tmp_path):
     ("error", "kind", "told"),
     [
         (ConnectionError("reset"), SetupError, "hub"),
-        (pa.ArrowInvalid("no magic bytes"), DataError, "cannot read on.*no magic bytes"),
+        (pa.ArrowInvalid("no magic bytes"), DataError, "failed while reading.*no magic bytes"),
     ],
 )
 def test_a_stream_that_breaks_off_is_told(error, kind, told):

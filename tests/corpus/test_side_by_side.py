@@ -64,7 +64,7 @@ def killed(piece):
 
 def test_a_process_that_the_system_ends_is_told():
     """As it does when memory runs out."""
-    with pytest.raises(SetupError, match=r"ended from outside.*fewer processes"):
+    with pytest.raises(SetupError, match=r"a worker process was killed.*fewer processes"):
         list(map_in_order(killed, [[0], [1], [2]], 2))
 
 

@@ -144,7 +144,7 @@ def test_share_outside_its_range_is_refused(fraction):
 
 def test_shares_that_leave_nothing_to_train_on_are_refused():
     """Half and half is everything."""
-    with pytest.raises(ConfigError, match="nothing is left to train on"):
+    with pytest.raises(ConfigError, match="no rows are left to train on"):
         split(rows(["a.py"]), 0.5, 0.5)
 
 

@@ -19,7 +19,7 @@ def config():
 
 
 def test_shares_are_of_the_rows(config):
-    """Rounded, one at least; train has the rest."""
+    """Rounded, at least one; train has the rest."""
     assert counts(config) == {Side.TRAIN: 90, Side.VAL: 5, Side.HELDOUT: 5}
     few = SyntheticData(rows=10, val_frac=0.01, heldout_frac=0.3)
     assert counts(few) == {Side.TRAIN: 6, Side.VAL: 1, Side.HELDOUT: 3}
@@ -100,7 +100,7 @@ def test_more_rows_than_there_are_is_refused(tmp_path, monkeypatch):
     first = families_of(Side.TRAIN)[0]
     monkeypatch.setattr(module, "families_of", lambda side: [first])
     monkeypatch.setattr(module, "_FRUITLESS", 0)
-    with pytest.raises(DataError, match="not so many different tasks"):
+    with pytest.raises(DataError, match="not have that many different tasks"):
         load_rows(SyntheticData(rows=10), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -110,7 +110,7 @@ def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, tiny_config
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=0.48, heldout_frac=0.5)
     (problem,) = data_problems(config)
-    assert (problem.where, "nothing is left to train on" in str(problem)) == ("data.rows", True)
+    assert (problem.where, "no rows are left to train on" in str(problem)) == ("data.rows", True)
     with pytest.raises(DataError, match="no row is left for train"):
         load_rows(config.data, tmp_path)
     config.data = SyntheticData(rows=10, val_frac=0.38, heldout_frac=0.5)

@@ -272,7 +272,7 @@ def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
         (("backend=lora", "quant=none"), "which is the student itself here"),
         (("backend=full", "quant=none", "optim.lr=1e-4"), "which is the student itself here"),
         (("backend=proxy",), "needs the graph of a causal model"),
-        (("objective.teacher=/nowhere",), "is no directory"),
+        (("objective.teacher=/nowhere",), "is not a directory"),
         (("objective.teacher_revision=main",), "objective.teacher_revision"),
         (("objective.beta=1.5",), "objective.beta"),
         (("objective.temperature=0",), "objective.temperature"),
@@ -281,16 +281,16 @@ def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
         (("objective.hidden_layers=[1]",), "has no effect with objective.hidden_weight=0.0"),
         (
             ("objective.hidden_weight=1", "objective.top_k=8"),
-            "needs the teacher at every step, and objective.top_k keeps its tokens alone",
+            "needs the teacher at every step, but objective.top_k stores its top tokens only",
         ),
         *(
             (("objective.hidden_weight=1", f"objective.hidden_layers={layers}"), "from 1 to 2")
             for layers in ("[]", "[0]", "[3]", "[2,1]", "[1,1]")
         ),
         (("objective.top_k=0",), "objective.top_k"),
-        (("objective.top_k=320",), "objective.top_k: leaves no token out"),
+        (("objective.top_k=320",), "objective.top_k: covers the whole vocabulary"),
         (("objective.top_k=8", "data.streaming=true"), "objective.top_k: needs all rows"),
-        (("trainer=fsdp", "trainer.accelerator=cpu"), "the teacher is whole in every process"),
+        (("trainer=fsdp", "trainer.accelerator=cpu"), "every process holds the whole teacher"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(words, said, train_in, tmp_path, capsys):

@@ -294,7 +294,7 @@ def test_experts_that_are_not_what_their_names_say_are_refused(
     base = mixture("mixtral") / "model"
     run = train_in(tmp_path / "run", "model=hf", f"model.id={base}", "lora=experts", code=2)
     said = capsys.readouterr().err
-    assert "holds its experts otherwise" in said
+    assert "does not store its experts as" in said
     assert "lora=attention" in said
     assert not RunDir(run.path).checkpoints.exists()
 

@@ -136,7 +136,7 @@ def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, 
     assert cli.main([f"resume={run.path}", *overrides]) == 0
     manifest = Manifest.read(run.manifest)
     assert manifest.attempts[-1]["resumed_from_step"] == 8
-    assert f"{after} instead of {before} processes go on" in manifest.notes
+    assert f"continued with {after} processes instead of {before}" in manifest.notes
     same_course(run, alone)
 
 

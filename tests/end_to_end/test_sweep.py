@@ -78,7 +78,7 @@ def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(tiny_run, tmp_pat
     assert sweep(tiny_run, tmp_path / "sweep", *factors) == 2
     statuses = [Manifest.read(run.manifest).status for run in runs_under(tmp_path / "sweep")]
     assert statuses == [Status.FAILED, Status.SUCCEEDED]
-    assert "no row keeps a supervised token" in capsys.readouterr().err
+    assert "no row has a supervised token left" in capsys.readouterr().err
 
 
 def test_one_bad_cell_known_beforehand_stops_all(tiny_run, tmp_path, capsys):

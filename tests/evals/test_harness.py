@@ -280,7 +280,7 @@ def test_an_item_whose_own_answer_may_stand_among_its_examples_is_refused(
     path.write_text(path.read_text() + added)
     settings = {"tasks": ["capitals"], "num_fewshot": 1}
     if is_refused:
-        with pytest.raises(DataError, match="own answer may stand among the examples"):
+        with pytest.raises(DataError, match="own answer may be among its few-shot examples"):
             suite_of(directory, tmp_path, **settings)
     else:
         assert len(suite_of(directory, tmp_path, **settings).items) == 3
@@ -341,10 +341,10 @@ def test_the_digest_is_of_every_file_of_one_name(directory, monkeypatch):
 @pytest.mark.parametrize(
     ("added", "said"),
     [
-        ("unsafe_code: true\n", "executes what a model writes"),
-        ("dataset_path: openai/gsm8k\n", "no files of this machine"),
-        ("dataset_kwargs: {data_files: nowhere.jsonl}\n", "there is no such file"),
-        ("dataset_kwargs: {}\n", "no file of data is named"),
+        ("unsafe_code: true\n", "executes model output"),
+        ("dataset_path: openai/gsm8k\n", "not files on this machine"),
+        ("dataset_kwargs: {data_files: nowhere.jsonl}\n", "file not found"),
+        ("dataset_kwargs: {}\n", "no data file is named"),
         ("include: told.yaml\n", "includes itself"),
         ("a: [\n", "is not valid YAML"),
     ],
@@ -399,15 +399,15 @@ def test_python_of_a_task_file_runs_with_task_evaluate_alone(directory, tmp_path
 
 def test_an_unknown_task_is_refused_with_those_there_are(directory):
     """Before anything is loaded."""
-    with pytest.raises(ConfigError, match=r"no task file has it.*nothing.*capitals, rolled"):
+    with pytest.raises(ConfigError, match=r"is not in any task file.*nothing.*capitals, rolled"):
         digest_of(directory, tasks=["nothing"])
 
 
 def test_without_task_files_there_is_no_suite(tmp_path):
     """An empty directory, and one that is none."""
-    with pytest.raises(DataError, match="holds no task file"):
+    with pytest.raises(DataError, match="contains no task file"):
         digest_of(tmp_path)
-    with pytest.raises(DataError, match="is no directory"):
+    with pytest.raises(DataError, match="is not a directory"):
         digest_of(tmp_path / "nowhere")
 
 

@@ -102,7 +102,7 @@ def test_line_that_is_no_task_is_refused(tmp_path, row, where):
 def test_a_task_that_is_there_twice_is_refused(tmp_path):
     """One of the two would not be asked, and nobody would be told."""
     path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP, {**HUMANEVAL, "prompt": "def f():"})
-    with pytest.raises(DataError, match=r"tasks\.jsonl:3: this task is there already"):
+    with pytest.raises(DataError, match=r"tasks\.jsonl:3: this task already exists"):
         read_tasks(path)
 
 

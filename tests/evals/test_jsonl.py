@@ -109,7 +109,7 @@ def test_a_function_of_the_user_judges(suite_of, tmp_path):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("nowhere.py:f", "there is no such file"),
+        ("nowhere.py:f", "file not found"),
         ("checks.py:absent", "has no function absent"),
         ("broken.py:f", "ZeroDivisionError"),
     ],
@@ -137,7 +137,7 @@ def test_a_function_without_a_verdict_ends_the_evaluation(suite_of, tmp_path, bo
     file = tmp_path / "checks.py"
     file.write_text(f"def f(prompt, expected, answer): {body}\n")
     suite = suite_of({"prompt": "?", "expected": 1}, check="function", function=f"{file}:f")
-    with pytest.raises(DataError, match=rf"gives no verdict.*found {found}"):
+    with pytest.raises(DataError, match=rf"returns no verdict.*found {found}"):
         judged(suite, "x")
 
 
@@ -165,18 +165,18 @@ def test_rows_keep_their_names_turns_and_groups(suite_of):
     [
         ({"prompt": "?"}, "expected: missing key"),
         ({"prompt": "?", "expectd": "x", "expected": "x"}, "unknown key.*the nearest is expected"),
-        ({"expected": "x"}, "asks nothing, or twice"),
-        ({"prompt": "?", "messages": [], "expected": "x"}, "asks nothing, or twice"),
+        ({"expected": "x"}, "needs exactly one prompt"),
+        ({"prompt": "?", "messages": [], "expected": "x"}, "needs exactly one prompt"),
         ({"messages": [{"role": "assistant", "content": "x"}], "expected": "x"}, "not in order"),
         ({"messages": [{"role": "user"}], "expected": "x"}, "not in order"),
         ({"prompt": "?", "expected": "x", "check": "fuzzy"}, "check: wrong value"),
         ({"prompt": "?", "expected": ""}, "must be a text"),
         ({"prompt": "?", "expected": [], "check": "contains"}, "or a list of texts"),
-        ({"prompt": "?", "expected": "(", "check": "regex"}, "is no pattern"),
-        ({"prompt": "?", "expected": {"type": 1}, "check": "json_schema"}, "is no JSON schema"),
+        ({"prompt": "?", "expected": "(", "check": "regex"}, "is not a pattern"),
+        ({"prompt": "?", "expected": {"type": 1}, "check": "json_schema"}, "is not a JSON schema"),
         (
             {"prompt": "?", "expected": {"pattern": "("}, "check": "json_schema"},
-            "is no JSON schema",
+            "is not a JSON schema",
         ),
     ],
 )
@@ -189,13 +189,13 @@ def test_a_row_that_is_none_is_refused(suite_of, row, message):
 
 def test_two_rows_of_one_name_are_refused(suite_of):
     """A number of a line counts as a name."""
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: id: .*there already"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: id: .*already exists"):
         suite_of({"prompt": "?", "expected": "x"}, {"id": "1", "prompt": "!", "expected": "x"})
 
 
 def test_no_row_is_refused(suite_of):
     """An empty file is no suite."""
-    with pytest.raises(DataError, match="holds no row"):
+    with pytest.raises(DataError, match="contains no rows"):
         suite_of()
 
 
@@ -279,5 +279,5 @@ def test_a_reference_to_a_part_that_is_not_there_is_named(suite_of):
     """As soon as an answer would be held against it."""
     schema = {"properties": {"a": {"$ref": "#/$defs/part"}}}
     suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
-    with pytest.raises(DataError, match=r"a part that it does not have.*/\$defs/part"):
+    with pytest.raises(DataError, match=r"a part that is missing.*/\$defs/part"):
         judged(suite, '{"a": 1}')

@@ -163,7 +163,7 @@ def test_items_of_held_out_rows_are_bound_by_the_suite_s_digest(field, tmp_path)
         if line["item_id"] == "f":
             line[field] = "another"
     (problem,) = again(card, lines, heldout_of(card, lines)).problems
-    assert "not those of the suite's digest" in str(problem)
+    assert "do not match the suite's digest" in str(problem)
 
 
 def test_a_verdict_without_a_sandbox_is_refused(tmp_path):

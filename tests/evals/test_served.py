@@ -115,7 +115,7 @@ def test_a_server_that_says_something_else_ends_the_evaluation():
     """An answer without token counts is none."""
     with (
         server(lambda _: {"choices": []}) as (url, _),
-        pytest.raises(SetupError, match="gave no answer"),
+        pytest.raises(SetupError, match="did not answer"),
     ):
         engine(url).complete([request("a")])
 
@@ -136,7 +136,7 @@ def test_half_an_answer_ends_the_evaluation():
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Breaks)
     thread = threading.Thread(target=httpd.handle_request)
     thread.start()
-    with pytest.raises(SetupError, match="gave no answer"):
+    with pytest.raises(SetupError, match="did not answer"):
         engine(f"http://127.0.0.1:{httpd.server_port}/v1").complete([request("a")])
     thread.join()
     httpd.server_close()

@@ -295,7 +295,11 @@ def test_items_that_agree_decide_about_items_like_these_too():
     ("one", "other", "why"),
     [
         ({1: 2.0, 2: 2.1}, {1: 1.0, 2: 1.0}, "it has no items"),
-        ({1: {"a": 1.0}, 2: {"a": 0.9}}, {1: {"a": 0.0}, 2: {"a": 0.0}}, "one item is no sample"),
+        (
+            {1: {"a": 1.0}, 2: {"a": 0.9}},
+            {1: {"a": 0.0}, 2: {"a": 0.0}},
+            "one item is not a sample",
+        ),
         (
             {1: {"a": 1.0, "b": 0.0}, 2: {"a": 0.9, "b": 0.1}},
             {1: {"a": 0.0, "b": 0.0}, 2: {"a": 0.0, "c": 0.0}},

@@ -191,7 +191,7 @@ def test_without_vllm_and_without_a_gpu_both_are_told(monkeypatch):
     missing, no_gpu = vllm_problems_here()
     assert isinstance(missing, MissingExtra)
     assert "pip install 'mens-exp[vllm]'" in str(missing)
-    assert "there is none here" in str(no_gpu)
+    assert "this machine has none" in str(no_gpu)
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
     monkeypatch.setattr(engines.machine, "look", lambda accelerator: cuda)
     assert list(vllm_problems_here()) == []

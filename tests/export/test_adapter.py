@@ -148,7 +148,7 @@ def test_peft_written_again_keeps_its_logits(made, tmp_path, name):
 def test_a_dora_is_no_delta_and_leaves_as_peft_alone(made, tmp_path, form):
     """Refused with the reason and the way out; nothing is written."""
     theirs, _, described = made("llama", **QV, use_dora=True)
-    with pytest.raises(DataError, match=r"DoRA is no delta.*format=peft"):
+    with pytest.raises(DataError, match=r"DoRA is not a delta.*format=peft"):
         convert(theirs, form, tmp_path / "out", described)
     assert not (tmp_path / "out").exists()
 
@@ -206,7 +206,7 @@ def test_the_base_that_is_recorded_stays_recorded(made, tmp_path):
     assert written["base_model_name_or_path"] == "org/model"
 
 
-@pytest.mark.parametrize(("other", "message"), [("gpt2", "no projection"), ("qwen3", "another")])
+@pytest.mark.parametrize(("other", "message"), [("gpt2", "not a projection"), ("qwen3", "another")])
 def test_an_adapter_of_another_base_is_refused(
     made,
     family_base,

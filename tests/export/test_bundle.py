@@ -101,7 +101,7 @@ def test_an_altered_bundle_is_refused(
     monkeypatch.chdir(run.path.parent)
     assert cli.main([f"task={task}", "path=run"]) == 2
     said = capsys.readouterr().err
-    assert "adapter.safetensors: is not what was packed" in said
+    assert "adapter.safetensors: has changed since it was packed" in said
     assert [path.name for path in run.path.parent.iterdir()] == ["run"]
 
 
@@ -109,13 +109,13 @@ def test_an_altered_bundle_is_refused(
     ("change", "said"),
     [
         (lambda listing: {**listing, "version": 2}, "is of another version"),
-        (lambda listing: {**listing, "format": "x"}, "is no list of a bundle"),
+        (lambda listing: {**listing, "format": "x"}, "is not a list of a bundle"),
         (lambda listing: {**listing, "files": {"../a": "0"}}, "leads out of the bundle"),
         (lambda listing: {**listing, "files": {"gone.json": "0"}}, "no such file"),
         (lambda listing: {**listing, "files": ["gone.json"]}, "files: .*an object"),
         (lambda listing: {**listing, "files": {"gone.json": 0}}, "files.gone.json: .*a string"),
         (lambda listing: {"format": listing["format"], "version": 1}, "files: .*an object"),
-        (lambda _: ["mens_exp_bundle"], "is no list of a bundle"),
+        (lambda _: ["mens_exp_bundle"], "is not a list of a bundle"),
     ],
 )
 def test_a_list_that_is_wrong_is_refused(portable, tmp_path, change, said):
@@ -148,7 +148,10 @@ def linked_file(run):
     [
         (added_file, r"events\.jsonl: was not packed"),
         (added_link, r"events\.jsonl: was not packed"),
-        (linked_file, r"plan\.json: is not what was packed.*a link that leads out of the bundle"),
+        (
+            linked_file,
+            r"plan\.json: has changed since it was packed.*a link that leads out of the bundle",
+        ),
     ],
 )
 def test_what_the_list_does_not_have_is_refused(portable, tmp_path, change, said):
@@ -168,7 +171,7 @@ def test_a_run_that_was_changed_is_not_packed(copied):
     weights = copied.adapter / "adapter.safetensors"
     weights.write_bytes(weights.read_bytes() + b"x")
     (said,) = problems(copied)
-    assert "is not what the run left" in said
+    assert "has changed since the run ended" in said
 
 
 def test_absolute_paths_are_refused_unless_asked_for(finished):
@@ -204,6 +207,6 @@ def test_a_credential_keeps_a_run_here_and_is_not_repeated(copied):
     secret = "hf_" + "a1B2" * 9
     copied.model_card.write_text(f"see {secret}", encoding="utf-8")
     (said,) = problems(copied)
-    assert "holds what looks like a credential" in said
+    assert "contains what looks like a credential" in said
     assert secret not in said
     assert list(secret_problems([("config.yaml", copied.config)])) == []

@@ -181,17 +181,17 @@ def test_linear_scaling_is_a_value_of_the_header(source_of, tmp_path):
 @pytest.mark.parametrize(
     ("family", "values", "said"),
     [
-        ("llama", {"model_type": "phi3"}, "models of this family are not written as GGUF"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act has no equal in GGUF"),
-        ("gpt2", {"activation_function": "relu"}, "activation_function has no equal in GGUF"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx has no equal"),
+        ("llama", {"model_type": "phi3"}, "models of this family cannot be written as GGUF"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act has no equivalent in GGUF"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function has no equivalent in GGUF"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx has no equivalent"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "scaling of the rotary frequencies .* found dynamic",
         ),
         ("llama", {"num_hidden_layers": 3}, r"layers\.2\..*found no such tensor"),
-        ("llama", {"num_hidden_layers": 1}, "is no tensor of the model"),
+        ("llama", {"num_hidden_layers": 1}, "is not a tensor of the model"),
         ("llama", {"num_key_value_heads": 4}, r"k_proj.*weights disagree|weights disagree"),
     ],
 )

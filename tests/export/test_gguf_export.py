@@ -62,7 +62,7 @@ def test_without_out_it_lies_in_the_run(model, tmp_path):
     ("overrides", "said"),
     [
         (["format=gguf"], "path: nothing to export"),
-        (["format=gguf", "path=merged", "out=merged"], "out: is there already"),
+        (["format=gguf", "path=merged", "out=merged"], "out: already exists"),
         (
             ["format=gguf", "path=merged", "export.checkpoints=true"],
             "has no effect with format=gguf",

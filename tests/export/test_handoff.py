@@ -87,14 +87,14 @@ def test_what_is_unknown_is_left_out(tmp_path):
     ("changes", "said"),
     [
         ({"schema": "other"}, "not this format.*vox_external_serving_handoff_v1"),
-        ({"schema_version": 2}, "of a version that this program does not read"),
-        ({"schema_version": True}, "of a version that this program does not read"),
+        ({"schema_version": 2}, "of an unsupported version"),
+        ({"schema_version": True}, "of an unsupported version"),
         ({"backend_family": "olama"}, "backend_family.*ollama"),
         ({"base_model": 3}, "base_model.*a string"),
         ({"tokenizer_source": None}, "tokenizer_source"),
         ({"prompt_format": " "}, "prompt_format: is empty"),
-        ({"artifact_dir": "/srv/model"}, "leads out of the export"),
-        ({"adapter_path": "../adapter"}, "leads out of the export"),
+        ({"artifact_dir": "/srv/model"}, "points outside the export"),
+        ({"adapter_path": "../adapter"}, "points outside the export"),
         ({"note": "x"}, "unknown key.*notes"),
     ],
 )
@@ -124,6 +124,6 @@ def test_a_missing_key_is_named(tmp_path):
 
 def test_a_record_that_could_not_be_read_is_not_written(tmp_path):
     """The writer holds to the reader's rules."""
-    with pytest.raises(MensError, match="leads out of the export"):
+    with pytest.raises(MensError, match="points outside the export"):
         write_handoff(record(artifact_dir="/srv"), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -46,7 +46,7 @@ def test_an_export_names_its_model(tiny_base, tmp_path):
 def test_an_adapter_is_sent_to_the_merge(finished):
     """A run with one, its adapter directory, and the PEFT directory in it."""
     for path in (finished.path, finished.adapter, finished.peft):
-        with pytest.raises(MensError, match="is an adapter, no complete model") as refused:
+        with pytest.raises(MensError, match="is an adapter, not a complete model") as refused:
             model_directory(str(path))
         assert f"task=merge path={path} out=<directory>" in str(refused.value)
 
@@ -62,11 +62,11 @@ def test_the_weights_of_a_full_run_are_its_model(tiny_base, tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "is no complete model directory"),
-        ({"manifest.json": "{}"}, "is no complete model directory"),
+        ({}, "is not a complete model directory"),
+        ({"manifest.json": "{}"}, "is not a complete model directory"),
         ({"x.gguf": ""}, "llama-server -m .*x.gguf"),
         ({"config.json": "{}"}, "tokenizer.json: is missing"),
-        ({"config.json": "{}", "tokenizer.json": "{}"}, "holds no safetensors weights"),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, "contains no safetensors weights"),
         ({HANDOFF_FILE: "{}"}, "not this format"),
     ],
 )
@@ -104,4 +104,4 @@ def test_only_an_export_is_written_over(tmp_path):
         assert occupied(free) == []
     for taken in (tmp_path / "mine", tmp_path / "mine" / "thesis.txt"):
         (problem,) = occupied(str(taken))
-        assert "is there already, and no earlier export" in str(problem)
+        assert "already exists and is not an earlier export" in str(problem)

@@ -266,7 +266,7 @@ def test_a_certificate_reads_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
-        ("passed", False, "verdict is not that of its own figures"),
+        ("passed", False, "verdict contradicts the recorded figures"),
         ("judged", "other", "was not compared"),
         ("accepted", True, "nothing had to be accepted"),
         ("version", 2, "newer version"),

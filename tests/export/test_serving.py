@@ -136,7 +136,7 @@ def test_a_name_that_means_something_else_is_refused(tmp_path, name):
     """The server would look for a revision, or for a file."""
     (tmp_path / name).mkdir()
     with (
-        pytest.raises(RequestError, match="for a revision or a file"),
+        pytest.raises(RequestError, match="as a revision or a file"),
         serving.serving(tmp_path / name, host="127.0.0.1", port=0),
     ):
         pass
@@ -197,6 +197,6 @@ def test_an_adapter_is_refused_by_the_command(
     path = finished.path
     assert cli.main(["task=serve", f"path={path}"]) == MensError.exit_code + 1
     said = capsys.readouterr().err
-    assert "is an adapter, no complete model" in said
+    assert "is an adapter, not a complete model" in said
     assert "task=merge" in said
     assert list(tmp_path.iterdir()) == []

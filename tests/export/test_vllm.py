@@ -82,7 +82,7 @@ def test_what_a_run_leaves_is_served(finished):
         ({"r": 513, "rank": 513}, "of this rank .* expected 1 to 512"),
         ({"layer": "base_model.model.lm_head"}, "on the head or the embedding"),
         ({"rank": 2}, "layers of different ranks .*expected 4"),
-        ({"r": "4"}, "no configuration of a LoRA adapter"),
+        ({"r": "4"}, "not a configuration of a LoRA adapter"),
     ],
 )
 def test_what_vllm_would_serve_otherwise_is_refused(adapter, tmp_path, changes, said):

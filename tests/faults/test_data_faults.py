@@ -122,7 +122,7 @@ def test_another_prompt_at_evaluation_is_caught(monkeypatch, refused):
 
     monkeypatch.setattr(HfTokenizer, "encode_prompts", bare)
     found = refused()
-    assert "tokenizer.chat_template: evaluation would ask otherwise" in found
+    assert "tokenizer.chat_template: evaluation would use another prompt" in found
     assert "found 16 of 16 prompts differ" in found
 
 
@@ -135,7 +135,7 @@ def test_targets_without_the_shift_are_caught(monkeypatch, refused):
         return dataclasses.replace(batch, predict_M=batch.predict_M + 1)
 
     monkeypatch.setattr(stream, "packed_batch", unshifted)
-    assert "what is to be predicted is not the token that follows" in refused()
+    assert "what is to be predicted is not the tokens that follow" in refused()
 
 
 def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
@@ -148,9 +148,7 @@ def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
         return real(causal_lm, dataclasses.replace(batch, predict_M=batch.predict_M + 1))
 
     monkeypatch.setattr(frozen_base, "hidden_states", unshifted)
-    assert "objective: the loss depends on the token that it is to predict" in refused(
-        "lora.dropout=0"
-    )
+    assert "objective: the loss depends on the token that it predicts" in refused("lora.dropout=0")
 
 
 def test_a_mask_that_a_left_cut_leaves_behind_is_caught(encoding, refused):
@@ -182,7 +180,9 @@ def test_gradients_of_the_last_micro_batch_alone_are_caught(monkeypatch, refused
 
     monkeypatch.setattr(TrainingModule, "training_step", forgetful)
     found = refused()
-    assert "trainer.accumulate_grad_batches: accumulated micro-batches are not one batch" in found
+    assert (
+        "trainer.accumulate_grad_batches: accumulated micro-batches do not equal one batch" in found
+    )
 
 
 def test_mix_weights_that_are_rounded_up_are_caught(monkeypatch, refused, tmp_path):
@@ -199,7 +199,7 @@ def test_mix_weights_that_are_rounded_up_are_caught(monkeypatch, refused, tmp_pa
 
     monkeypatch.setattr(mix, "_shares", rounded)
     found = refused("data=mix", f"data.sources=[{','.join(sources)}]", without="data.path")
-    assert "data.sources: a source of the mix has not its share" in found
+    assert "data.sources: a source of the mix does not have its share" in found
 
 
 def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
@@ -233,7 +233,7 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
     assert gone == 0
     everything = written(tmp_path / "all.jsonl", kept)
     found = refused(everything, "suite=heldout_syntax")
-    assert "data.contract.max_overlap_frac: training rows have items in them that the" in found
+    assert "data.contract.max_overlap_frac: training rows contain items of the" in found
     trained = train_in(tmp_path / "unscored", everything)  # nothing is scored by them: a note
     [note] = [one for one in Manifest.read(trained.manifest).notes if "measure memory" in one]
     assert "of the held-out rows have half of their text or more in a training row" in note
@@ -259,7 +259,7 @@ def test_conversations_whose_answer_never_changes_are_caught(refused, tmp_path):
         for n in range(60)
     ]
     found = refused(written(tmp_path / "turns.jsonl", rows))
-    assert "max_repeated_answer_frac: conversations give the same answer again" in found
+    assert "max_repeated_answer_frac: conversations give repeat the same answer" in found
 
 
 def test_rows_of_one_file_on_two_sides_are_caught(monkeypatch, refused, tmp_path):
@@ -270,7 +270,7 @@ def test_rows_of_one_file_on_two_sides_are_caught(monkeypatch, refused, tmp_path
     ]
     monkeypatch.setattr(split, "group_of", lambda pair: pair.id)
     found = refused(written(tmp_path / "rows.jsonl", rows))
-    assert "data: rows of one group are trained on and measured on" in found
+    assert "data: rows of one group are in both training and evaluation" in found
     assert "file 0" in found
 
 

@@ -179,3 +179,27 @@ def test_the_page_is_drawn_from_the_results():
         planned = sum(task["planned"] for task in one["tasks"])
         assert f"{played:,} of {planned:,} cases" in shown
         assert sum(task["well"] for task in one["tasks"]) == played - len(one["problems"])
+
+
+@pytest.mark.parametrize(
+    ("action", "place", "problem", "is_kept"),
+    [
+        ("kill", "cache/.#.lock", "left over: cache/.d76de11ab3d9df347e5ad2869e8581ef.lock", True),
+        ("error", "own#/#.safetensors", "own1/5.safetensors is there", True),
+        ("kill", "own#/#.safetensors", "own1/5.safetensors is there", False),
+        ("error", "own#/#.safetensors", "own1/report.html is there", False),
+        ("error", "cache/.#.lock", "run/weights is missing", False),
+    ],
+)
+def test_a_fault_at_a_deletion_keeps_locks_and_the_file_of_the_disk_alone(
+    action, place, problem, is_kept
+):
+    fault = Fault(Site("unlink", place), 1, action)
+    assert campaign._is_what_the_fault_kept(fault, problem) is is_kept
+    assert not campaign._is_what_the_fault_kept(Fault(Site("write", place), 1, action), problem)
+
+
+def test_a_case_can_be_played_again_by_its_name():
+    text = "merge: error at unlink 35 of own#/.scratch.#-#-#.tmp/#.safetensors"
+    assert campaign.told(campaign.case_named(text)) == text
+    assert campaign.case_named("ddp: kill of process 33 after 44%") is None

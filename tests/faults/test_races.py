@@ -108,7 +108,7 @@ def test_of_eight_promoters_of_one_cycle_one_wins(together, tmp_path):
     codes, said = together(*commands)
     assert sorted(codes) == [0] + [2] * 7, said
     refused = [text for code, text in zip(codes, said, strict=True) if code]
-    assert all("is registered already" in text and "\n  next " in text for text in refused)
+    assert all("is already registered" in text and "\n  next " in text for text in refused)
     assert len(chained(tmp_path / "decisions.jsonl")) == 1
 
 

@@ -83,14 +83,14 @@ def test_tensor_that_no_shard_holds_is_refused(base):
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
 def test_index_that_lists_nothing_is_refused(base, index):
     """It would make a model without weights."""
-    assert "lists no tensors" in refusal(reindex(base, index))
+    assert "does not list any tensors" in refusal(reindex(base, index))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         ("config.json", "{", "is not JSON"),
-        ("config.json", "[]", "is no JSON object"),
+        ("config.json", "[]", "is not a JSON object"),
         ("config.json", None, "is missing or unreadable"),
         ("tokenizer.json", None, "is missing"),
         (INDEX, "{", "is not JSON"),
@@ -111,13 +111,13 @@ def test_directory_without_weights_is_refused(base):
     """Only safetensors count."""
     (single(base) / "model.safetensors").unlink()
     (base / "pytorch_model.bin").write_bytes(b"x")
-    assert "holds no safetensors weights" in refusal(base)
+    assert "contains no safetensors weights" in refusal(base)
 
 
 def test_path_that_is_no_directory_is_refused(tmp_path):
     """The message says what a model directory holds."""
     message = refusal(tmp_path / "nowhere")
-    assert message.startswith("model.id: is no directory")
+    assert message.startswith("model.id: is not a directory")
     assert "config.json, safetensors and tokenizer.json" in message
 
 

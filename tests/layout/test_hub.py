@@ -226,7 +226,7 @@ def test_a_model_without_safetensors_is_refused(hub, model):
         del files[name]
     hub.repositories[NAME].commit(files)
     error = refusal(model)
-    assert "holds no safetensors weights" in str(error)
+    assert "contains no safetensors weights" in str(error)
     assert error.found == "pytorch_model.bin"
     assert not [line for line in hub.asked(".bin") if "/resolve/" in line]
 
@@ -236,13 +236,13 @@ def test_a_damaged_header_is_refused(hub, model):
     files = dict(hub.repositories[NAME].commits[commit(hub)])
     files["shard-0.safetensors"] = b"\\x10" + bytes(7) + b"no header at all"
     hub.repositories[NAME].commit(files)
-    assert "is no safetensors header" in str(refusal(model))
+    assert "is not a safetensors header" in str(refusal(model))
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere", "~/nowhere", "a/b/c"])
 def test_a_path_that_leads_nowhere_is_not_looked_up(hub, path):
     """What is written as a path is one."""
-    assert "is no directory" in str(refusal(HfModel(id=path)))
+    assert "is not a directory" in str(refusal(HfModel(id=path)))
     assert hub.requests == []
 
 
@@ -298,7 +298,7 @@ def test_a_hub_that_sends_other_bytes_than_it_lists_is_refused(hub, model, tmp_p
     first = resolve(model, tmp_path)
     name = damage(first.directory)
     monkeypatch.setattr(ours, "fetch_again", lambda *_: None)
-    with pytest.raises(MensError, match="not what the hub has") as refused:
+    with pytest.raises(MensError, match="differs from the hub's file") as refused:
         resolve(model, tmp_path)
     assert name in str(refused.value)
 
@@ -331,6 +331,8 @@ def test_a_small_file_that_rotted_is_refused_where_no_hub_answers(
     """Even a plan does not read it."""
     rot(resolve(model, tmp_path).directory, "config.json")
     away(monkeypatch)
-    with pytest.raises(ModelFileError, match=r"config\.json: is not what the hub has") as refused:
+    with pytest.raises(
+        ModelFileError, match=r"config\.json: differs from the hub's file"
+    ) as refused:
         ours.describe(model)
     assert "connect to the hub" in str(refused.value)

@@ -50,7 +50,7 @@ def test_projection_has_its_logical_name(path, family, name):
 )
 def test_other_module_has_none(path):
     """Not even one that looks alike, or one of another family."""
-    with pytest.raises(ModelFileError, match="no projection with a logical name"):
+    with pytest.raises(ModelFileError, match="not a projection with a logical name"):
         logical_name(path, LLAMA)
 
 

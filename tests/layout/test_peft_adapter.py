@@ -107,15 +107,15 @@ def test_names_with_and_without_prefix_and_adapter_are_read(base, tmp_path, form
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "IA3"}, r"peft_type: no LoRA adapter.*found IA3"),
+        ({"peft_type": "IA3"}, r"peft_type: not a LoRA adapter.*found IA3"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save: .*more than LoRA.*lm_head"),
         ({"bias": "all"}, r"bias: .*more than LoRA"),
         ({"lora_bias": True}, r"lora_bias: .*more than LoRA"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices: .*more than LoRA"),
         ({"layer_replication": [[0, 2]]}, r"layer_replication: .*more than LoRA"),
         ({"a_setting_of_tomorrow": True}, r"a_setting_of_tomorrow: .*more than LoRA"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights: its start changed.*pissa"),
-        ({"init_lora_weights": "loftq"}, r"its start changed.*conversion"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights: its initialization changed.*pissa"),
+        ({"init_lora_weights": "loftq"}, r"its initialization changed.*conversion"),
         ({"r": 2.5}, r"r: wrong value.*an integer"),
         ({"r": 0}, r"r: wrong value.*more than 0"),
         ({"lora_alpha": "6"}, r"lora_alpha: wrong value"),
@@ -162,12 +162,12 @@ def test_several_wrong_settings_are_reported_together(tmp_path):
     ("name", "message"),
     [
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding table"),
-        ("base_model.model.lm_head.weight", "no matrix of a LoRA adapter"),
+        ("base_model.model.lm_head.weight", "not a matrix of a LoRA adapter"),
         ("base_model.model.lm_head.base_layer.weight", "save_embedding_layers=False"),
-        (f"{Q}.lora_B.bias", "no matrix of a LoRA adapter"),
+        (f"{Q}.lora_B.bias", "not a matrix of a LoRA adapter"),
         (
             "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight",
-            "no projection with a logical name.*modules of a llama model",
+            "not a projection with a logical name.*modules of a llama model",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_pickle_is_not_read(tmp_path):
         (
             matrices(Q, 2, 64) | {f"{Q}.lora_magnitude_vector": np.ones(64, np.float32)},
             {},
-            "a tensor of no layer.*lora_magnitude",
+            "a tensor does not belong to any layer.*lora_magnitude",
         ),
         (matrices(Q, 2, 64), {"rank_pattern": {"q_proj": 1}}, r"expected \[1, in\]"),
     ],

@@ -82,7 +82,7 @@ def test_file_cut_in_its_data_is_refused(file):
 
 def test_file_with_bytes_to_spare_is_refused(file):
     """One byte too many belongs to no tensor."""
-    assert "bytes to spare" in refusal(write(file, ONE, bytes(9)))
+    assert "extra bytes at its end" in refusal(write(file, ONE, bytes(9)))
 
 
 @pytest.mark.parametrize("length", [1_000_000_000, 2**64 - 1])
@@ -112,7 +112,7 @@ def test_header_length_beyond_reason_is_refused_unread(file, length):
 )
 def test_header_of_another_form_is_refused(file, raw):
     """Whatever the JSON is, it ends in a message that names the file."""
-    assert "no safetensors header" in refusal(write(file, raw, bytes(8)))
+    assert "not a safetensors header" in refusal(write(file, raw, bytes(8)))
 
 
 def test_unknown_dtype_is_refused(file):
@@ -139,7 +139,7 @@ def test_offsets_that_lie_about_the_size_are_refused(file, offsets):
 def test_tensors_must_follow_each_other(file, second):
     """No hole, no overlap, nothing before the data."""
     header = ONE | {"b": {"dtype": "F32", "shape": [2], "data_offsets": second}}
-    assert "overlap or leave a hole" in refusal(write(file, header, bytes(20)))
+    assert "overlap or leave a gap" in refusal(write(file, header, bytes(20)))
 
 
 def test_absent_file_is_refused(file):

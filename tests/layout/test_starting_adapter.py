@@ -121,7 +121,7 @@ def test_a_variant_and_its_patterns_are_read_from_peft(run, tmp_path):
     [
         ({"lora_alpha": 0.5}, "no whole alpha.*0.5"),
         ({"alpha_pattern": {"q_proj": 2.5}}, "no whole alpha.*2.5"),
-        ({"use_dora": True, "use_rslora": True}, "two variants at once"),
+        ({"use_dora": True, "use_rslora": True}, "combines two variants"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )

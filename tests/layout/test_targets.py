@@ -113,7 +113,7 @@ def test_overlapping_targets_count_once_in_the_model_s_order():
     ],
 )
 def test_target_that_matches_nothing_is_refused(target, hint):
-    """Part of a name is no name; the nearest is named."""
+    """Part of a name is not a name; the nearest is named."""
     with pytest.raises(ConfigError, match="matches no linear module") as caught:
         chosen(lora("q_proj", target), shape())
     assert (caught.value.where, caught.value.found) == ("lora.targets", target)

@@ -295,7 +295,7 @@ def test_what_a_run_cannot_have_is_refused_before_a_model_is_loaded(
         ("peft_type:VBLORA,vector_length:16", "shared state"),
         ("peft_type:LILY", "something else than a product with a changed weight"),
         ("peft_type:BEFT", "something else than a product with a changed weight"),
-        ("r:4", "names no type of PEFT"),
+        ("r:4", "unknown type of PEFT"),
     ],
 )
 def test_a_type_that_records_or_merges_cannot_hold_is_refused(tiny_config, fields, said):

@@ -328,7 +328,7 @@ def test_projections_are_recorded_and_drawn_again(tiny_backend, tiny_config, tin
         {name: torch.from_numpy(values) for name, values in parts.items()}, scale=1.0
     )
     assert (change.expected(weight_OI) - (weight_OI + update_OI)).abs().max() < 1e-12
-    with pytest.raises(DataError, match="not those of its seed"):
+    with pytest.raises(DataError, match="do not match its seed"):
         VERA.sharing({**found, "seed": 1})
 
 

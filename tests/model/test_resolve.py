@@ -139,7 +139,7 @@ def test_weights_that_are_written_to_after_they_were_hashed_are_refused(tmp_path
     made = resolve(TINY, tmp_path)
     made.refuse_changed()
     flip_a_sign(made.directory / "model.safetensors")
-    with pytest.raises(ModelFileError, match="was written to while it was read"):
+    with pytest.raises(ModelFileError, match="was modified while it was read"):
         made.refuse_changed()
 
 

@@ -123,11 +123,11 @@ PROXY = ["model=tiny_llama", "backend=proxy"]
 COMMANDS = {
     "more last tokens than a sequence": (
         ["model=tiny_llama", "objective=last_k", "objective.k=9", "data.seq_len=8"],
-        "objective.k: more last tokens than a sequence has",
+        "objective.k: more tokens than a sequence has",
     ),
     "full stack and head alone": (
         [*PROXY, "backend.lm_head_only=true", "backend.require_full_stack=true"],
-        "backend.require_full_stack: a head alone is no full stack",
+        "backend.require_full_stack: the head alone is not a full stack",
     ),
     "head alone and some layers": (
         [*PROXY, "backend.lm_head_only=true", "backend.max_layers=2"],

@@ -73,9 +73,9 @@ def test_a_class_of_the_right_kind_is_accepted(made, group, target, settings):
     [
         ("callbacks", "MODULE.Plan", "every_n: 5", ["has no Plan", "the nearest is", ".Plain"]),
         ("callbacks", "MODULF.Plain", "", ["there is no module MODULF"]),
-        ("callbacks", "Plain", "", ["names no module"]),
-        ("callbacks", "MODULE.Loss", "gamma: 1", ["of another kind", "lightning.Callback"]),
-        ("callbacks", "MODULE.function", "", ["of another kind", "a function"]),
+        ("callbacks", "Plain", "", ["does not name a module"]),
+        ("callbacks", "MODULE.Loss", "gamma: 1", ["wrong type", "lightning.Callback"]),
+        ("callbacks", "MODULE.function", "", ["wrong type", "a function"]),
         (
             "callbacks",
             "MODULE.Plain",

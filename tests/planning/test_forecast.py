@@ -64,7 +64,7 @@ def test_three_runs_correct_and_bound_the_next(ahead):
     assert known.memory.estimate == pytest.approx(1.2 * plain.memory.estimate, rel=1e-6)
     assert known.memory.high / known.memory.estimate == pytest.approx(1.07, abs=0.01)
     assert known.memory.low / known.memory.estimate == pytest.approx(0.93, abs=0.01)
-    assert "3 earlier runs of like size" in known.memory.basis
+    assert "3 earlier runs of similar size" in known.memory.basis
     assert known.formula == plain.formula == plain.memory.estimate
 
 

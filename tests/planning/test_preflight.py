@@ -95,7 +95,7 @@ def tool_rows(tmp_path):
 def test_template_that_drops_tools_is_told_before_the_run(
     tiny_config, tool_rows, tmp_path, monkeypatch, tiny_base, is_ready, streaming
 ):
-    """As the run tells it, whether or not the random base is there already."""
+    """As the run tells it, whether or not the random base already exists."""
     if not is_ready:
         monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     given = ("data=jsonl", f"data.path={tool_rows}", f"data.streaming={streaming}")
@@ -292,7 +292,7 @@ def test_tokenizer_beyond_the_embedding_is_refused(on_directory, base):
 def test_damaged_tokenizer_is_refused(on_directory, base):
     """Before anything is built on it."""
     (base / "tokenizer.json").write_text("{}", "utf-8")
-    assert "is no tokenizer" in str(only(on_directory))
+    assert "is not a tokenizer" in str(only(on_directory))
 
 
 def test_problems_of_all_checks_come_together(tiny_config, tmp_path, monkeypatch):

@@ -100,9 +100,9 @@ def test_two_processes_train_on_named_specs(own, tiny_run):
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("quant/other.yaml", "_target_: toy_quantizer.SPEC", "has another name than its file"),
+        ("quant/other.yaml", "_target_: toy_quantizer.SPEC", "does not have the name of its file"),
         ("quant/other.yaml", "_target_: toy_suite.SPEC", "a mens_exp.config.quant.QuantizerSpec"),
-        ("suite/other.yaml", "_target_: math.pi", "is of another kind"),
+        ("suite/other.yaml", "_target_: math.pi", "has the wrong type"),
         ("suite/other.yaml", "_target_: no_such.SPEC", "there is no module no_such"),
         ("lora/other.yaml", "_target_: toy_adapter.SPCE", "the nearest is toy_adapter.SPEC"),
         ("lora/other.yaml", "_target_: broken.SPEC", "its module cannot be imported"),
@@ -111,7 +111,7 @@ def test_two_processes_train_on_named_specs(own, tiny_run):
             "_target_: hollow.SPEC\ntargets: [attention]",
             "there is no module no_such_torch",
         ),
-        ("quant/nf3.yaml", "_target_: toy_quantizer.SPEC", "which would win"),
+        ("quant/nf3.yaml", "_target_: toy_quantizer.SPEC", "which would take precedence"),
         ("lora/vera2.yaml", "_target_: toy_adapter.SPEC\n_partial_: true", "is no setting of"),
     ],
 )

@@ -185,7 +185,10 @@ def test_a_package_without_its_options_is_named(monkeypatch):
     monkeypatch.setattr(option_files, "entry_points", lambda group: [broken])
     option_files.package_directories.cache_clear()
     try:
-        with pytest.raises(SetupError, match=r"options are not there.*no_such_package.conf"):
+        with pytest.raises(
+            SetupError,
+            match=r"config directory of an installed package is missing.*no_such_package.conf",
+        ):
             option_files.package_directories()
     finally:
         option_files.package_directories.cache_clear()

@@ -88,5 +88,5 @@ def test_values_are_rounded_as_they_are_computed():
 
 def test_blocks_that_run_over_rows_are_refused():
     """Bitsandbytes' values are silently wrong there."""
-    with pytest.raises(RequestError, match=r"w: the width is no multiple.*found 96.*of 64"):
+    with pytest.raises(RequestError, match=r"w: the width is not a multiple.*found 96.*of 64"):
         quantized_rows(lambda a, b: torch.zeros(b - a, 96), (2, 96), quantizer(), where="w")

@@ -172,9 +172,9 @@ def test_one_difference_far_from_the_rest_does_not_flatten_them():
     far = of_noise(Comparison.read(SHIPPED), 236.0)
     assert widest(far) < 30
     assert "236" in far.svg
-    assert "Beyond the axis" in far.caption
+    assert "beyond the axis" in far.caption
     near = of_noise(Comparison.read(SHIPPED), 3.0)
-    assert "Beyond the axis" not in near.caption
+    assert "beyond the axis" not in near.caption
 
 
 def test_a_difference_of_one_seed_is_drawn_as_such():

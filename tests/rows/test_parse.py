@@ -310,7 +310,7 @@ CALLING = calling({})
         ({"messages": calling("[NaN]")}, "'tool_calls' of turn 2 has a call that is none"),
         ({"messages": calling({}, content=7)}, "'content' of turn 3 must be a string"),
         ({"messages": CALLING, "tools": "weather"}, "'tools' must be a list"),
-        ({"messages": CALLING, "tools": [{"name": ""}]}, "tool 1 is no function"),
+        ({"messages": CALLING, "tools": [{"name": ""}]}, "tool 1 is not a function"),
         ({"prompt": "p", "input": "i", "output": "r", "tools": []}, "unknown key 'tools'"),
     ],
 )

@@ -136,7 +136,7 @@ def test_directory_is_refused_with_a_file_in_it(tmp_path, rows):
 def test_a_pipe_is_refused_and_not_waited_for(name, tmp_path):
     """Nobody writes into it."""
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=r"data\.path: this is no file on a disk"):
+    with pytest.raises(DataError, match=r"data\.path: this is not a file on a disk"):
         read_rows(tmp_path / name)
 
 

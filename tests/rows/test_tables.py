@@ -132,7 +132,7 @@ def test_damaged_table_is_refused(stored):
     whole = path.read_bytes()
     for data in (whole[: len(whole) // 2], b"", b'{"prompt": "p", "response": "r"}\n'):
         path.write_bytes(data)
-        with pytest.raises(DataError, match="table, or a damaged one") as caught:
+        with pytest.raises(DataError, match="table, or it is damaged") as caught:
             read_rows(path)
         assert caught.value.where == str(path)
 

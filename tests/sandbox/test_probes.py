@@ -131,7 +131,7 @@ def test_each_option_opens_its_own_sandbox():
 @pytest.mark.parametrize("config", [NoSandbox(), SandboxConfig(name="none")])
 def test_without_a_sandbox_nothing_is_executed(config):
     """`sandbox=none` is an answer, with its remedy."""
-    with pytest.raises(SetupError, match="nothing generated is executed") as caught:
+    with pytest.raises(SetupError, match="generated programs are not executed") as caught:
         open_sandbox(config)
     assert "apt-get install bubblewrap" in str(caught.value)
 

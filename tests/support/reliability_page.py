@@ -45,7 +45,8 @@ command again. A case ends well if all of this holds:
 - After the last command every file is there and has the same bytes as after a run that nothing
   disturbed. Times, process IDs and the like may differ; `tests/support/after_faults.py` lists them.
 - No temporary file is left behind, except in the directory of a run that was killed and then run
-  again elsewhere.
+  again elsewhere. A fault at a deletion may leave a lock that nobody holds, and the very file that
+  the disk did not delete.
 
 A report that could not be written does not make a run fail: its record then says so.
 

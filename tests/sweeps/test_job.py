@@ -57,7 +57,7 @@ def test_a_job_runs_what_was_frozen(frozen):
 def test_a_changed_configuration_is_refused(frozen, capsys):
     """Even where changes are accepted: it is what makes the cell."""
     frozen.config.write_text(frozen.config.read_text("utf-8").replace("seed: 7", "seed: 8"))
-    assert "the frozen configuration was changed" in refused(frozen, capsys)
+    assert "the frozen configuration has changed" in refused(frozen, capsys)
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 2
 
 

@@ -75,7 +75,7 @@ def test_what_is_said_of_a_place_can_be_typed_again(tmp_path, make_sweep):
     lines = file.getvalue().splitlines()
     assert f"The record: {directory.record}" in lines
     assert f"Report: {directory.page}" in lines
-    again = lines[lines.index("Next, to go on, once the cause is mended:") + 1]
+    again = lines[lines.index("Next, to continue, once the cause is fixed:") + 1]
     python, *words = shlex.split(again)
     assert (python, words[:2]) == ("python", ["-m", "mens_exp"])
     (cell,) = check(words[2:], multirun=True).cells
@@ -102,7 +102,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     monkeypatch.setattr(multirun, "plan_sweep", planned)
     command = ["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={directory.path}"]
     assert cli.main(command) == 2
-    assert "a sweep is there already" in capsys.readouterr().err
+    assert "a sweep already exists here" in capsys.readouterr().err
     assert [path.name for path in directory.path.iterdir()] == ["sweep.json"]
 
 

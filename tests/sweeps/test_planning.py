@@ -123,7 +123,7 @@ def test_the_same_rows_under_two_names_are_one_cell(planned, rows_file, tmp_path
     shutil.copy(rows_file, other)
     sweep = planned(f"data.path={rows_file},{other}")
     assert len(sweep.jobs) == 1
-    assert "one contract, and nothing beside it differs" in sweep.left_out[0]["why"]
+    assert "the same contract, and nothing else differs" in sweep.left_out[0]["why"]
 
 
 def test_what_is_left_beside_the_adapter_keeps_cells_apart(planned):
@@ -145,7 +145,7 @@ def test_seeds_are_no_duplicates(planned):
     [
         ("hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: out of range"),
         ("sweep.retries=-1", "sweep.retries: out of range"),
-        ("sweep.retries=1,2", "holds for the whole sweep"),
+        ("sweep.retries=1,2", "applies to the whole sweep"),
         ("hydra.sweep.subdir=x", "names one directory for several jobs"),
         ("hydra.sweeper.max_batch_size=1", "hydra.sweeper: is not read"),
         ("hydra/launcher=ray", "there is no such launcher"),
@@ -157,11 +157,11 @@ def test_settings_of_a_sweep_are_judged(planned, override, said):
 
 
 def test_a_directory_that_holds_a_sweep_is_refused(planned, tmp_path):
-    """With the way to go on with it."""
+    """With the way to continue it."""
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text("{}")
     error = refusal(planned, "seed=1,2", "hydra.sweep.dir=s")
-    assert "a sweep is there already" in str(error)
+    assert "a sweep already exists here" in str(error)
     assert "sweep.resume=s" in str(error)
 
 

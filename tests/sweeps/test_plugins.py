@@ -177,7 +177,7 @@ def test_cells_that_cannot_run_are_refused_or_left_out(asking, tmp_path, capsys)
     assert cli.main(words) == 2
     said = capsys.readouterr().err
     assert "lora.r: out of range" in said
-    assert "1 of 2 cells cannot run, so none does" in said
+    assert "1 of 2 cells cannot run, so none was started" in said
     assert record_of(place).jobs == []
 
     sweeper = asking(Listed(["lora.r=0"], ["lora.r=-1"]))
@@ -271,7 +271,7 @@ def test_objectives_are_a_plugins(tmp_path, capsys):
     words = ["-m", "hydra/sweeper=list", "model=tiny_llama", "trainer=cpu"]
     words += ["sweep.objectives=[val_los]", f"hydra.sweep.dir={place}"]
     assert cli.main(words) == 2
-    assert "no such KPI" in capsys.readouterr().err
+    assert "unknown KPI" in capsys.readouterr().err
     assert not place.exists()
 
 

@@ -155,14 +155,14 @@ def test_only_what_holds_for_the_rest_can_change(make_sweep, tmp_path, begun, ca
     assert "hydra.launcher.n_jobs: out of range" in said
     for override in ("seed=3", "hydra.launcher.threads=1"):
         said = refused(capsys, f"sweep.resume={place}", override)
-        assert "cannot change when a sweep goes on" in said
+        assert "cannot change when a sweep continues" in said
 
 
 @pytest.mark.parametrize(
     ("nodes", "queued", "said"),
     [
         ("1", ["7_0"], "jobs of the sweep are still in Slurm's queue"),
-        ("null", [], "a sweep goes on with a number of nodes"),
+        ("null", [], "a sweep needs a number of nodes to continue"),
     ],
 )
 def test_other_nodes_are_refused(

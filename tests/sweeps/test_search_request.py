@@ -58,7 +58,7 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked):
     for part in (
         "task: measures no objective · found plan",
         "n_trials: out of range",
-        "no such KPI · found val_los",
+        "unknown KPI · found val_los",
         "the nearest is val_loss",
         "more tokens are neither better nor worse",
         "objectives: names one twice",
@@ -71,13 +71,13 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked):
 def test_a_kpi_of_a_suite_needs_one(asked):
     """suite=none scores nothing."""
     said = refusal(asked, "hydra.sweeper.objectives=[task_success]")
-    assert "is measured by a suite, and there is none · found task_success" in said
+    assert "is measured by a suite, but none is chosen · found task_success" in said
 
 
 def test_directions_stand_beside_objectives(asked):
     """As many, and no other words."""
     said = refusal(asked, "hydra.sweeper.directions=[minimize,up]")
-    assert "directions: not one for each objective" in said
+    assert "directions: needs one for each objective" in said
     given = asked("hydra.sweeper.objectives=[tokens]", "hydra.sweeper.directions=[maximize]")
     assert given.search["directions"] == ["maximize"]
 
@@ -87,8 +87,8 @@ def test_pruning_needs_validations_and_the_loss_alone(asked):
     said = refusal(
         asked, "hydra.sweeper.pruner=median", "hydra.sweeper.objectives=[val_loss,peak_bytes]"
     )
-    assert "pruner: has no effect because nothing is validated before training has ended" in said
-    assert "which is not what is searched for" in said
+    assert "pruner: has no effect because nothing is validated before training ends" in said
+    assert "which is not the objective" in said
     request = asked("hydra.sweeper.pruner=median", "trainer.val_check_interval=4")
     assert request.search["pruner_startup_trials"] == 5
 
@@ -113,13 +113,13 @@ def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkey
     """No jobs at a time, and a machine without Slurm."""
     assert "n_jobs: out of range" in refusal(asked, "hydra.launcher.n_jobs=0")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SetupError, match="Slurm's commands are not here"):
+    with pytest.raises(SetupError, match="Slurm's commands are not installed"):
         asked("hydra/launcher=slurm", "hydra.launcher.array_parallelism=2")
 
 
 def test_nothing_to_draw_is_no_search(asked):
     """One value for each key is a sweep of one job."""
-    assert "nothing is to be drawn" in refusal(asked, "lora.r=4")
+    assert "there is nothing to draw" in refusal(asked, "lora.r=4")
 
 
 def test_a_space_may_stand_in_an_experiment(asked, tmp_path):
@@ -163,4 +163,4 @@ def test_a_search_does_not_write_over_a_sweep(asked, tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text("{}", encoding="utf-8")
     said = refusal(asked, f"hydra.sweep.dir={tmp_path / 's'}")
-    assert "a sweep is there already" in said
+    assert "a sweep already exists here" in said

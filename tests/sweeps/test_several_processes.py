@@ -237,7 +237,7 @@ def test_going_on_takes_the_gpus_that_are_there_now(
     record.write(SweepDir(tmp_path).record)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9")
     assert cli.main([f"sweep.resume={tmp_path}"]) == 2
-    assert "so many jobs at a time need more GPUs" in capsys.readouterr().err
+    assert "that many concurrent jobs need more GPUs" in capsys.readouterr().err
     taken = []
 
     def run(self):

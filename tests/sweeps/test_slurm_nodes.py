@@ -133,7 +133,7 @@ def trainers(run):
 def test_a_job_of_two_nodes_is_killed_put_back_and_resumed_on_one(launched, typed, alone, tmp_path):
     """Warned of its end, it closes its record; its second start loses a process; one node ends it.
 
-    Each goes on from the last checkpoint, and the whole trains what one process trains.
+    Each goes on from the last checkpoint, and the whole trains what this trainer uses one process.
     """
     place = tmp_path / "sweep"
     launcher = launched()

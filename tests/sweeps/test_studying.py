@@ -237,7 +237,7 @@ def test_a_run_that_was_made_again_is_not_the_one_that_was_frozen(lab, capsys):
     record.study["comparison"] = None
     record.write(SweepDir(place).record)
     cli.main(["study=ranks"])
-    assert "is not what the ledger froze" in " ".join(capsys.readouterr().out.split())
+    assert "contradicts the ledger" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_an_edited_study_is_refused(lab, rows_file, refused, change, said):
 def test_a_study_that_is_there_is_continued_by_its_own_command(lab, refused):
     """Planning it again names that command, because sweep.resume refuses a study."""
     told = refused("study=ranks", "task=plan")
-    assert "a sweep is there already" in told
+    assert "a sweep already exists here" in told
     assert "python -m mens_exp study=ranks" in told
 
 
@@ -322,9 +322,9 @@ def test_a_study_over_its_budget_is_not_started(here, rows_file, refused, make_s
     ("arguments", "said"),
     [
         (["study=rank"], "study: unknown option found rank"),
-        (["study=ranks", "lora.r=4"], "lora.r: is decided by the study's file"),
-        (["study=ranks", "task=compare"], "task: a study trains and compares"),
-        (["-m", "study=ranks"], "study: a study says itself what runs"),
+        (["study=ranks", "lora.r=4"], "lora.r: is determined by the study's file"),
+        (["study=ranks", "task=compare"], "task: a study only trains and compares"),
+        (["-m", "study=ranks"], "study: a study defines its own runs"),
         (["study=none.yaml"], "none.yaml: cannot be read found No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -344,11 +344,11 @@ def test_what_is_no_study_is_told(here, rows_file, refused, arguments, said):
         ({"grid": {"lora.r": [2]}}, "compares at least two arms"),
         ({"seeds": [1]}, "study.seeds: a study has several seeds"),
         ({"seeds": [1, 1]}, "study.seeds: a study has several seeds"),
-        ({"primary": "val_los"}, "study.primary: no such KPI found val_los expected a known name"),
-        ({"primary": "task_success"}, "study.primary: is measured by a suite, and there is none"),
-        ({"shared": ["seed=3"]}, "study.shared: is decided by the study itself"),
+        ({"primary": "val_los"}, "study.primary: unknown KPI found val_los expected a known name"),
+        ({"primary": "task_success"}, "study.primary: is measured by a suite, but none is chosen"),
+        ({"shared": ["seed=3"]}, "study.shared: is determined by the study"),
         ({"shared": ["train"]}, "study.shared: not an override found train"),
-        ({"grid": {"seed": [1, 2]}}, "study.grid: is decided by the study itself"),
+        ({"grid": {"seed": [1, 2]}}, "study.grid: is determined by the study"),
         ({"stopping": "first_verdict", "test": "sign_flip"}, "study.sequential"),
     ],
     ids=str,
@@ -374,7 +374,9 @@ def test_two_studies_of_one_ledger_share_no_seed(lab, rows_file, capsys):
     write(lab, settings(rows_file, margin=0.5), "other")
     ledger = "ledger=outputs/study/ranks/ledger.jsonl"
     assert cli.main(["study=other", ledger]) == 2
-    assert "study.seeds: seeds of an earlier cycle" in " ".join(capsys.readouterr().err.split())
+    assert "study.seeds: the seeds belong to an earlier cycle" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert manifests(lab) == manifests(lab)
     assert not list((lab / "outputs" / "study" / "other").glob("*/manifest.json"))
 
@@ -510,8 +512,8 @@ def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reference": "everything"}, "study.reference: names no arm found everything"),
-        ({"primary": "validation_loss"}, "study.primary: no such KPI found validation_loss"),
+        ({"reference": "everything"}, "study.reference: does not name an arm found everything"),
+        ({"primary": "validation_loss"}, "study.primary: unknown KPI found validation_loss"),
     ],
 )
 def test_a_study_that_could_not_be_compared_is_not_registered(
@@ -568,7 +570,7 @@ def test_runs_that_a_ledger_froze_may_be_compared_by_another_kpi(
         assert cli.main([*command, f"hydra.run.dir={tmp_path / 'edited'}"]) == 2
     finally:
         run.write_bytes(before)
-    assert "is not what the ledger froze" in capsys.readouterr().err
+    assert "contradicts the ledger" in capsys.readouterr().err
 
 
 def test_a_study_that_was_killed_before_its_registration_registers(lab):

@@ -137,7 +137,7 @@ def test_a_mixture_is_suggested_as_an_override(attributed, rows_file):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["quant=none"], "has no error to attribute to modules"),
+        (["quant=none"], "has no quantization error to attribute"),
         (["quant=int8"], "expected one of nf4, fp4, nf2"),
         (["quant.skip=[all_linear]"], "leaves nothing quantized"),
         (["quant.skip=[nothing]"], "matches no linear module"),

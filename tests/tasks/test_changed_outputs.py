@@ -56,7 +56,7 @@ def test_a_flipped_adapter_is_refused(copied, capsys, tmp_path, command):
     flip(copied.path / V3)
     said = refused(capsys, tmp_path, *(text.format(run=copied.path) for text in command))
     assert f"{V3}: " in said
-    assert "is not what" in said
+    assert "has changed since" in said
 
 
 def test_a_flipped_peft_directory_of_a_run_is_not_continued_from(copied, capsys, tmp_path):
@@ -64,7 +64,7 @@ def test_a_flipped_peft_directory_of_a_run_is_not_continued_from(copied, capsys,
     flip(copied.path / PEFT)
     command = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none"]
     said = refused(capsys, tmp_path, *command, f"lora.init_from={copied.peft}")
-    assert f"{PEFT}: is not what its run wrote" in said
+    assert f"{PEFT}: has changed since its run wrote it" in said
 
 
 def test_a_peft_directory_of_nobody_is_continued_from_and_its_hash_recorded(
@@ -88,7 +88,7 @@ def test_an_edited_record_of_the_adapter_is_refused(copied, capsys, tmp_path, na
     file = copied.path / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
     said = refused(capsys, tmp_path, "task=merge", "logger=none", f"path={copied.path}")
-    assert f"{name}: is not what its run wrote" in said
+    assert f"{name}: has changed since its run wrote it" in said
 
 
 def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_inputs(
@@ -103,7 +103,7 @@ def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_in
         said = refused(
             capsys, tmp_path / command[-1].partition("=")[2], *command, f"path={copied.path}"
         )
-        assert "inputs.chat_template_sha256: is not what the run was trained on" in said
+        assert "inputs.chat_template_sha256: has changed since the run was trained on it" in said
 
 
 def test_a_run_at_work_may_change_its_files(copied, capsys, tmp_path):
@@ -124,7 +124,7 @@ def test_merged_weights_that_were_flipped_are_not_served(finished, tmp_path, cap
     )
     flip(run / "merged" / "model.safetensors")
     said = refused(capsys, tmp_path, "task=serve", f"path={run / 'merged'}")
-    assert "merged/model.safetensors: is not what its run wrote" in said
+    assert "merged/model.safetensors: has changed since its run wrote it" in said
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_merged_model_that_differs_from_its_certificate_is_no_base(output, cac
     model = output("model")
     resolve(HfModel(id=str(model)), cache)
     flip(model / name)
-    with pytest.raises(DataError, match="is not what its run wrote") as refused:
+    with pytest.raises(DataError, match="has changed since its run wrote it") as refused:
         resolve(HfModel(id=str(model)), cache)
     assert refused.value.where == str(model / name)
     assert "delete parity.json" in str(refused.value)
@@ -188,7 +188,7 @@ def test_commands_refuse_a_merged_model_that_differs_from_its_certificate(
     model = output("model")
     (model / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes() + b" ")
     said = refused(capsys, tmp_path, *(text.format(model=model) for text in command))
-    assert "tokenizer.json: is not what its run wrote" in said
+    assert "tokenizer.json: has changed since its run wrote it" in said
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
@@ -197,7 +197,7 @@ def test_an_exported_adapter_that_differs_from_its_certificate_is_refused(output
     peft = output("peft")
     refuse_changed_adapter(peft)
     flip(peft / name)
-    with pytest.raises(DataError, match="is not what its run wrote"):
+    with pytest.raises(DataError, match="has changed since its run wrote it"):
         refuse_changed_adapter(peft)
 
 
@@ -219,7 +219,7 @@ def test_a_base_of_another_configuration_is_refused_by_every_reader(
         ]
     ):
         said = refused(capsys, tmp_path / str(number), *command, f"path={run.path}")
-        assert "inputs.base_config_sha256: is not what the run was trained on" in said
+        assert "inputs.base_config_sha256: has changed since the run was trained on it" in said
     assert cli.main([f"resume={run.path}", "trainer.max_steps=2"]) == 2
     assert "base_config_sha256" in capsys.readouterr().err
     assert cli.main(["task=inspect", f"path={run.path}", "inspect.verify=true"]) == 4
@@ -240,5 +240,7 @@ def test_code_of_a_base_is_recorded_where_it_is_run(tiny_base, cache, tmp_path):
     assert definition_of(plain).keys() == {"base_config_sha256"}
     (base / "modeling_own.py").write_text("one = 2\n", "utf-8")
     assert definition_of(plain) == definition_of(plain)
-    with pytest.raises(RequestError, match="base_code_sha256: is not what the run was trained on"):
+    with pytest.raises(
+        RequestError, match="base_code_sha256: has changed since the run was trained on it"
+    ):
         refuse_changed_inputs(before, definition_of(trusting))

@@ -108,7 +108,7 @@ def test_one_prompt_is_answered_in_plain_sections(chat, finished, capsys):
 
 
 def test_typed_lines_are_turns_until_the_end_of_input(chat, finished, capsys):
-    """/reset and /system begin anew; an unknown command is told, and asks nothing."""
+    """/reset and /system begin anew; an unknown command is told, and is empty."""
     typed = "one\n\ntwo\n/reset\nthree\n/system Be brief.\nfour\n/quit\n"
     turns = chat(f"path={finished.path}", typed=typed)["turns"]
     assert [(t["user"], t["system"], t["continues"]) for t in turns] == [
@@ -131,8 +131,8 @@ def test_the_base_model_alone_can_be_talked_to(chat):
     ("overrides", "said"),
     [
         ([], "no run to talk to"),
-        (["path=latest"], "there is no run yet"),
-        (["path=base", "prompt=' '"], "prompt: asks nothing"),
+        (["path=latest"], "no run found"),
+        (["path=base", "prompt=' '"], "prompt: is empty"),
         (["path=latest", "model=tiny_llama"], "model: has no effect with task=chat"),
         (["path=latest", "optim.lr=1"], "optim.lr: has no effect with task=chat"),
         (["path=base", "model=tiny_llama", "chat.temperature=-1"], "chat.temperature: out of"),

@@ -201,7 +201,7 @@ def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
 
 
 def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(study, compare, typed):
-    """By hand: the arm has 0.2 more in each seed. One without a direction is no KPI."""
+    """By hand: the arm has 0.2 more in each seed. One without a direction is not a KPI."""
     about = {"unit": "nats", "reduction": "last", "note": ""}
     declared = {
         "probe/margin": {**about, "direction": "max"},
@@ -222,7 +222,7 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
     assert kpis["probe/gap"]["direction"] == "min"
     asked = ("task=compare", f"path={path}", "compare.primary=lr-AdamW", "logger=none")
     said = " ".join(typed(*asked, code=2).split())
-    assert "neither way is declared as better" in said
+    assert "no declared direction" in said
     assert '@declares("lr-AdamW", direction="min")' in said
     turned = {"probe/margin": {**about, "direction": "min"}}
     again = compare(study("again", metrics=(measured, turned)), "compare.primary=probe/margin")
@@ -302,10 +302,10 @@ def test_answers_that_were_made_otherwise_confound(study, compare):
     told = {"engine": "vllm", "temperature": 0.8, "samples": 4, "max_retries": 2}
     record = compare(study(answering=lambda arm: told if arm else {}))
     assert record.contrasts[0]["confounded_by"] == [
-        "answers were made otherwise: eval.engine is hf and vllm",
-        "answers were made otherwise: eval.temperature is 0.0 and 0.8",
-        "answers were made otherwise: eval.samples is 1 and 4",
-        "answers were made otherwise: eval.max_retries is 0 and 2",
+        "answers were generated with other settings: eval.engine is hf and vllm",
+        "answers were generated with other settings: eval.temperature is 0.0 and 0.8",
+        "answers were generated with other settings: eval.samples is 1 and 4",
+        "answers were generated with other settings: eval.max_retries is 0 and 2",
     ]
 
 
@@ -314,7 +314,7 @@ def test_answers_that_were_graded_by_two_versions_confound(study, compare, earli
     """The same items and answers; scorecards before version 3 did not record it."""
     record = compare(study(answering=lambda arm: {"grading": 6} if arm else earlier, seeds=[1, 2]))
     assert record.contrasts[0]["confounded_by"] == [
-        "answers were graded otherwise: by versions 2 and 6"
+        "answers were graded by different versions: 2 and 6"
     ]
 
 
@@ -428,6 +428,27 @@ def test_factors_of_a_crossed_study_confound_nothing(study, compare):
     assert [one["confounded_by"] for one in record.contrasts] == [[], [], []]
 
 
+def test_a_seed_without_the_primary_kpi_is_labelled(study, compare):
+    """The difference rests on the other two seeds, and says so."""
+    path = study(seeds=[1, 2, 3], loss=lambda arm, seed: None if (arm, seed) == (1, 3) else 2.0)
+    record = compare(path, "compare.primary=val_loss")
+    assert primary(record)["seeds"] == [1, 2]
+    assert record.contrasts[0]["environment"] == [f"seed 3 of {WITHOUT} has no val_loss"]
+
+
+def test_runs_that_are_no_jobs_are_in_the_order_of_their_start(study, compare):
+    """Names end with a digest, or are the user's own; neither tells which run was first."""
+    path = study(seeds=[1, 2])
+    for run, name in zip(sorted(path.iterdir()), ["d", "a", "c", "b"], strict=True):
+        number = int(run.name[0])
+        _edit(run, started_utc=f"2026-11-20T06:00:0{3 - number}.000Z")
+        run.rename(path / f"20261120T0600000_{name}")
+    assert compare(path).reference == WITHOUT  # the last that was written started first
+    for run in path.iterdir():
+        run.rename(path / run.name[-1])
+    assert compare(path).reference == WITHOUT
+
+
 def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
     """One failed, one was run twice, one was resumed; what a number rests on is said with it."""
     path = study(seeds=[1, 2, 3])
@@ -520,7 +541,7 @@ def test_an_evaluation_whose_configuration_was_edited_is_refused(study):
     scored = study("scored", seeds=[1, 2], of=path)
     config = RunDir(min(scored.iterdir())).config
     config.write_text(config.read_text("utf-8") + "\n", "utf-8")
-    with pytest.raises(DataError, match="is not what its run wrote") as refused:
+    with pytest.raises(DataError, match="has changed since its run wrote it") as refused:
         read_study([str(path), str(scored)])
     assert refused.value.where == str(config)
 
@@ -578,7 +599,7 @@ def test_a_scorecard_file_names_its_run(study, compare):
         (["compare.factors=[lora.rank]"], "lora.rank"),
         (["compare.factors=[seed]"], "paired by"),
         (["compare.primary=parse_rat"], "the nearest is parse_rate"),
-        (["compare.reference=nobody"], "names no arm"),
+        (["compare.reference=nobody"], "does not name an arm"),
         (["compare.alpha=0"], "out of range"),
         (["compare.alpha=0.9"], "out of range"),
         (["compare.alpha=1e-12"], "out of range"),
@@ -693,7 +714,7 @@ def test_losses_of_documents_that_were_edited_are_refused(study, typed):
     file = next(runs.glob("*/validation.jsonl"))
     file.write_text(file.read_text("utf-8").replace('"tokens": 10', '"tokens": 11'), "utf-8")
     said = typed("task=compare", f"path={runs}", "logger=none", LOSS, code=2)
-    assert f"{file}: is not what its run wrote" in said
+    assert f"{file}: has changed since its run wrote it" in said
 
 
 def test_a_loss_that_its_documents_contradict_is_refused(study, typed):

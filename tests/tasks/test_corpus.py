@@ -78,7 +78,10 @@ def test_a_failing_step_keeps_the_ones_before_it(tmp_path, capsys):
     project(tmp_path / "project")
     mixed = ["corpus.steps=[extract,mix]", "corpus.mix.by=project", "corpus.mix.weights={other:1}"]
     assert make(tmp_path, 1, *mixed) == 2
-    assert "corpus.mix.weights.other: a weight has no source" in capsys.readouterr().err
+    assert (
+        "corpus.mix.weights.other: a weight does not belong to any source"
+        in capsys.readouterr().err
+    )
     assert Manifest.read(RunDir(tmp_path / "run-1").manifest).status is Status.FAILED
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["01-extract"]
     assert make(tmp_path, 2) == 0
@@ -104,7 +107,7 @@ def test_what_cannot_be_made_is_refused_before_a_run_is_opened(tmp_path, capsys)
     assert make(tmp_path, 1) == 2
     err = capsys.readouterr().err
     assert "no such directory or file" in err
-    assert "holds something else" in err
+    assert "contains something else" in err
     assert not (tmp_path / "run-1").exists()
 
 

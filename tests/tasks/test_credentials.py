@@ -59,7 +59,7 @@ def test_a_credential_in_a_setting_is_refused_before_anything_is_written(
     place = tmp_path / "run"
     assert cli.main([*tiny_run, override, f"hydra.run.dir={place}"]) == 2
     said = capsys.readouterr().err
-    assert "holds what looks like a credential" in said
+    assert "contains what looks like a credential" in said
     assert PASSWORD not in said
     assert not place.exists()
 

@@ -169,7 +169,10 @@ def test_another_base_than_in_training_is_refused(trained, tmp_path, capsys):
     out = tmp_path / "evaluation"
     command = ["task=evaluate", "logger=none", f"path={moved}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 2
-    assert "base_weights_sha256: is not what the run was trained on" in capsys.readouterr().err
+    assert (
+        "base_weights_sha256: has changed since the run was trained on it"
+        in capsys.readouterr().err
+    )
     assert Manifest.read(RunDir(out).manifest).status is Status.FAILED
 
 
@@ -250,10 +253,10 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
     ("overrides", "said"),
     [
         (["suite=mini_python", "data=synthetic"], "data: has no effect with suite=mini_python"),
-        (["suite=mini_python", "eval.samples=2"], "samples of the likeliest tokens"),
+        (["suite=mini_python", "eval.samples=2"], "greedy samples"),
         (["suite=mini_python", "eval.base_url=http://x/v1"], "has no effect with eval.engine=hf"),
         (["suite=lm_eval"], "suite=lm_eval is a directory of your own"),
-        (["suite=lm_eval", "suite.path=t", "eval.engine=openai"], "for likelihoods too"),
+        (["suite=lm_eval", "suite.path=t", "eval.engine=openai"], "also for likelihoods"),
         (["suite=lm_eval", "suite.path=t", "eval.temperature=1"], "whose task files say it"),
         (["eval.engine=openai", *SUITE], "the held-out rows belong to a run's own model"),
         (["eval.engine=openai", "suite=mini_python"], "eval.model: missing"),
@@ -343,7 +346,7 @@ def test_a_function_is_no_part_of_a_training_run(capsys):
     """A stored configuration that names one would run it on somebody else's machine."""
     command = ["suite=jsonl", "suite.path=x", "suite.check=function", "suite.function=x.py:f"]
     assert cli.main(["model=tiny_llama", "logger=none", *command]) == 2
-    assert "a function of yours is called by task=evaluate alone" in capsys.readouterr().err
+    assert "only task=evaluate calls a function of yours" in capsys.readouterr().err
 
 
 def test_a_specification_brings_its_own_models(tmp_path, capsys):

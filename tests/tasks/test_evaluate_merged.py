@@ -63,7 +63,7 @@ def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, shard, metadata={"format": "pt"})
     assert evaluated(other, tmp_path / "own") == 2
-    assert "is not what its run wrote" in capsys.readouterr().err
+    assert "has changed since its run wrote it" in capsys.readouterr().err
 
 
 def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path, capsys):
@@ -72,17 +72,17 @@ def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path,
     bare.mkdir()
     shutil.copy(merged.manifest, bare / "manifest.json")
     assert evaluated(bare, tmp_path / "own") == 2
-    assert "the merge left no model that answers" in capsys.readouterr().err
+    assert "the merge did not leave a usable model" in capsys.readouterr().err
     lost = tmp_path / "lost"
     shutil.copytree(merged.path, lost)
     manifest = Manifest.read(lost / "manifest.json")
     manifest.inputs |= {"adapter": "/gone/adapter", "adapter_sha256": "ad" * 32}
     manifest.write(lost / "manifest.json")
     assert evaluated(lost, tmp_path / "own") == 2
-    assert "the run that trained what was merged is not at hand" in capsys.readouterr().err
+    assert "the run that trained the merged adapter was not found" in capsys.readouterr().err
     code = evaluated(merged.path, tmp_path / "own", "eval.engine=vllm")
     assert code in (2, 3)  # 3 where vLLM is missing as well
-    assert "and this is merged" in capsys.readouterr().err
+    assert "but this model is merged" in capsys.readouterr().err
     assert not (tmp_path / "own").exists()
 
 

@@ -107,10 +107,10 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
         (["path={run}", "format=bundle", "model=tiny_gpt2"], "no effect with format=bundle"),
         (["path={run}", "export.double_quant=true"], "no effect with format=bundle"),
         (["path={run}", "format=gguf7"], "gguf7"),
-        (["path={run}", "format=v3", "out={run}"], "is there already"),
-        (["path={run}", "format=v3", "out=."], "is there already"),
-        (["path={run}", "format=hf", "out=."], "is there already"),
-        (["path=base", "format=hf", "model=tiny_llama", "out=."], "is there already"),
+        (["path={run}", "format=v3", "out={run}"], "already exists"),
+        (["path={run}", "format=v3", "out=."], "already exists"),
+        (["path={run}", "format=hf", "out=."], "already exists"),
+        (["path=base", "format=hf", "model=tiny_llama", "out=."], "already exists"),
         (
             ["path={run}", "format=v3", "export.base_quant=none", "export.double_quant=true"],
             "contradicts export.base_quant=none",
@@ -145,8 +145,8 @@ def test_several_reasons_are_given_together(finished, export, tmp_path):
     }
     write_adapter(tmp_path / "dora", manifest, tensors)
     text = export(f"path={tmp_path / 'dora'}", "format=v3", f"out={tmp_path / 'dora'}", code=2)
-    assert "DoRA is no delta" in text
-    assert "is there already" in text
+    assert "DoRA is not a delta" in text
+    assert "already exists" in text
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_what_a_run_trained_is_what_leaves(
     ours = logits(tiny_base, tmp_path / "here" / "peft")
     np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=0)
     if overrides == ["lora.variant=dora"]:
-        assert "DoRA is no delta" in export(f"path={run.path}", "format=v3", code=2)
+        assert "DoRA is not a delta" in export(f"path={run.path}", "format=v3", code=2)
         return
     export(f"path={run.path}", "format=v3", "out=v3")
     export("path=v3", "format=peft", "out=back", "model=tiny_llama")

@@ -63,9 +63,9 @@ def test_settings_of_the_model_are_kept(export, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["path=base", "format=gguf"], "exported with format=hf"),
-        (["path=base"], "exported with format=hf"),
-        ([*WORDS, "out=mine"], "out: is there already"),
+        (["path=base", "format=gguf"], "task=export format=hf"),
+        (["path=base"], "task=export format=hf"),
+        ([*WORDS, "out=mine"], "out: already exists"),
         ([*WORDS, "merge.dtype=f32"], "merge.dtype: has no effect with format=hf and path=base"),
         ([*WORDS, "parity.tokens=9"], "parity.tokens: has no effect with format=hf and path=base"),
         ([*WORDS, "data=synthetic"], "data: has no effect with format=hf and path=base"),

@@ -46,7 +46,7 @@ def test_an_edit_that_agrees_with_itself_is_refused_once_the_ledger_has_the_runs
     after = hashlib.sha256(run.card.read_bytes()).hexdigest()
     assert before != after
     said = lab.compare("one", ledger=True, code=2)
-    assert f"{run.card}: is not what the ledger froze" in said
+    assert f"{run.card}: contradicts the ledger" in said
     assert f"found {after}" in said
     assert f"expected {before}, by entry 3" in said
     assert len(lab.entries()) == 3
@@ -59,7 +59,7 @@ def test_a_promotion_refuses_edits_of_what_a_comparison_froze(lab):
     for name in SEEDS:
         lab.compare(name)
     assert "burn_production: insufficient_evidence" in lab.promote()
-    assert f"{run.card}: is not what the ledger froze" in lab.denied()
+    assert f"{run.card}: contradicts the ledger" in lab.denied()
     assert "by entry 3" in lab.denied()
 
 
@@ -102,7 +102,7 @@ def test_copies_do_not_count_a_second_time(lab):
     run = forge(lab)
     assert len(lab.entries()) == 3
     said = lab.compare("one", ledger=True, code=2)
-    assert f"{run.card}: is not what the ledger froze" in said
+    assert f"{run.card}: contradicts the ledger" in said
 
 
 def test_two_versions_of_one_cycle_never_both_count(lab):
@@ -139,7 +139,7 @@ def test_an_exploratory_comparison_refuses_edited_runs_too(lab):
     run = forge(lab)
     path = f"path=[{run.path},{lab.run('burn', 2).path}]"
     said = lab.compare("one", path, ledger=True, code=2)
-    assert f"{run.card}: is not what the ledger froze" in said
+    assert f"{run.card}: contradicts the ledger" in said
 
 
 def test_an_exploratory_comparison_freezes_nothing(lab):

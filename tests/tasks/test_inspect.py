@@ -166,7 +166,7 @@ def test_a_truncated_checkpoint_is_refused(finished, typed, tmp_path):
     whole = finished.checkpoint(4).read_bytes()
     (tmp_path / "step_00000004.ckpt").write_bytes(whole[: len(whole) // 2])
     said = typed("task=inspect", f"path={tmp_path / 'step_00000004.ckpt'}", code=2)
-    assert "no training state that can be read" in said
+    assert "not a readable training state" in said
 
 
 @pytest.mark.parametrize("mode", ["full", "subset"])
@@ -248,7 +248,7 @@ def test_nothing_that_can_be_inspected_is_refused(typed, tmp_path):
     for name, message in {
         "absent": "no such file or directory",
         "empty": "a directory without a record",
-        "notes.txt": "a file that is no checkpoint",
+        "notes.txt": "a file that is not a checkpoint",
     }.items():
         said = typed("task=inspect", f"path={tmp_path / name}", code=2)
         assert message in said
@@ -270,7 +270,7 @@ def test_a_file_of_rows_is_told_how_to_see_it(typed, tmp_path):
     ("overrides", "message"),
     [
         (["task=inspect"], "nothing to inspect"),
-        (["task=inspect", "path=base"], "can only be talked to"),
+        (["task=inspect", "path=base"], "works only with"),
         (
             ["task=inspect", "path=latest", "inspect.replay_steps=2"],
             "no effect with inspect.replay=false",

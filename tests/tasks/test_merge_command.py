@@ -99,7 +99,7 @@ def test_the_header_s_quantizer_is_assumed_when_asked_and_said(ones, capsys):
     typed(ones, "merge.base=dequantized", code=2)
     said = capsys.readouterr()
     assert "records no more of it" in " ".join(said.out.split())
-    assert "no multiple of the quantizer's block" in said.err
+    assert "not a multiple of the quantizer's block" in said.err
     assert not (ones / "out.safetensors").exists()
 
 
@@ -147,14 +147,14 @@ def test_a_number_beyond_f16_is_refused(ones, capsys):
     ("overrides", "reason"),
     [
         (["adapter=burn/model.bin"], r"Burn checkpoint.*vox mens merge-weights"),
-        (["merge.meta=-"], r"merge\.meta: is needed beside adapter="),
+        (["merge.meta=-"], r"merge\.meta: is required with adapter="),
         (
             ["merge.base_shard=-"],
             r"merge\.base_shard: is needed.*add merge\.base_shard=\[a\.safetensors",
         ),
-        (["out=-"], r"out: is needed.*add out=<file>"),
-        (["base=x/y"], r"base: has no effect beside adapter="),
-        (["merge.mode=full"], r"shards alone are no whole model"),
+        (["out=-"], r"out: is required.*add out=<file>"),
+        (["base=x/y"], r"base: has no effect with adapter="),
+        (["merge.mode=full"], r"shards alone are not a whole model"),
         (["adapter=nowhere.safetensors"], r"adapter\.file: no such file.*nowhere"),
         (["merge.base_shard=[nowhere.safetensors]"], r"merge\.base_shard: no such file"),
         (
@@ -189,7 +189,7 @@ def test_an_output_that_is_there_stays(ones, capsys):
     """Byte for byte; nothing is replaced."""
     (ones / "out.safetensors").write_bytes(b"mine")
     typed(ones, code=2)
-    assert "out: is there already" in capsys.readouterr().err
+    assert "out: already exists" in capsys.readouterr().err
     assert (ones / "out.safetensors").read_bytes() == b"mine"
 
 
@@ -293,7 +293,7 @@ def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
     by_path(adapter, None, f"hydra.run.dir={tmp_path / 'again'}", code=2)
     assert "does not say where its base is" in capsys.readouterr().err
     by_path(adapter, tmp_path / "none", f"hydra.run.dir={tmp_path / 'third'}", code=2)
-    assert "no such base is here" in capsys.readouterr().err
+    assert "the base model was not found" in capsys.readouterr().err
 
 
 KILLED = """

@@ -95,7 +95,7 @@ def test_a_plan_shows_the_date_that_prompts_will_have(tiny_run, tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("date", "said"),
-    [("2026-01-05", "the chat template asks for no date"), ("yesterday", "is no date")],
+    [("2026-01-05", "the chat template asks for no date"), ("yesterday", "is not a date")],
 )
 def test_a_date_without_effect_is_refused(date, said, tiny_run, tmp_path, capsys):
     """ChatML asks for none; and a date is a date."""

@@ -324,7 +324,7 @@ def test_an_edited_ledger_is_refused(lab):
     lines = lab.ledger.read_text("utf-8").splitlines(keepends=True)
     edited = [lines[0], lines[1].replace("[3,4]", "[3,9]"), lines[2]]
     assert edited != lines
-    for tampered, reason in ((edited, "not the one that was written"), (lines[1:], "follow")):
+    for tampered, reason in ((edited, "modified after it was written"), (lines[1:], "follow")):
         lab.ledger.write_text("".join(tampered), encoding="utf-8")
         before = lab.ledger.read_bytes()
         with pytest.raises(RequestError, match=reason):
@@ -332,6 +332,14 @@ def test_an_edited_ledger_is_refused(lab):
         with pytest.raises(RequestError, match=reason):
             lab.open("four", [7, 8])
         assert lab.ledger.read_bytes() == before
+
+
+@pytest.mark.parametrize("arms", ["[attention,mlp]", '["lora=attention","lora=mlp"]'])
+def test_the_command_that_runs_a_cycle_is_one(lab, typed, arms):
+    """An arm is named by its value of the factor, or as comparisons name it."""
+    told = [f"promote.suite_digest={SUITE}", f"promote.arms={arms}", "promote.factor=lora"]
+    command = ["task=promote", "promote.open_cycle=one", f"ledger={lab.ledger}", *told]
+    assert "mens_exp -m seed=1,2 lora=attention,mlp" in typed(*command, "promote.seeds=[1,2]")
 
 
 def test_the_command_line_opens_decides_and_replays(lab, typed):
@@ -356,7 +364,7 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
     scorecard.write_text(scorecard.read_text("utf-8") + " ", encoding="utf-8")
     assert "a past decision comes out otherwise" in typed(*replay, code=4)
     lab.ledger.write_bytes(lab.ledger.read_bytes().replace(b"[5,6,7,8]", b"[5,6,7,9]", 1))
-    assert "not the one that was written" in typed(*replay, code=2)
+    assert "modified after it was written" in typed(*replay, code=2)
 
 
 def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
@@ -365,9 +373,9 @@ def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
     command = ["task=promote", f"ledger={lab.ledger}", *told]
     said = typed(*command, "promote.open_cycle=two", "promote.seeds=[2,3]", code=2)
-    assert "seeds of an earlier cycle" in said
+    assert "the seeds belong to an earlier cycle" in said
     said = typed(*command, "promote.open_cycle=one", "promote.seeds=[4,5]", code=2)
-    assert "is registered already" in said
+    assert "is already registered" in said
     assert "next      run its arms, or open a cycle of another name" in said
     assert len(read_ledger(lab.ledger)) == 1
 
@@ -456,13 +464,13 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
         (["path=."], "next add policy=<name> and ledger=<file>"),
         (["ledger=l", "promote.replay=true", "path=."], "has no effect with promote.replay"),
         (["ledger=l", "promote.replay=true", "promote.open_cycle=c"], "several things at once"),
-        (["ledger=l", "policy=eval_gate"], "no evidence"),
+        (["ledger=l", "policy=eval_gate"], "no evidence given"),
         (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
-        (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison is there"),
+        (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison found"),
         (["ledger=l", "promote.open_cycle=c"], "freezes its seeds"),
         (
             ["ledger=l", "promote.open_cycle=c", "policy=eval_gate"],
-            "no cycle is opened for this policy",
+            "this policy does not use cycles",
         ),
         (
             ["ledger=l", "promote.open_cycle=c", "policy=burn_production", "path=."],

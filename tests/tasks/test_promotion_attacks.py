@@ -416,7 +416,7 @@ def test_a_comparison_refuses_answers_that_were_edited(lab):
     file.write_text(text.replace('"task_success":true', '"task_success":false'), "utf-8")
     assert file.read_text("utf-8") != text
     said = lab.typed("task=compare", f"path={runs}", "logger=none", code=2)
-    assert f"{file}: is not what its run wrote" in said
+    assert f"{file}: has changed since its run wrote it" in said
 
 
 @pytest.mark.parametrize("name", ["scorecard.json", "config.yaml"])
@@ -426,7 +426,7 @@ def test_a_comparison_refuses_an_edited(lab, name):
     file = run_of(runs, "qlora", 7) / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
     said = lab.typed("task=compare", f"path={runs}", "logger=none", code=2)
-    assert f"{file}: is not what its run wrote" in said
+    assert f"{file}: has changed since its run wrote it" in said
 
 
 def test_a_comparison_refuses_a_manifest_with_another_contract(lab):
@@ -437,7 +437,7 @@ def test_a_comparison_refuses_a_manifest_with_another_contract(lab):
     told["contract"]["settings"]["lora.r"] = 4
     file.write_text(json.dumps(told), "utf-8")
     said = lab.typed("task=compare", f"path={runs}", "logger=none", code=2)
-    assert f"{file}: is not what its run wrote" in said
+    assert f"{file}: has changed since its run wrote it" in said
 
 
 def test_a_comparison_labels_what_has_no_hash(lab):

@@ -193,7 +193,7 @@ def test_a_run_without_digests_is_replayed_as_far_as_it_tells(train_in, replay, 
 def test_a_run_without_steps_is_refused(run, typed):
     """There is nothing to compare with."""
     run.telemetry.write_text("", "utf-8")
-    assert "no step that could be" in typed(
+    assert "no step that can be" in typed(
         "task=inspect", f"path={run.path}", "inspect.replay=true", code=2
     )
 

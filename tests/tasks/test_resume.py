@@ -243,7 +243,7 @@ def test_only_training_goes_on(tmp_path, monkeypatch):
     """A plan is made again, not resumed."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=plan"]) == 0
-    with pytest.raises(RequestError, match=r"only training goes on.*\(plan\)"):
+    with pytest.raises(RequestError, match=r"only training can be continued.*\(plan\)"):
         prepare_resumption("plan", {})
 
 
@@ -285,7 +285,10 @@ def test_other_rows_than_before_are_refused(broken, rows_file, tmp_path, capsys)
     run = broken(tmp_path / "run", 10, f"data.path={mine}")
     mine.write_bytes(mine.read_bytes().replace(b"return x + 59", b"return 59 + x"))
     assert cli.main([f"resume={run.path}"]) == 2
-    assert "inputs.data.rows_sha256: is not what the run was trained on" in capsys.readouterr().err
+    assert (
+        "inputs.data.rows_sha256: has changed since the run was trained on it"
+        in capsys.readouterr().err
+    )
     assert Manifest.read(run.manifest).status is Status.FAILED
     mine.write_bytes(rows_file.read_bytes())
     assert cli.main([f"resume={run.path}"]) == 0
@@ -368,7 +371,7 @@ def test_digests_that_cannot_be_read_are_refused(broken, tmp_path, capsys, text)
     (run.checkpoints / "sha256.json").write_text(text, "utf-8")
     before = files(run)
     assert cli.main([f"resume={run.path}"]) == 2
-    assert "holds no digests of training states" in capsys.readouterr().err
+    assert "contains no digests of training states" in capsys.readouterr().err
     assert files(run) == before
 
 
@@ -401,6 +404,6 @@ def test_a_run_that_succeeded_stays_so_when_going_on_is_refused(
     before = files(run)
     mine.write_bytes(mine.read_bytes().replace(b"return x + 59", b"return 59 + x"))
     assert cli.main([f"resume={run.path}", "trainer.max_steps=6"]) == 2
-    assert "is not what the run was trained on" in capsys.readouterr().err
+    assert "has changed since the run was trained on it" in capsys.readouterr().err
     assert files(run) == before
     assert Manifest.read(run.manifest).status is Status.SUCCEEDED

@@ -245,8 +245,8 @@ def test_a_command_without_place_or_tasks_is_refused(here, capsys):
     """Both are said at once."""
     assert cli.main(["task=rejection_sampling", *OWN, "suite=none"]) == 2
     said = capsys.readouterr().err
-    assert "rejection_sampling.output: nowhere to write the rounds" in said
-    assert "rejection_sampling.sample: no tasks to sample answers to" in said
+    assert "rejection_sampling.output: no output directory given" in said
+    assert "rejection_sampling.sample: no tasks given" in said
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_second_run_in_the_same_directory_is_refused(cell, tmp_path):
     with open_run(tmp_path / "run", cell):
         pass
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    refused = pytest.raises(RequestError, match=r"a run is there already.*resume=")
+    refused = pytest.raises(RequestError, match=r"a run already exists.*resume=")
     with refused, open_run(tmp_path / "run", cell):
         pytest.fail("the block must not begin")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before

@@ -330,8 +330,8 @@ BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu", "eval.k
         (["suite=mini_python"], "suite=mini_python is an evaluation"),
         (["suite=heldout_syntax"], "suite=heldout_syntax is an evaluation"),
         (["suite=humaneval"], "suite=humaneval is an evaluation"),
-        (["suite=humaneval", "suite.path=x", "sandbox=none"], "no answer passes where none is"),
-        (["suite=jsonl", "suite.path=x", "task=train"], "kept by task=evaluate alone"),
+        (["suite=humaneval", "suite.path=x", "sandbox=none"], "no answer can pass if none is"),
+        (["suite=jsonl", "suite.path=x", "task=train"], "only task=evaluate keeps"),
         (
             ["suite=jsonl", "suite.path=x", "eval.keep_passing=null", "eval.keep_per_prompt=2"],
             "keep_per_prompt: has no effect",
@@ -367,7 +367,7 @@ def test_file_that_is_there_is_not_written_over(sample, drawn, capsys):
     """Exit code 2, and the rows stay."""
     before = drawn[1].read_bytes()
     sample(f"eval.keep_passing={drawn[1]}", code=2)
-    assert "the file is there already" in capsys.readouterr().err
+    assert "the file already exists" in capsys.readouterr().err
     assert drawn[1].read_bytes() == before
 
 

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
+from mens_exp.artifacts import atomic
 from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -210,3 +213,16 @@ def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
     assert "A LoRA model" in told["burn"]
     assert "full" not in told["burn"].split("## ", 1)[0]
     assert "A full fine-tuning model" in told["full"]
+
+
+def test_a_run_removes_what_a_killed_one_left_of_a_comparison(train_in, tmp_path, monkeypatch):
+    """A run that is resumed after its comparison does not write that file again."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    train_in(tmp_path / "first")
+    (known,) = (tmp_path / "cache" / "reference").iterdir()
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    left = known.with_name(f".{known.name}.{atomic._machine()}-{dead.pid}-00000000.tmp")
+    left.write_text("{")
+    train_in(tmp_path / "second")
+    assert list(known.parent.iterdir()) == [known]

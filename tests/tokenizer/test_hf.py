@@ -127,10 +127,10 @@ def test_identity_is_the_content_of_the_file(written):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.json", None, "is no tokenizer"),
-        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer.json", None, "is not a tokenizer"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
         ("tokenizer_config.json", "{", "cannot be read"),
-        ("tokenizer_config.json", json.dumps(["a"]), "is no JSON object"),
+        ("tokenizer_config.json", json.dumps(["a"]), "is not a JSON object"),
     ],
 )
 def test_damaged_file_is_named(written, name, content, reason):

@@ -230,7 +230,7 @@ def test_a_template_that_cannot_be_compiled_is_refused(source):
     """With an error of ours, also where Jinja or Python gives up on what it becomes."""
     end = attack(check_syntax, source)
     assert end.how == "refused", end
-    assert "is no chat template" in end.message
+    assert "is not a chat template" in end.message
 
 
 @pytest.mark.parametrize("text", [" ", "\n", "{", "{{", "{% ", "{#", "#}", "'"])

@@ -32,7 +32,7 @@ def test_absent_file_is_refused_with_the_nearest(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"\xff", "it is not UTF-8"), (b"{% for m in %}", "is no chat template")],
+    [(b"\xff", "it is not UTF-8"), (b"{% for m in %}", "is not a chat template")],
 )
 def test_file_that_is_no_template_is_refused(tmp_path, content, reason):
     """Before anything is built on it."""

@@ -290,5 +290,5 @@ def test_a_template_gets_the_date_that_is_set():
 def test_syntax_can_be_checked_without_a_conversation():
     """What does not compile is refused; what compiles is not rendered."""
     check_syntax("{{ raise_exception('only when rendered') }}")
-    with pytest.raises(DataError, match="is no chat template"):
+    with pytest.raises(DataError, match="is not a chat template"):
         check_syntax("{% for m in messages %}")

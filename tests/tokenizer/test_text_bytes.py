@@ -63,7 +63,7 @@ def test_control_tokens_stand_for_no_text(tmp_path):
     tokenizer = read(sentencepiece(), tmp_path)
     end = tokenizer.core.token_to_id("</s>")
     assert counted(tokenizer, [*tokenizer.encode_all(["def"])[0], end]) == (3, None)
-    assert counted(tokenizer, [end]) == (None, "no learned token stands for text")
+    assert counted(tokenizer, [end]) == (None, "no learned token represents text")
 
 
 def test_unknown_tokens_have_unknown_bytes(tmp_path):
@@ -80,7 +80,7 @@ def test_other_vocabularies_do_not_tell(tmp_path):
     core.decoder = decoders.WordPiece()
     total, reason = counted(read(core, tmp_path), [1])
     assert total is None
-    assert "does not tell" in str(reason)
+    assert "does not say" in str(reason)
 
 
 def test_vox_counts_ascii_and_compounds_and_knows_no_newline():

@@ -224,7 +224,7 @@ def test_a_logger_that_does_not_start_ends_the_run_with_a_remedy(lab, capsys):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("logger=[none,csv]", "none stands for no logger"),
+        ("logger=[none,csv]", "none means no logger"),
         ("logger.project=lab", "write logger.wandb.project=lab"),
         ("logger.wandb.sink=csv", "is set by the option"),
         ("logger.wandb.projct=lab", "the nearest is logger.wandb.project"),
@@ -260,7 +260,7 @@ def test_a_missing_tensorboard_names_the_extra(tiny_config, monkeypatch):
 def test_a_loggers_settings_are_its_own():
     """A key of another logger is refused."""
     (problem,) = check(["logger=csv", "logger.project=mine"]).problems
-    assert "is no key of the chosen logger" in str(problem)
+    assert "is not a key of the chosen logger" in str(problem)
 
 
 def test_a_model_cannot_be_watched_by_the_mirror():

@@ -143,13 +143,13 @@ FORMS = {
         AdapterForm(
             name="dora",
             tensors={**HALVES, MAGNITUDE: ("out",)},
-            no_delta="DoRA is no delta: it sets the length of each row of the weight that it "
+            no_delta="DoRA is not a delta: it sets the length of each row of the weight that it "
             "changes",
         ),
         AdapterForm(
             name="ia3",
             tensors={"ia3_l": ("out",)},
-            no_delta="(IA)³ is no delta: it multiplies the rows of the weight that it changes",
+            no_delta="(IA)³ is not a delta: it multiplies the rows of the weight that it changes",
         ),
         AdapterForm(
             name="loha",
@@ -217,7 +217,7 @@ def foreign_form(name: str, tensors: Mapping[str, Sequence[str]]) -> AdapterForm
     return AdapterForm(
         name=name,
         tensors={part: tuple(dims) for part, dims in tensors.items()},
-        no_delta=f"{name} is no delta: only its own method knows what its tensors make of a weight",
+        no_delta=f"{name} is not a delta: only its own method can apply its tensors to a weight",
     )
 
 
@@ -257,7 +257,7 @@ def header_problems(header: Header, where: str) -> list[DataError]:
     ]
     found += [
         DataError(
-            "a base key of no layer",
+            "a base key does not belong to any layer",
             where=f"{where}: base_key_map",
             found=layer,
             expected=expected_name(layer, layers),
@@ -377,7 +377,11 @@ def disagreements(
     expected = {f"{layer}.{part}" for layer in header.layer_order for part in parts}
     for name in sorted(set(shapes) - expected):
         known = expected_name(name, expected)
-        found.append(DataError("a tensor of no layer", where=where, found=name, expected=known))
+        found.append(
+            DataError(
+                "a tensor does not belong to any layer", where=where, found=name, expected=known
+            )
+        )
     found += [
         DataError("a tensor is missing", where=where, expected=name)
         for name in sorted(expected - set(shapes))
@@ -438,7 +442,7 @@ def _wrong_shape(where: str, shape: tuple[int, ...], expected: str) -> DataError
 
 def _not_whole(path: Path, error: Exception) -> DataError:
     return DataError(
-        "not a whole safetensors file",
+        "the safetensors file is incomplete",
         where=str(path),
         found=str(error),
         remedy="copy the adapter again, or write it again from a checkpoint of its run",

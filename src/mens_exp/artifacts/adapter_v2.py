@@ -185,7 +185,9 @@ def _obstacles(manifest: AdapterManifest) -> list[DataError]:
     ranks = {layer: manifest.rank_of(layer) for layer in manifest.layer_order}
     found = []
     if manifest.form.no_delta is not None:
-        found.append(_cannot("mens_exp.variant", f"{manifest.variant}, which is no delta", "lora"))
+        found.append(
+            _cannot("mens_exp.variant", f"{manifest.variant}, which is not a delta", "lora")
+        )
     mixed = {layer: r for layer, r in ranks.items() if r != manifest.rank}
     if mixed:
         found.append(
@@ -218,7 +220,7 @@ def embed_key_of(manifest: AdapterManifest) -> str | None:
 
 def _cannot(place: str, found: object, expected: str) -> DataError:
     return DataError(
-        "schema v2 cannot say this",
+        "schema v2 cannot express this",
         where=place,
         found=found,
         expected=expected,
@@ -282,9 +284,9 @@ def read_adapter_files(
     if named in adapter_v3.FORMATS:
         return adapter_v3.read_manifest(meta, tensors)
     raise DataError(
-        "no header of an adapter",
+        "not an adapter header",
         where=f"{meta}: format",
         found="no such key" if named is None else named,
         expected=f"one of {', '.join(_FORMATS)}",
-        remedy="name the adapter_manifest.json or the candle_qlora_adapter_meta.json beside it",
+        remedy="name the adapter_manifest.json or the candle_qlora_adapter_meta.json next to it",
     )

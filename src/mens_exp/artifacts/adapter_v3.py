@@ -266,7 +266,7 @@ class AdapterManifest:
         if self._scale_is_the_headers and (self.form.root_scale or self._pattern("alpha")):
             found.append(
                 DataError(
-                    "contradicts the variant or alpha_pattern beside it",
+                    "contradicts the variant or the alpha_pattern",
                     where=f"{where}: mens_exp.scale",
                     found="header",
                     expected="no such key, or lora or dora without an alpha_pattern",
@@ -356,7 +356,7 @@ class AdapterManifest:
                 )
         elif self._has_known_tensors:
             yield DataError(
-                "describes the tensors of a variant that is known",
+                "describes the tensors of a known variant",
                 where=f"{where}: mens_exp.tensors",
                 found=self.variant,
                 expected="no such key",
@@ -379,7 +379,7 @@ class AdapterManifest:
             is_list = isinstance(sizes, list) and sizes and {*map(str, sizes)} <= {*known}
             if not is_list or not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
                 yield DataError(
-                    "no tensor of a layer",
+                    "not a tensor of a layer",
                     where=f"{where}: mens_exp.tensors.{name}",
                     found=sizes,
                     expected=f"a name, and sizes among {', '.join(sorted(known))}",

@@ -126,7 +126,7 @@ class Certificate(StoredRecord):
         elif self.passed == bool(exceeded := self.exceeded()):
             found.append(
                 DataError(
-                    "the verdict is not that of its own figures",
+                    "the verdict contradicts the recorded figures",
                     where=f"{where}: passed",
                     found=self.passed,
                     expected=f"{not exceeded}, as {len(exceeded)} limits are exceeded",
@@ -345,7 +345,7 @@ class Inspection(StoredRecord):
             named.append(("replay", self.replay["checks"]))
         return [
             DataError(
-                "the outcome is not that of its own values",
+                "the outcome contradicts the recorded values",
                 where=f"{where}: {name}.checks[{number}].outcome",
                 found=str(check["outcome"]),
                 expected=f"{check['recorded']!r} beside {check['found']!r}",

@@ -304,7 +304,7 @@ class CorpusReport(StoredRecord):
         if sum(self.sides.values()) != self.rows:
             found.append(
                 DataError(
-                    "the sides are not the rows",
+                    "the sides do not add up to the rows",
                     where=f"{where}: sides",
                     found=sum(self.sides.values()),
                     expected=str(self.rows),

@@ -307,19 +307,19 @@ def _wrong(
     whole = {name: value for name, value in entry.items() if name != "sha256"}
     if digest(whole) != entry["sha256"]:
         yield DataError(
-            "the entry is not the one that was written",
+            "the entry was modified after it was written",
             where=where,
             found=digest(whole),
             expected=str(entry["sha256"]),
-            remedy="put the ledger back as it was; entries are never edited",
+            remedy="restore the ledger; entries are never edited",
         )
     elif entry["previous"] != before or entry["number"] != number:
         yield DataError(
-            "the entry does not follow the one before it",
+            "the entry does not follow its predecessor",
             where=where,
             found=f"number {entry['number']} after {entry['previous']}",
             expected=f"number {number} after {before}",
-            remedy="put the ledger back as it was; entries are never dropped or moved",
+            remedy="restore the ledger; entries are never removed or reordered",
         )
 
 

@@ -125,11 +125,11 @@ def _changed(file: Path, hashes: dict[Path, str]) -> Iterator[DataError]:
         if hashes[place] != expected:
             on_purpose = f"; if you changed it on purpose, delete {record.name}"
             yield DataError(
-                "is not what its run wrote",
+                "has changed since its run wrote it",
                 where=str(file),
                 found=hashes[place],
                 expected=f"{expected}, as {record} has it",
-                remedy="put the file back as it was, or make it again"
+                remedy="restore the file, or create it again"
                 + (on_purpose if record.name.endswith(CERTIFICATE) else ""),
             )
             return
@@ -174,7 +174,7 @@ def _certified(record: Path) -> dict[str, Any]:
             "cannot be read, so the files next to it cannot be checked",
             where=str(record),
             found=str(error),
-            remedy="put it back as it was, or delete it to use files that nothing vouches for",
+            remedy="restore it, or delete it to use the files unchecked",
         ) from error
     files = certificate.get("files") if isinstance(certificate, dict) else None
     return files if isinstance(files, dict) else {}
@@ -216,11 +216,11 @@ def refuse_damaged_checkpoint(path: Path) -> None:
     found = sha256_file(path)
     if found not in expected:
         raise DataError(
-            "is not the training state that was written",
+            "has changed since the training state was written",
             where=str(path),
             found=found,
             expected=expected[-1],
-            remedy=f"resume={path.parent.parent} goes on from the last state that is whole",
+            remedy=f"resume={path.parent.parent} continues from the last intact state",
         )
 
 
@@ -280,9 +280,9 @@ def _are_digests(value: object) -> bool:
 
 def _no_digests(path: Path, found: str) -> DataError:
     return DataError(
-        "holds no digests of training states",
+        "contains no digests of training states",
         where=str(path),
         found=found,
         expected="a name and a list of SHA-256 for each",
-        remedy=f"delete {path} to go on from a state that cannot be checked",
+        remedy=f"delete {path} to continue from a state that cannot be checked",
     )

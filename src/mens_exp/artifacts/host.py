@@ -272,7 +272,7 @@ def _peak_wset(pid: int | None) -> int | None:
 
 
 # For each error: the problem, and the first remedy.
-_AGAIN: Final = ", then go on with: "
+_AGAIN: Final = ", then continue with: "
 _ELSEWHERE: Final = "use another disk (hydra.run.dir, or MENS_EXP_CACHE for the cache)"
 _FULL: Final = ("the disk is full", f"free some space, or {_ELSEWHERE}")
 _DENIED: Final = ("access is denied", "change the file's permissions, or use another directory")

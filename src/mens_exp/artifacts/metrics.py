@@ -264,7 +264,7 @@ def declare(metrics: Iterable[Metric]) -> None:
             entry = replace(one, name=f"{area}/{one.name}")
             if METRICS.setdefault(entry.name, entry) != entry:
                 raise MensError(
-                    "there is another metric of this name",
+                    "a metric of this name already exists",
                     where=f"metrics of an objective: {one.name}",
                     found=entry.name,
                     remedy="give it another name",
@@ -366,7 +366,7 @@ def step_metric(name: str) -> Metric:
         return found
     if "/" not in name:
         raise RequestError(
-            "the metrics of a step are named by their area",
+            "metric names start with their area",
             where=name,
             expected=f"area/what, such as own/{name}; or {expected_name(name, METRICS)}",
         )
@@ -396,7 +396,7 @@ def mistaken(name: str, logged: Iterable[str]) -> str | None:
 def _refuse_ours(name: str) -> None:
     if name in METRICS:
         raise RequestError(
-            "is a metric that every run records itself",
+            "is already recorded by every run",
             where=name,
             expected="another name",
             remedy=f"log it as own/{name.rpartition('/')[2]}, say",

@@ -62,7 +62,7 @@ def parse_json(data: bytes, where: str) -> Any:
             "not JSON",
             where=where,
             found=str(error),
-            remedy="put the file back as it was, or make it again",
+            remedy="restore the file, or create it again",
         ) from error
 
 

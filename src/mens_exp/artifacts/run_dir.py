@@ -304,11 +304,11 @@ def resolve(text: str, here: Path = Path(), *, task: str | None = None) -> RunDi
 
 
 def _latest(here: Path, task: str | None) -> RunDir:
-    started = [(_started_utc(run, task), str(run.path), run) for run in runs_near(here)]
+    started = [(started_utc(run, task), str(run.path), run) for run in runs_near(here)]
     dated = [entry for entry in started if entry[0]]
     if not dated:
         raise RequestError(
-            "there is no run yet",
+            "no run found",
             where="path",
             found="latest",
             expected=f"a {task or ''}{' ' if task else ''}run under {here / _OUTPUTS}, or where "
@@ -337,12 +337,15 @@ def runs_near(here: Path) -> Iterator[RunDir]:
         for name in sorted(glob.glob(f"{depth}/{_MANIFEST}", root_dir=here)):  # noqa: PTH207  # Path.glob stops at the first place that may not be read
             run = RunDir((here / name).parent)
             is_inside = (run.path.parent / _MANIFEST).is_file()  # of another run
-            if not name.startswith(f"{_OUTPUTS}/") and not is_inside and _started_utc(run, None):
+            if not name.startswith(f"{_OUTPUTS}/") and not is_inside and started_utc(run, None):
                 yield run
 
 
-def _started_utc(run: RunDir, task: str | None) -> str:
-    # Read loosely: a damaged or newer manifest must not hide the other runs.
+def started_utc(run: RunDir, task: str | None = None) -> str:
+    """Return the start of a run's first attempt, for sorting; empty for a run of another task.
+
+    It is read loosely, because a damaged or newer manifest must not hide the other runs.
+    """
     try:
         manifest = parse_json(read_bytes(run.manifest), str(run.manifest))
     except DataError:

@@ -284,7 +284,7 @@ def _sweep_of_1(value: dict[str, Any]) -> dict[str, Any]:
             return value
         now = _LAUNCHERS_OF_1[before]
         note = (
-            f"it was launched with hydra/launcher={before}, and goes on with hydra/launcher={now}"
+            f"it was launched with hydra/launcher={before} and continues with hydra/launcher={now}"
         )
         if value.get("search") is not None:
             fixed = value["search"]["fixed"]  # recomposed when the search continues

@@ -112,7 +112,7 @@ def _check_number(event: yaml.ScalarEvent, where: str) -> None:
 
 def _too_much(where: str, found: str) -> DataError:
     return DataError(
-        "the YAML holds more than a configuration does",
+        "the YAML is too large for a configuration",
         where=where,
         found=found,
         expected=f"at most {MAX_YAML_NODES:,} values, nested at most {MAX_YAML_DEPTH} deep, and "

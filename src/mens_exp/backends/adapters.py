@@ -82,7 +82,7 @@ def _refuse_other_experts(
         found = parameters.get(stack.path)
         if found is None or not _is_of(stack, found, weights):
             raise ConfigError(
-                "the loaded model holds its experts otherwise than its checkpoint's names say",
+                "the loaded model does not store its experts as the names in its checkpoint say",
                 where="lora.targets",
                 found=f"{stack.path}: {'absent' if found is None else list(found.shape)}",
                 expected=f"{list(stack.shape)}, the stored experts one by one",

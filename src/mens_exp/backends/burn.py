@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LANE = "research"
 _NOTE = "lane: research; promotion needs its own evidence (burn against qlora, two cycles)"
-_SCRATCH = "base weights were trained beside the adapter; weights/ holds both, merged"
+_SCRATCH = "base weights were trained with the adapter; weights/ contains both, merged"
 
 
 def objective_note(objective: ObjectiveConfig, *, is_chatml: bool) -> str:

@@ -63,7 +63,7 @@ def backbone(causal_lm: Any) -> Any:
     models = [module for module in modules.values() if isinstance(module, PreTrainedModel)]
     if len(models) != 1:
         raise ModelFileError(
-            "the model has no backbone apart from its head",
+            "the model has no backbone that is separate from its head",
             where=type(causal_lm).__name__,
             found=", ".join(modules),
             remedy="choose another model",
@@ -476,7 +476,7 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
             where=str(base.directory),
             found=f"no {min(missing)}, {len(missing)} in all",
             expected="every weight; what is absent would be random",
-            remedy="look at model_type in config.json, or download the model again",
+            remedy="check model_type in config.json, or download the model again",
         )
 
 

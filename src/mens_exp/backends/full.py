@@ -88,7 +88,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
 
     def _no_adapter(self) -> NoReturn:
         raise RequestError(
-            "every weight was trained, and there is no adapter",
+            "every weight was trained, so there is no adapter",
             where="backend",
             found="full",
             expected="a run of a backend with an adapter: qlora, lora, proxy or burn",

@@ -68,7 +68,7 @@ class PeftLora(AdapterMethod):
                 peft = get_peft_model(model, wanted, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(
-                "PEFT refuses the targets on this model",
+                "PEFT rejects the targets for this model",
                 where="lora.targets",
                 found=str(error),
                 remedy=other_targets(family, ()),
@@ -79,7 +79,7 @@ class PeftLora(AdapterMethod):
         expected = {f"{_PREFIX}{one.path}" for one in sites}
         if layers.keys() != expected:
             raise SetupError(
-                "PEFT put its layers on other modules than the plan's",
+                "PEFT put its layers on modules other than the planned ones",
                 where="lora.targets",
                 found=", ".join(sorted(layers.keys() ^ expected)[:8]),
                 expected="the modules of layout/targets.py",

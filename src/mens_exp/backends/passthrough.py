@@ -213,7 +213,7 @@ def _field_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if name not in types:
         near = name.upper() if name.upper() in types else "OFT"
         yield ConfigError(
-            "names no type of PEFT",
+            "unknown type of PEFT",
             where=f"lora.config.{_TYPE}",
             found=config.get(_TYPE),
             expected=expected_name(name, types),
@@ -223,7 +223,7 @@ def _field_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     own = "lora=all_linear" if name == "LORA" else f"lora={name.lower()}"
     if name.lower() in ADAPTERS.built_in:
         yield ConfigError(
-            f"PEFT's {name} is here under its own name, with its own settings",
+            f"PEFT's {name} has an option of its own here",
             where=f"lora.config.{_TYPE}",
             found=name,
             expected=own,
@@ -236,12 +236,14 @@ def _field_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         where = f"lora.config.{key}"
         if key not in fields:
             expected = expected_name(key, fields)
-            yield ConfigError(f"no field of {types[name].__name__}", where=where, expected=expected)
+            yield ConfigError(
+                f"unknown field of {types[name].__name__}", where=where, expected=expected
+            )
         elif key == _TYPE or value == _default(fields[key]):
             continue
         elif _why_refused(key) is not None:
             yield ConfigError(
-                f"is no setting of a run: {_why_refused(key)}",
+                f"cannot be set: {_why_refused(key)}",
                 where=where,
                 found=value,
                 expected=str(_default(fields[key])),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.backends.generation import Trace
     from mens_exp.config.root import RunConfig
     from mens_exp.data.batch import Batch
+    from mens_exp.model.liger import FusedHead
 
 
 class Backend(Protocol):
@@ -104,6 +105,8 @@ class Backend(Protocol):
 
 class NonPeftBackend:
     """Backend methods about PEFT and initialisation for models that PEFT cannot represent."""
+
+    fused_head: FusedHead | None = None
 
     def start_state(self) -> dict[str, torch.Tensor]:
         """Return nothing: a checkpoint depends only on the published weights."""

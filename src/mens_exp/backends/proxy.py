@@ -60,7 +60,7 @@ def load_into(
     if theirs != ours:
         odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
         raise ConfigError(
-            "the adapter's matrices are not the graph's",
+            "the adapter's matrices do not match the graph",
             where="adapter",
             found=", ".join(odd[:_LISTED]),
             expected="the layers and the rank of the run's own configuration",

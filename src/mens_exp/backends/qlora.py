@@ -25,7 +25,9 @@ from mens_exp.layout.targets import chosen, described
 from mens_exp.lora.keyed import SFC64, EmbeddingNoise
 from mens_exp.model import attention, fused_attention
 from mens_exp.model.kernels import is_rounded
+from mens_exp.model.liger import FusedHead, LigerKernels
 from mens_exp.model.stored_weights import StoredWeights
+from mens_exp.planning.kernels import reasons
 from mens_exp.quant.binding import compute_dtype
 from mens_exp.quant.bnb import (
     as_published,
@@ -36,7 +38,7 @@ from mens_exp.quant.bnb import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from mens_exp.data.batch import Batch
     from mens_exp.lora.method import Pair
     from mens_exp.model.sources import BaseModel
+    from mens_exp.planning.kernels import Part
 
 _MATRIX = 2
 
@@ -71,7 +74,7 @@ class QloraBackend(torch.nn.Module):
             loaded_on: the device to build the model on, if different; the caller moves it.
 
         Raises:
-            ConfigError: a LoRA target names no module of the model.
+            ConfigError: a LoRA target does not name a module of the model.
             SetupError: the device cannot hold or run the model.
         """
         super().__init__()
@@ -110,6 +113,14 @@ class QloraBackend(torch.nn.Module):
         together = self.shape.family.verified
         self.inputs = self.method.take_over(adapted, weights, together=together)
         self.noise = noise_on(self.causal_lm, config)
+        self.use_kernels(reasons(config, on_gpu=device.type == "cuda"))
+
+    def use_kernels(self, why_not: Mapping[Part, str | None], *, kind: str = "cuda") -> None:
+        """Use Liger's kernels on a kind of device; see `LigerKernels`."""
+        self.kernels = LigerKernels(
+            self.causal_lm, self.head, why_not, dtype=self.compute_dtype, kind=kind
+        )
+        self.fused_head: FusedHead | None = self.kernels.head
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
@@ -266,7 +277,7 @@ class QloraBackend(torch.nn.Module):
         if theirs != ours:  # a copy would silently broadcast rank 1 to any rank
             odd = [f"{name} {list(shape)}" for name, shape in sorted(theirs ^ ours)]
             raise ConfigError(
-                "the adapter's matrices are not the graph's",
+                "the adapter's matrices do not match the graph",
                 where="adapter",
                 found=", ".join(odd[:8]),
                 expected="the layers and the rank of the run's own configuration",
@@ -344,7 +355,8 @@ class QloraBackend(torch.nn.Module):
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
             **start_facts(self.lora, self.errors, self.start_s),
-            "numerics": self._numerics(),
+            "kernels": self.kernels.facts(),
+            "numerics": self._numerics() | self.kernels.numerics(),
         }
 
     def _numerics(self) -> dict[str, str]:
@@ -397,7 +409,7 @@ def noise_on(causal_lm: Any, config: RunConfig) -> EmbeddingNoise:
     """Return the noise of a model's embeddings, which is on them if there is any.
 
     Raises:
-        ModelFileError: the model's code does not say which its embeddings are.
+        ModelFileError: the model's code does not expose its input embeddings.
     """
     noise = EmbeddingNoise(config.objective.neftune_alpha, seed=config.seed)
     if not noise.alpha:
@@ -406,7 +418,7 @@ def noise_on(causal_lm: Any, config: RunConfig) -> EmbeddingNoise:
         embedding = causal_lm.get_input_embeddings()
     except (AttributeError, NotImplementedError) as error:
         raise ModelFileError(
-            "the model's code does not say which its embeddings are",
+            "the model's code does not expose its input embeddings",
             where=type(causal_lm).__name__,
             found=f"{type(error).__name__}: {error}",
             expected="get_input_embeddings",

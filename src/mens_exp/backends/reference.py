@@ -82,7 +82,7 @@ def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreem
             theirs, their_gradients = _theirs(reference, leaves, names, documents, device)
         except MODEL_CODE_ERRORS as error:
             raise ModelFileError(
-                "the model's own forward pass cannot be compared with",
+                "the model's own forward pass cannot be compared",
                 where=type(backend.causal_lm).__name__,
                 found=f"{type(error).__name__}: {error}",
                 remedy="set data.contract.probe=false, which trains without the comparison",

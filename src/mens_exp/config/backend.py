@@ -62,8 +62,8 @@ class BurnConfig(BackendConfig):
     name: str = "burn"
     train_base: bool | None = setting(
         None,
-        "Train the base weights too; null does so where the model is random, because an adapter "
-        "on frozen random weights learns little.",
+        "Train the base weights too. null: only for random models, because an adapter on frozen "
+        "random weights learns little.",
     )
 
 
@@ -79,18 +79,19 @@ class ProxyConfig(BackendConfig):
     )
     max_layers: int | None = setting(
         None,
-        "Middle projections from the first on; null is all of them, 0 the head alone.",
+        "Number of middle projections to train, counted from the first. null: all; 0: only the "
+        "head.",
         ge=0,
         only_if=when("backend.lm_head_only", False),
         idle=None,
     )
     lm_head_only: bool = setting(
         False,  # the value of the setting, named by its position in the schema
-        "Train the head alone, without a middle projection.",
+        "Train only the head, without middle projections.",
     )
     require_full_stack: bool = setting(
         False,  # as above
-        "Refuse a checkpoint that lacks a middle projection; false trains the head alone then.",
+        "Refuse a checkpoint that lacks a middle projection; false trains only the head then.",
     )
 
 

@@ -128,7 +128,7 @@ def stored_digest(path: Path) -> str:
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     if not isinstance(plain, dict):  # of a file from elsewhere
-        raise TypeError("a section holds no mapping")
+        raise TypeError("a section is not a mapping")
     return {str(key): value for key, value in plain.items()}
 
 
@@ -234,7 +234,7 @@ def run_composed(
             Path(one.run_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SetupError(
-                "the run directory cannot be made",
+                "the run directory cannot be created",
                 where="hydra.run.dir",
                 found=str(error),
                 remedy="name a directory that you may write to",
@@ -397,7 +397,7 @@ def _unreadable(path: Path, found: str) -> ConfigError:
         "the stored configuration cannot be read",
         where=str(path),
         found=found,
-        remedy="put the file back as its run wrote it",
+        remedy="restore the file that its run wrote",
     )
 
 
@@ -429,13 +429,13 @@ def study_in(path: Path) -> StudyConfig:
     except _UNREADABLE as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(
-            "is no study",
+            "is not a study",
             where=f"{path}: {key}" if key else str(path),
             found=(str(error).splitlines() or [type(error).__name__])[0],
             expected="the keys of a file of conf/study; docs/how-to/studies.md lists them",
         ) from error
     if missing:
-        raise ConfigError("is no study", where=str(path), found=f"no {', '.join(missing)}")
+        raise ConfigError("is not a study", where=str(path), found=f"no {', '.join(missing)}")
     assert isinstance(study, StudyConfig)
     return study
 
@@ -466,7 +466,7 @@ def _mapping_in(path: Path) -> DictConfig:
     bounded = parse_yaml(data, str(path))
     stored = OmegaConf.load(io.BytesIO(data)) if isinstance(bounded, dict) else None
     if not isinstance(stored, DictConfig):
-        raise TypeError("the file holds no mapping")
+        raise TypeError("the file does not contain a mapping")
     return stored
 
 
@@ -491,7 +491,7 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
     for group in stored:
         node = stored[group]
         if group == "callbacks" and not isinstance(node, DictConfig):
-            raise TypeError("callbacks holds no mapping")
+            raise TypeError("callbacks is not a mapping")
         if group == "callbacks" or _is_several_loggers(group, node):
             root[group] = {
                 name: _under(_schema(str(group), values, name=str(name)), values)

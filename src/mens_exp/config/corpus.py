@@ -26,21 +26,21 @@ class DedupeConfig:
 
     by: DedupeBy = setting(
         DedupeBy.response,
-        "What of two rows is compared: response, all answers (the same code asked for in two ways "
-        "is a duplicate), or row, the system prompt and what the user asks as well (for rows of "
-        "short answers, where many are rightly the same).",
+        "Part of the rows to compare. response: the answers (the same code requested in two ways "
+        "is a duplicate); row: the system prompt and the user's turns as well (for short answers, "
+        "many of which are legitimately equal).",
     )
     threshold: float | None = setting(
         0.8,
         "Jaccard similarity of two rows' sets of shingles from which they are near-duplicates "
         "(measured: benchmarks/dedupe.py plants pairs at 0.7 to 0.95); it is computed, not "
-        "estimated, for each pair that MinHash brings together. Null: exact duplicates alone.",
+        "estimated, for each pair that MinHash brings together. null: only exact duplicates.",
         ge=0.5,
         le=1,
     )
     shingle_tokens: int = setting(
         5,
-        "Tokens of a shingle; a token is a word, or a character that is in none. Exact duplicates "
+        "Tokens in a shingle; a token is a word, or a character outside of words. Exact duplicates "
         "are found by the syntax tree in Python, and by the words elsewhere.",
         ge=1,
         le=50,
@@ -55,7 +55,10 @@ class DedupeConfig:
         only_if=_NEAR,
     )
     processes: int = setting(
-        2, "Processes that parse and sign rows; the result is the same for any number.", ge=1
+        2,
+        "Processes that parse rows and compute their signatures; the result does not depend on "
+        "the number.",
+        ge=1,
     )
 
 
@@ -74,7 +77,7 @@ class DecontaminateConfig:
     ngram_words: int = setting(
         13,
         "Words of an n-gram that a row and an item must not share (Brown et al. 2020, appendix C); "
-        "an item with fewer is looked for whole.",
+        "an item with fewer words is searched for as a whole.",
         ge=3,
         le=50,
     )
@@ -96,16 +99,16 @@ class ReportConfig:
 
     token_rows: int | None = setting(
         10_000,
-        "Rows that are encoded, drawn evenly, to count tokens; of more rows, totals are estimated "
-        "and carry a standard error. Null encodes all.",
+        "Rows to encode, drawn evenly, for counting tokens; with more rows, totals are estimates "
+        "with a standard error. null: encode all.",
         ge=1,
     )
     duplicates: bool = setting(
         True,  # the value of the setting, named by its position in the schema
-        "Look for what is still a duplicate, as corpus.dedupe says.",
+        "Look for remaining duplicates, with the settings of corpus.dedupe.",
     )
     processes: int = setting(
-        2, "Processes that parse and screen rows; the result is the same for any number.", ge=1
+        2, "Processes that parse and screen rows; the result does not depend on the number.", ge=1
     )
 
 
@@ -180,18 +183,18 @@ class ExtractConfig:
 
     languages: list[str] = setting(
         ["python", "rust", "markdown"],
-        "What to read: python (.py), rust (.rs), markdown (.md, its fenced blocks of code).",
+        "Languages to read: python (.py), rust (.rs), markdown (.md, its fenced code blocks).",
         example="[python,markdown]",
     )
     commit: str | None = setting(
         None,
         "Commit, tag or branch of the git checkout to read; its work tree is neither read nor "
-        "touched. Null: the files as they stand in the directory.",
+        "changed. Null: the files as they are in the directory.",
         example="main",
     )
     project: str | None = setting(
         None,
-        "Name of the project, the first part of every group; null is the directory's.",
+        "Name of the project, the first part of every group; null: the name of the directory.",
         example="serde",
     )
 
@@ -202,8 +205,8 @@ class ValidateConfig:
 
     on_bad_row: OnBadRow = setting(
         OnBadRow.error,
-        "A row that cannot be read or whose code does not parse: error refuses all of them, "
-        "quarantine puts it into quarantine.jsonl with its place and reason and goes on.",
+        "Handling of rows that cannot be read or whose code does not parse. error: stop; "
+        "quarantine: write them to quarantine.jsonl with their place and the reason, and continue.",
     )
     compile: bool = setting(
         False,  # a fragment with undefined names parses, but does not compile
@@ -218,8 +221,9 @@ class CanonicalConfig:
 
     on_bad_row: OnUnformatted = setting(
         OnUnformatted.keep,
-        "A row whose Rust rustfmt does not format: keep leaves it as it is, drop leaves it out, "
-        "error refuses all of them. unformatted.jsonl lists the first two with the reason.",
+        "Handling of rows whose Rust code rustfmt cannot format. keep: leave them unchanged; "
+        "drop: leave them out; error: stop. unformatted.jsonl lists kept and dropped rows with "
+        "the reason.",
     )
 
 
@@ -227,7 +231,7 @@ class CanonicalConfig:
 class GenerateConfig:
     """Settings of the generate step, which adds rows from the families of data=synthetic."""
 
-    rows: int = setting(1000, "Rows to add, no two alike (about a thousand a second).", ge=1)
+    rows: int = setting(1000, "Rows to add, all different (about a thousand a second).", ge=1)
     repair_frac: float = setting(
         0.25, "Share of rows that ask to repair a broken program (a rough choice).", ge=0, le=1
     )
@@ -240,19 +244,19 @@ class MixStepConfig:
 
     by: MixBy = setting(
         MixBy.category,
-        "What tells sources apart: file (the name of an input file less its endings, in the first "
-        "step), category, language, or project (a group's part before '::').",
+        "Attribute that defines a source: file (the name of an input file without its extensions, "
+        "in the first step), category, language, or project (a group's part before '::').",
     )
     weights: dict[str, float] = setting(
         {},
-        "Weight of each source, such as {stdlib:0.7,strings:0.3}: its share of the rows; only the "
-        "ratios count, and every source there is needs one.",
+        "Weight of each source, such as {stdlib:0.7,strings:0.3}: its share of the rows. Only the "
+        "ratios count, and every source needs a weight.",
         example="{serde:0.7,generated:0.3}",
     )
     stop: MixStop = setting(
         MixStop.all_exhausted,
-        "When the draw ends: all_exhausted repeats sources until each was gone through, "
-        "first_exhausted repeats none, budget ends at budget_tokens.",
+        "End of the draw. all_exhausted: repeat sources until each has been read completely; "
+        "first_exhausted: stop with the first source; budget: stop at budget_tokens.",
     )
     budget_tokens: int | None = setting(
         None,
@@ -261,7 +265,7 @@ class MixStepConfig:
         ge=1,
         only_if=when("corpus.mix.stop", "budget"),
     )
-    seed: int = setting(0, "Which rows of a source are drawn first.", ge=0)
+    seed: int = setting(0, "Seed of the order in which rows of a source are drawn.", ge=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -270,10 +274,10 @@ class SplitStepConfig:
 
     by: SplitBy = setting(
         SplitBy.file,
-        "What stays on one side: file (a row's group, its source file; its first prompt where it "
-        "has none) or project (a group's part before '::').",
+        "Unit that stays on one side of the split: file (a row's group, its source file, or else "
+        "its first prompt) or project (a group's part before '::').",
     )
-    val_frac: float = setting(0.05, "Share of the groups to validate on.", ge=0, lt=1)
+    val_frac: float = setting(0.05, "Share of the groups for validation.", ge=0, lt=1)
     heldout_frac: float = setting(0.05, "Share of the groups to hold out.", ge=0, lt=1)
 
 
@@ -283,8 +287,8 @@ class CurriculumConfig:
 
     order: DifficultyOrder = setting(
         DifficultyOrder.easiest_first,
-        "Which rows come first. A row's difficulty is its own; of a row without one the length of "
-        "its answer and, in Python, the depth of its syntax tree tell.",
+        "Order of the rows. A row's difficulty is its own field; without one, it follows from the "
+        "length of the answer and, in Python, from the depth of its syntax tree.",
     )
 
 
@@ -300,14 +304,15 @@ class CorpusConfig:
     )
     input: Any = setting(
         None,
-        "What the first step reads: files of rows (one, a list, a glob), for extract a directory, "
-        "a file or a git checkout, or a list of them. Null: generate begins, and reads nothing.",
+        "Input of the first step: files of rows (one, a list, a glob); for extract a directory, a "
+        "file or a git checkout, or a list of them. null: the first step is generate, which reads "
+        "nothing.",
         example="project",
     )
     output: str | None = setting(
         None,
-        "Directory of the corpus: one directory a step, and corpus.json. A step of it that is "
-        "done already, from the same input under the same settings, is not done again.",
+        "Directory of the corpus: one directory for each step, and corpus.json. A step that was "
+        "already done with the same input and settings is not repeated.",
         example="corpus",
     )
     extract: ExtractConfig = section(ExtractConfig, only_if=_with_step("extract"))

@@ -30,7 +30,8 @@ class ContractConfig:
 
     min_supervised_frac: float = setting(
         0.01,
-        "Share of the training tokens that are learned, at least (a rough choice; measured: 0.51 "
+        "Lowest accepted share of the training tokens that are learned (a rough choice; measured: "
+        "0.51 "
         "for the stdlib rows; the Vox mens trainer requires 0.1).",
         ge=0,
         lt=1,
@@ -38,33 +39,35 @@ class ContractConfig:
     )
     max_truncation_loss_frac: float = setting(
         0.99,
-        "Share of the learned tokens that seq_len cuts off, at most (a rough choice; measured: "
+        "Highest accepted share of the learned tokens that seq_len cuts off (a rough choice; "
+        "measured: "
         "0.94 for the stdlib rows under experiment=smoke, 0.14 by default).",
         ge=0,
         le=1,
     )
     max_nothing_frac: float = setting(
         0.95,
-        "Share of the documents that keep nothing to learn, at most (a rough choice; measured: "
+        "Highest accepted share of documents with nothing left to learn (a rough choice; measured: "
         "0.47 for the stdlib rows under experiment=smoke, 0.01 by default).",
         ge=0,
         le=1,
     )
     allow_untrained_end: bool = setting(
         False,  # a model that never learns to stop is almost always a mistake
-        "Train documents whose answer's end marker is not learned.",
+        "Accept documents in which the end marker of the answer is not learned.",
         only_if=_LEARNS_ENDS,
     )
     max_overlap_frac: float = setting(
         0.05,
-        "Share of the benchmark's items of which one training row has half the 13-grams of words "
-        "or more, at most (a rough choice; measured: 0 for the stdlib and synthetic rows).",
+        "Highest accepted share of benchmark items that have half of their 13-grams of words, or "
+        "more, in one training row (a rough choice; measured: 0 for the stdlib and synthetic "
+        "rows).",
         ge=0,
         le=1,
     )
     max_repeated_answer_frac: float = setting(
         0.5,
-        "Share of the conversations in which an answer is given again word for word, at most "
+        "Highest accepted share of conversations that repeat an answer word for word "
         "(a rough choice).",
         ge=0,
         le=1,
@@ -128,27 +131,27 @@ class Truncation(Enum):
 class FilterConfig:
     """Filters on rows; null disables a filter."""
 
-    min_rating: int | None = setting(
-        None, "Lowest rating, 1 to 5; rows that nobody rated pass.", ge=1, le=5
-    )
+    min_rating: int | None = setting(None, "Lowest rating, 1 to 5; unrated rows pass.", ge=1, le=5)
     category: str | None = setting(
         None,
-        "Part of a row's category, in either case; rows without a category fail.",
+        "Text that a row's category must contain, ignoring case; rows without a category fail.",
         example="python",
     )
     exclude_category: str | None = setting(
-        None, "Part of the categories to leave out; rows without a category pass.", example="chat"
+        None,
+        "Text of categories to leave out, ignoring case; rows without a category pass.",
+        example="chat",
     )
     min_chars: int | None = setting(
-        None, "Fewest characters of a row: prompts and answers together.", ge=1
+        None, "Lowest number of characters in a row, prompts and answers together.", ge=1
     )
     max_chars: int | None = setting(
-        None, "Most characters of a row: prompts and answers together.", ge=1
+        None, "Highest number of characters in a row, prompts and answers together.", ge=1
     )
     language: str | None = setting(
         None,
-        "A row's language, in either case: the row's field where it has one, else the name after "
-        "any code fence (```python) of its answers; rows with neither fail.",
+        "Language of the row, ignoring case: the row's field, or else the name after a code fence "
+        "(```python) in its answers; rows with neither fail.",
         example="rust",
     )
 
@@ -189,7 +192,8 @@ class DataConfig:
     )
     packing: bool = setting(
         True,  # the value of the setting, named by its position in the schema
-        "Put several documents into one sequence, attention kept inside each; false pads.",
+        "Pack several documents into one sequence, with attention inside each document only; "
+        "false pads.",
         aliases={"packing": "TRL, LLaMA-Factory and Unsloth", "sample_packing": "Axolotl"},
     )
     val_frac: float = setting(
@@ -207,7 +211,7 @@ class DataConfig:
     heldout_frac: float = setting(0.05, "Share of the groups kept for the suite.", gt=0, lt=1)
     val_max_tokens: int = setting(
         8192,
-        "Validation stops after about so many tokens (about 7 s on two cores).",
+        "Approximate number of tokens after which validation stops (about 7 s on two cores).",
         ge=1,
         changes=Effect.NOTHING,
         only_if=unless(
@@ -235,10 +239,10 @@ class DataConfig:
             remedy="add task=plan, or drop data.show",
         ),
     )
-    filter: FilterConfig = section(FilterConfig, "Which rows are taken, before the split.")
+    filter: FilterConfig = section(FilterConfig, "Filter of the rows, before the split.")
     contract: ContractConfig = section(
         ContractConfig,
-        "What the rows must fulfil before step 1.",
+        "Checks of the rows before step 1.",
         changes=Effect.NOTHING,  # its limits refuse a run
         only_if=when("task.name", *sorted(TRAINING)),
     )
@@ -262,7 +266,7 @@ class SyntheticData(DataConfig):
 
     source: str = "synthetic"
     rows: int = setting(
-        2000, "Rows of all three sides together, no two alike (about a thousand a second).", ge=10
+        2000, "Rows of all three sides together, all different (about a thousand a second).", ge=10
     )
     repair_frac: float = setting(
         0.25,
@@ -297,7 +301,7 @@ class ColumnsConfig:
 
     prompt: str | None = setting(None, "Column of the user's turn.", example="question")
     input: str | None = setting(
-        None, "Column of what an instruction is about, as Alpaca has it.", example="context"
+        None, "Column of the input of an instruction, as in Alpaca.", example="context"
     )
     response: str | None = setting(None, "Column of the assistant's turn.", example="answer")
     messages: str | None = setting(
@@ -319,10 +323,12 @@ class ColumnsConfig:
         None, "Column of an answer that has a label, or its turns.", example="answer"
     )
     label: str | None = setting(
-        None, "Column of whether an answer is wanted: true or false.", example="thumbs_up"
+        None,
+        "Column of the label of an answer: true if it is wanted, else false.",
+        example="thumbs_up",
     )
     tools: str | None = setting(
-        None, "Column of the tools on offer: a list of functions.", example="functions"
+        None, "Column of the available tools: a list of functions.", example="functions"
     )
     system: str | None = setting(None, "Column of the system prompt.", example="system_prompt")
     rating: str | None = setting(None, "Column of a rating from 1 to 5.", example="score")
@@ -331,7 +337,7 @@ class ColumnsConfig:
         None, "Column of the language that an answer is written in.", example="lang"
     )
     group: str | None = setting(
-        None, "Column of what must stay on one side of the split.", example="source_id"
+        None, "Column of the group that must stay on one side of the split.", example="source_id"
     )
     difficulty: str | None = setting(None, "Column of a difficulty from 1 to 10.", example="level")
     fields: dict[str, str] = setting(
@@ -354,12 +360,12 @@ class WrittenData(DataConfig):
 
     on_bad_row: OnBadRow = setting(
         OnBadRow.error,
-        "A row that cannot be used: error refuses all of them, quarantine puts it into the run's "
-        "quarantine.jsonl with its place and reason and goes on.",
+        "Handling of rows that cannot be used. error: stop; quarantine: write them to the run's "
+        "quarantine.jsonl with their place and the reason, and continue.",
     )
     max_bad_frac: float = setting(
         0.01,
-        "Share of bad rows over which quarantine is an error too (a rough choice).",
+        "Share of bad rows above which quarantine is an error too (a rough choice).",
         gt=0,
         lt=1,
         changes=Effect.NOTHING,
@@ -375,18 +381,18 @@ class RowsData(WrittenData):
         RowFormat.auto,
         "How rows are written: pair (prompt, response), messages, alpaca, sharegpt; text, which is "
         "learned as a whole; preference (prompt, chosen, rejected); or unpaired (prompt, "
-        "completion, label); auto tells for each file.",
+        "completion, label); auto: detected for each file.",
     )
     group_column: str | None = setting(
         None,
-        "Column whose value parts the rows: rows that share it stay on one side of the split. "
-        "Null: the row's own group, else its prompt or plain text.",
+        "Column to split by: rows with the same value stay on one side of the split. null: the "
+        "row's group, or else its prompt or plain text.",
         example="source_id",
     )
     columns: ColumnsConfig = section(
         ColumnsConfig,
-        "Columns of files written otherwise, such as {prompt:question,response:answer}; columns "
-        "that are not named are left out, and said to be.",
+        "Columns of files with other names, such as {prompt:question,response:answer}; columns "
+        "that are not named are ignored, and a note lists them.",
     )
     streaming: bool = setting(
         False,  # the value of the setting, named by its position in the schema
@@ -423,8 +429,8 @@ class JsonlData(RowsData):
     )
     val_path: Any = setting(
         None,
-        "Files of rows to validate on, written like path; then no row of path validates, and "
-        "heldout_frac still holds out rows of path. Null: val_frac of path validates.",
+        "Files of validation rows, written like path; then no row of path is used for validation, "
+        "and heldout_frac still holds out rows of path. null: val_frac of path.",
         example="validation.jsonl",
     )
 
@@ -441,18 +447,18 @@ class HubData(RowsData):
     )
     revision: str | None = setting(
         None,
-        "Branch, tag or commit; put down as a commit when the run starts. Null: main.",
+        "Branch, tag or commit; recorded as a commit when the run starts. null: main.",
         example="main",
     )
     subset: str | None = setting(
-        None, "Subset (configuration) of the dataset, where it has some.", example="default"
+        None, "Subset (configuration) of the dataset, if it has any.", example="default"
     )
     split: str = setting(
         "train", "Split to read, also a part of one: train[:1000].", example="'train[:1000]'"
     )
     val_split: str | None = setting(
         None,
-        "Split to validate on; then no row of split validates. Null: val_frac of split validates.",
+        "Validation split; then no row of split is used for validation. null: val_frac of split.",
         example="test",
     )
 
@@ -465,14 +471,15 @@ class MixData(WrittenData):
     sources: Any = setting(
         MISSING,
         "List of sources: {path:a.jsonl,weight:0.7}, {id:lab/rows,weight:0.2} or "
-        "{source:stdlib,weight:0.1}, with format, columns, filter and the like of that option. "
-        "Weights are shares of the rows; only their ratios count. name is for the record.",
+        "{source:stdlib,weight:0.1}, with format, columns, filter and other settings of that "
+        "option. Weights are shares of the rows; only their ratios count. name appears in the "
+        "record.",
         example="'[{path:a.jsonl,weight:0.7},{source:stdlib,weight:0.3}]'",
     )
     stop: MixStop = setting(
         MixStop.all_exhausted,
-        "When the draw ends: all_exhausted repeats sources until each was gone through, "
-        "first_exhausted repeats none, budget ends at budget_tokens.",
+        "End of the draw. all_exhausted: repeat sources until each has been read completely; "
+        "first_exhausted: stop with the first source; budget: stop at budget_tokens.",
     )
     budget_tokens: int | None = setting(
         None,
@@ -483,5 +490,8 @@ class MixData(WrittenData):
         idle=None,
     )
     mix_seed: int = setting(
-        0, "Which rows of a source are drawn first; not the run's seed, so arms share rows.", ge=0
+        0,
+        "Seed of the order in which rows of a source are drawn; not the run's seed, so that arms "
+        "share rows.",
+        ge=0,
     )

@@ -102,7 +102,7 @@ class OwnData(GivenData):
         found = target_at("data", self._target_)
         if not (isinstance(found, type) and issubclass(found, RowSource)):
             raise ConfigError(
-                "is of another kind",
+                "has the wrong type",
                 where="data._target_",
                 found=self._target_,
                 expected="a class with a method rows",

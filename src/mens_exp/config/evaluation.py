@@ -67,7 +67,7 @@ class EvalConfig:
 
     engine: EngineKind = setting(
         EngineKind.hf,
-        "hf: the graph at hand, base and tuned in one process; vllm: vLLM on a GPU, with the "
+        "hf: the loaded model, base and tuned in one process; vllm: vLLM on a GPU, with the "
         "published base weights (task=evaluate); openai: an OpenAI-compatible server "
         "(task=evaluate).",
         only_if=_left_open("engine"),
@@ -80,7 +80,7 @@ class EvalConfig:
     )
     model: str | None = setting(
         None,
-        "The server's name of the model (engine=openai).",
+        "Name of the model on the server (engine=openai).",
         only_if=(_left_open("model"), _SERVER_ANSWERS),
         example="my-model",
     )
@@ -92,14 +92,14 @@ class EvalConfig:
     )
     temperature: float = setting(
         0.0,
-        "0 takes the likeliest token; above, tokens are drawn.",
+        "0: the most likely token; above 0: tokens are sampled.",
         ge=0,
         le=10,
         only_if=_left_open("temperature"),
     )
     top_p: float = setting(
         1.0,
-        "Tokens are drawn from the fewest that have this share of the probability.",
+        "Tokens are sampled from the smallest set with this share of the probability.",
         gt=0,
         le=1,
         only_if=(_left_open("top_p"), _DRAWS),
@@ -113,7 +113,7 @@ class EvalConfig:
     )
     max_retries: int = setting(
         0,
-        "How often an answer is sent back with its errors.",
+        "Number of times that an answer is sent back with its errors.",
         ge=0,
         le=8,
         only_if=_left_open("max_retries"),
@@ -121,13 +121,13 @@ class EvalConfig:
     keep_passing: str | None = setting(
         None,
         "Write the answers that pass to this file as training rows, for data=jsonl (rejection "
-        "sampling; task=evaluate, with a suite of tasks of your own that no model is scored by). "
-        "The tuned model alone is asked, where there is one.",
+        "sampling; task=evaluate, with a suite of your own tasks that is not used for scoring). "
+        "Only the tuned model is asked, if there is one.",
         example="sampled.jsonl",
     )
     keep_per_prompt: int = setting(
         4,
-        "Answers kept of one prompt at most, no two alike (a rough choice).",
+        "Highest number of answers kept for one prompt, all different (a rough choice).",
         ge=1,
         only_if=(
             unless("eval.keep_passing", None, needs="eval.keep_passing=<file>"),
@@ -142,7 +142,7 @@ class EvalConfig:
     )
     seed: int = setting(
         0,
-        "Seed of drawn tokens: each item, sample and attempt has a stream of its own.",
+        "Seed of sampled tokens; each item, sample and attempt has its own random stream.",
         ge=0,
         only_if=(_left_open("seed"), _DRAWS),
     )
@@ -180,7 +180,7 @@ class ExecutingSandbox(SandboxConfig):
     )
     file_mib: int = setting(16, "What one program may write into files, in MiB.", ge=1, le=65_536)
     workers: int | None = setting(
-        None, "Programs executed at once; null is one for each processor.", ge=1, le=1_024
+        None, "Programs executed at once; null: one for each processor.", ge=1, le=1_024
     )
 
 

@@ -52,7 +52,8 @@ class WandbLogger(LoggerConfig):
     sink: str = "wandb"
     mode: WandbMode = setting(
         WandbMode.offline,
-        "Both write into the run directory; with online, a process of its own uploads as it runs.",
+        "Both write into the run directory; with online, a separate process uploads during the "
+        "run.",
     )
     project: str = setting(
         "mens_exp", "W&B project.", aliases={"wandb_project": "Axolotl"}, example="qlora-study"
@@ -70,17 +71,19 @@ class WandbLogger(LoggerConfig):
         example="nf4-r16",
     )
     tags: list[str] = setting(
-        [], "Tags beside those made from the overrides and the study.", example="[nf4,pilot]"
+        [],
+        "Tags in addition to those made from the overrides and the study.",
+        example="[nf4,pilot]",
     )
     notes: str | None = setting(
         None,
-        "Text on the run's page, such as what it is to show; a study adds its hypothesis.",
+        "Text on the run's page, such as its purpose; a study adds its hypothesis.",
         example="rank",
     )
     system_metrics: bool = setting(
         False,
         "Let W&B sample the machine too, every 15 s, for its System panels. The record has a "
-        "sample of each step whatever the logger (system/…, from callbacks.memory).",
+        "sample of each step with any logger (system/…, from callbacks.memory).",
     )
     git: bool = setting(
         False,
@@ -88,13 +91,13 @@ class WandbLogger(LoggerConfig):
         "interpreter and the system.",
     )
     requirements: bool = setting(
-        False, "Let W&B list the installed packages; the manifest has those that matter."
+        False, "Let W&B list the installed packages; the manifest has the relevant ones."
     )
-    console: bool = setting(False, "Let W&B keep what the command prints.")
+    console: bool = setting(False, "Let W&B keep the command's output.")
     wait_s: float = setting(
         60.0,
-        "Seconds to wait for the upload once the run's record is closed (a rough choice); what "
-        "is not sent by then goes on in the background, or later by task=sync.",
+        "Seconds to wait for the upload once the run's record is closed (a rough choice); what is "
+        "not sent by then is sent in the background, or later by task=sync.",
         ge=0,
     )
 
@@ -105,7 +108,10 @@ class CsvLogger(LoggerConfig):
 
     sink: str = "csv"
     flush_every_n_steps: int = setting(
-        10, "Optimizer steps whose metrics a kill may lose; Lightning's own default is 100.", ge=1
+        10,
+        "Optimizer steps between flushes, whose metrics a kill may lose; Lightning's own default "
+        "is 100.",
+        ge=1,
     )
 
 

@@ -546,7 +546,8 @@ class LoraConfig:
     )
     targets: list[str] = setting(
         MISSING,
-        "What gets an adapter: groups (attention, qkv, qv, o_proj, mlp, experts, all_linear, "
+        "Modules that get an adapter: groups (attention, qkv, qv, o_proj, mlp, experts, "
+        "all_linear, "
         "lm_head), "
         "last names of modules (q_proj, self_attn.q_proj), or globs over a module's whole path "
         "('*.layers.1?.mlp.*').",
@@ -575,8 +576,8 @@ class LoraConfig:
     )
     dropout: float = setting(
         0.05,
-        "Probability of dropping an input element of A (the QLoRA paper's); 0 with experts, whose "
-        "weights PEFT adapts and not their inputs.",
+        "Probability of dropping an input element of A (the QLoRA paper's); 0 with experts, "
+        "because PEFT adapts their weights and not their inputs.",
         ge=0,
         lt=1,
         only_if=_read("dropout"),
@@ -585,8 +586,8 @@ class LoraConfig:
     )
     variant: LoraVariant = setting(
         LoraVariant.lora,
-        "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns "
-        "the length of each output's weights apart (arXiv:2402.09353); ia3, a factor for each "
+        "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns the "
+        "magnitude of each output's weights separately (arXiv:2402.09353); ia3, a factor for each "
         "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
         "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
         "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
@@ -603,7 +604,7 @@ class LoraConfig:
     )
     orthogonality: float = setting(
         0.5,
-        "Weight in the gradient of how far A and B are from orthogonal ones in adalora (PEFT's "
+        "Weight of the penalty on A and B that are not orthogonal in adalora (PEFT's "
         "`orth_reg_weight`).",
         ge=0,
         only_if=_read("orthogonality"),
@@ -632,22 +633,23 @@ class LoraConfig:
     )
     rank_pattern: dict[str, int] = setting(
         {},
-        "Ranks of single modules, by target: {down_proj: 8}. The last one that matches counts.",
+        "Ranks of single modules, by target: {down_proj: 8}. The last match counts.",
         only_if=_read("rank_pattern"),
         idle={},
         example="{down_proj:8}",
     )
     alpha_pattern: dict[str, int] = setting(
         {},
-        "Alphas of single modules, by target. The last one that matches counts.",
+        "Alphas of single modules, by target. The last match counts.",
         only_if=_read("alpha_pattern"),
         idle={},
         example="{down_proj:16}",
     )
     init: LoraInit = setting(
         LoraInit.default,
-        "default: A random, B zero (PEFT's); eva: A the main directions of the layer's inputs "
-        "(arXiv:2410.07170); lora_ga: singular directions of the gradient of the run's first step "
+        "default: A random, B zero (PEFT's); eva: A the principal directions of the layer's "
+        "inputs (arXiv:2410.07170); lora_ga: singular directions of the gradient of the run's "
+        "first step "
         "by the weight (arXiv:2407.05000, with PEFT's factors), the base quantizes what is left; "
         "pissa: the first r singular directions of a weight, "
         "the base quantizes what is left (arXiv:2404.02948); loftq: those of the quantization "
@@ -655,7 +657,8 @@ class LoraConfig:
     )
     loftq_iters: int = setting(
         1,  # with one, the base stays plainly quantized, and the adapter fits it exactly
-        "Rounds of quantizing and decomposing in loftq; from the second on the base changes too.",
+        "Rounds of quantization and decomposition in loftq; from the second round, the base "
+        "changes too.",
         ge=1,
         only_if=when("lora.init", "loftq"),
         idle=1,

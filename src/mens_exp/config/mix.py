@@ -53,7 +53,7 @@ def sources_of(config: MixData) -> list[MixSource]:
     """
     if not isinstance(config.sources, list) or not config.sources:
         raise ConfigError(
-            "no source named",
+            "no source given",
             where="data.sources",
             found=config.sources,
             expected=f"a list such as {_EXAMPLE}",
@@ -71,10 +71,10 @@ def sources_of(config: MixData) -> list[MixSource]:
     names = Counter(one.name for one in found)
     problems += [
         ConfigError(
-            "two sources have one name",
+            "two sources have the same name",
             where="data.sources",
             found=name,
-            expected="a name for each, by which the record tells their shares",
+            expected="a distinct name for each, under which its share is recorded",
             remedy="give each a name: {name:…,…}",
         )
         for name, count in names.items()
@@ -106,7 +106,7 @@ def in_source(problem: MensError, number: int) -> MensError:
 def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
     """Yield what is wrong with the keys and the weight of an entry."""
     if not isinstance(entry, dict):
-        yield ConfigError("is no source", where=where, found=entry, expected=f"as in {_EXAMPLE}")
+        yield ConfigError("is not a source", where=where, found=entry, expected=f"as in {_EXAMPLE}")
         return
     weight = entry.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -119,13 +119,13 @@ def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
         )
     name = entry.get("name")
     if name is not None and (not isinstance(name, str) or not name):
-        yield ConfigError("is no name", where=f"{where}.name", found=name, expected="a text")
+        yield ConfigError("is not a name", where=f"{where}.name", found=name, expected="a string")
     option = _option(entry)
     options = {*SOURCES.built_in, *SOURCES.installed_names()} - {"mix"}
     if option not in options:
         if option != "mix" and option in group_options()["data"]:
             yield ConfigError(
-                "an option of ./conf is no source of a mix",
+                "an option in ./conf cannot be a source of a mix",
                 where=f"{where}.source",
                 found=option,
                 expected="a file, a dataset, or a source of an installed package",
@@ -134,7 +134,7 @@ def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
             )
             return
         yield ConfigError(
-            "says not where its rows come from",
+            "does not say where its rows come from",
             where=f"{where}.source",
             found=entry.get("source"),
             expected=f"a path, an id, or a source: {expected_name(str(option), options)}",
@@ -143,7 +143,7 @@ def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
     keys = _keys(str(option))
     for key in entry:
         if key not in keys:
-            told = "belongs to the whole mix" if key in _OF_THE_MIX else f"is no key of {option}"
+            told = "belongs to the whole mix" if key in _OF_THE_MIX else f"is not a key of {option}"
             told += " in a mix" if key in _ALONE else ""
             yield ConfigError(
                 told, where=f"{where}.{key}", found=entry[key], expected=expected_name(key, keys)

@@ -35,6 +35,14 @@ WITH_WINDOWS = (
 )
 
 
+class Kernels(Enum):
+    """Library of the kernels of a step."""
+
+    auto = "auto"
+    liger = "liger"
+    torch = "torch"
+
+
 class WeightsDtype(Enum):
     """Storage format of random weights."""
 
@@ -52,11 +60,18 @@ class ModelConfig:
     )
     gradient_checkpointing: str = setting(
         "auto",
-        "auto, on or off: compute a layer's activations again in the backward pass instead of "
-        "keeping them. auto: on for a GPU and a base of at least a billion parameters.",
+        "auto, on or off: recompute a layer's activations in the backward pass instead of keeping "
+        "them. auto: on for a GPU and a base of at least a billion parameters.",
         changes=Effect.NOTHING,
         aliases={"gradient_checkpointing": "Transformers and TRL, Axolotl and Unsloth"},
         example="'on'",
+    )
+    kernels: Kernels = setting(
+        Kernels.auto,
+        "liger: Liger-Kernel (arXiv:2410.10989) computes the head with its loss, RoPE, RMSNorm and "
+        "SwiGLU where it can, on a CUDA GPU with backend=qlora or lora; torch: torch does; auto: "
+        "liger where it is installed and runs. Their results differ in rounding.",
+        changes=Effect.NOTHING,
     )
     default_lr: float | None = setting(
         None,
@@ -97,7 +112,7 @@ class BundledModel(ShapedModel):
     )
     sha256: str = setting(
         MISSING,
-        "Hash of that file; anything else is refused.",
+        "Hash of that file; any other file is refused.",
         example="2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     )
     file_type: str = setting(
@@ -136,7 +151,7 @@ class RandomModel(ShapedModel):
     )
     sliding_window: int | None = setting(
         None,
-        "Tokens that a layer with a window sees; null is the family's own default.",
+        "Tokens that a layer with a window attends to; null: the family's default.",
         ge=1,
         only_if=when(
             "model.family", *(one.value for one in WITH_WINDOWS), why="whose layers have no window"
@@ -165,12 +180,12 @@ class HfModel(ModelConfig):
     )
     revision: str | None = setting(
         None,
-        "Branch, tag or commit of the hub, put down as a commit when a run starts; null is main.",
+        "Branch, tag or commit on the hub, recorded as a commit when a run starts; null: main.",
         example="main",
     )
     trust_remote_code: bool = setting(
         False,  # the value of the setting, named by its position in the schema
-        "Run code that comes with the model; where false, no file of code is even fetched.",
+        "Run code that comes with the model; with false, code files are not even downloaded.",
         changes=Effect.NOTHING,
     )
 
@@ -247,14 +262,14 @@ class TokenizerConfig:
     )
     date: str = setting(
         "2024-07-26",  # the fallback of Llama 3's template
-        "The day, YYYY-MM-DD, that a chat template gets where it asks for today's date; fixed, so "
-        "that the same rows are the same tokens tomorrow.",
+        "The date, YYYY-MM-DD, for chat templates that ask for today's date; fixed, so that the "
+        "same rows give the same tokens tomorrow.",
         example="2026-11-24",
     )
     allow_control_text: bool = setting(
         False,  # the value of the setting, named by its position in the schema
         "Read text of a row that spells a control token (<|im_end|>) as that token; false encodes "
-        "it as the text that it is.",
+        "it as plain text.",
     )
     allow_unrelated_rows: bool = setting(
         False,  # as above

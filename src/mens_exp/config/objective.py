@@ -51,7 +51,7 @@ class ObjectiveConfig:
     name: str = setting(MISSING, "Its name in records; set by the option.")
     labels: str = setting(
         MISSING,
-        "Which tokens are supervised, as the objective of this name has it; set by the option.",
+        "Rule for which tokens are supervised, by the objective of this name; set by the option.",
     )
     neftune_alpha: float = setting(
         0.0,
@@ -86,6 +86,7 @@ class ObjectiveConfig:
             selects=frozenset(),
             of_training=frozenset(),
             in_chunks=False,
+            fuses_head=False,
             is_likelihood=False,
             needs_reference=False,
             needs_teacher=False,
@@ -102,7 +103,7 @@ class CrossEntropyConfig(ObjectiveConfig):
 
     chunk_tokens: int | None = setting(
         None,
-        "Supervised positions whose logits exist at one time (memory: positions × vocabulary × "
+        "Supervised positions whose logits are in memory at once (memory: positions × vocabulary × "
         "10 B); null: by vocabulary, 256 on a CPU and 2,048 on a GPU for 49,152 tokens.",
         ge=1,
         changes=Effect.NOTHING,
@@ -168,7 +169,7 @@ class AssistantObjective(TokenObjective):
     name: str = "assistant"
     labels: str = "assistant"
     turns: Turns = setting(
-        Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
+        Turns.all, "Assistant turns of a conversation to learn: all, or only the last."
     )
 
 
@@ -180,8 +181,8 @@ class LastKObjective(TokenObjective):
     labels: str = "last_k"
     k: int = setting(
         1,
-        "Tokens learned at the end of each text (1, the default of the Vox mens trainer, is the "
-        "last one alone); 0 is every token after the prompt.",
+        "Tokens learned at the end of each text (1, the default of the Vox mens trainer, is only "
+        "the last one); 0: every token after the prompt.",
         ge=0,
         le=64,
     )
@@ -202,7 +203,7 @@ class FimObjective(TokenObjective):
     )
     spm_rate: float = setting(
         0.5,
-        "Share of these that have the suffix first (SPM); the others have the prefix first (PSM).",
+        "Share of these with the suffix first (SPM); the others have the prefix first (PSM).",
         ge=0,
         le=1,
     )
@@ -224,7 +225,7 @@ class DistillationObjective(CrossEntropyConfig):
     name: str = "distillation"
     labels: str = "assistant"
     turns: Turns = setting(
-        Turns.all, "Which assistant turns of a conversation are learned: all, or the last alone."
+        Turns.all, "Assistant turns of a conversation to learn: all, or only the last."
     )
     teacher: str | None = setting(
         None,
@@ -236,8 +237,7 @@ class DistillationObjective(CrossEntropyConfig):
     )
     teacher_revision: str | None = setting(
         None,
-        "Branch, tag or commit of the teacher, put down as a commit when a run starts; null is "
-        "main.",
+        "Branch, tag or commit of the teacher, recorded as a commit when a run starts; null: main.",
         aliases={"teacher_model_revision": "TRL"},
         only_if=unless("objective.teacher", None, needs="objective.teacher=<path or id>"),
         example="main",
@@ -262,7 +262,7 @@ class DistillationObjective(CrossEntropyConfig):
     top_k: int | None = setting(
         None,
         "Compute the teacher's k most probable tokens once before training, and keep them in the "
-        "cache: the teacher is never in memory beside the model that learns. All other tokens "
+        "cache: the teacher and the student are never in memory together. All other tokens "
         "count as one outcome (the ghost token of arXiv:2503.16870). null keeps the teacher in "
         "memory and compares all tokens.",
         ge=1,
@@ -309,7 +309,7 @@ _NLL_NOTE = "of the chosen answer's mean negative log-likelihood per token that 
 
 
 def _label_smoothing(**facts: Any) -> Any:
-    doc = "Share of pairs whose answers are taken to be exchanged."
+    doc = "Share of pairs whose answers are assumed to be swapped."
     return setting(0.0, doc, ge=0, lt=0.5, example="0.1", **facts)
 
 
@@ -333,8 +333,8 @@ class PairObjective(CrossEntropyConfig):
     loss: PairLoss = setting(
         PairLoss.sigmoid,
         "Loss of a pair: sigmoid (arXiv:2305.18290), ipo (arXiv:2310.12036), hinge "
-        "(arXiv:2305.10425), or robust, which corrects for labels of which label_smoothing are "
-        "wrong (arXiv:2403.00409).",
+        "(arXiv:2305.10425), or robust, which corrects for a share label_smoothing of wrong "
+        "labels (arXiv:2403.00409).",
         aliases={"pref_loss": "LLaMA-Factory"},
     )
     label_smoothing: float = _label_smoothing(only_if=when("objective.loss", "sigmoid", "robust"))
@@ -375,7 +375,7 @@ class SimpoObjective(CrossEntropyConfig):
     beta: float = setting(2.0, f"Factor {_BETA_NOTE} (arXiv:2405.14734: 2 to 2.5).", gt=0)
     target: float = setting(
         1.0,
-        "Margin between the rewards that is aimed at (γ of arXiv:2405.14734, 0.3 to 1.6 there; "
+        "Target margin between the rewards (γ of arXiv:2405.14734, 0.3 to 1.6 there; "
         "TRL's simpo_gamma).",
         ge=0,
         aliases={"simpo_gamma": "TRL and LLaMA-Factory"},
@@ -447,7 +447,7 @@ class GrpoObjective(CrossEntropyConfig):
         0.04,
         "Weight of the KL divergence from the base (arXiv:2402.03300), whose estimate for a token "
         "is multiplied by the token's ratio (arXiv:2512.02556, as TRL does by default); 0, TRL's "
-        "default, spares the base's pass before training.",
+        "default, saves the base's pass before training.",
         ge=0,
     )
     epsilon_low: float = setting(
@@ -466,7 +466,7 @@ class GrpoObjective(CrossEntropyConfig):
     )
     scale_rewards: RewardScale = setting(
         RewardScale.group,
-        "What an answer's reward less the mean of its group is divided by. group: the group's "
+        "Divisor of an answer's reward minus the mean of its group. group: the group's "
         "standard deviation + 1e-4 (arXiv:2402.03300); batch: that of all answers on its side of "
         "the split (arXiv:2508.08221); none: nothing (arXiv:2503.20783).",
     )
@@ -502,6 +502,7 @@ def _over_pairs(
         documents=documents,
         of_training=frozenset({PRECOMPUTED} if needs_reference else ()),
         in_chunks=True,
+        fuses_head=True,
         needs_reference=needs_reference,
         counted="pair",
         metrics=PAIR_METRICS,
@@ -521,6 +522,7 @@ OBJECTIVES = Registry(
                 documents="mens_exp.rows.documents:CAUSAL",
                 selects=frozenset({"weight_field"}),
                 in_chunks=True,
+                fuses_head=True,
                 is_likelihood=True,
             ),
             ObjectiveSpec(
@@ -528,6 +530,7 @@ OBJECTIVES = Registry(
                 schema=AssistantObjective,
                 selects=frozenset({"turns", "weight_field"}),
                 in_chunks=True,
+                fuses_head=True,
                 is_likelihood=True,
             ),
             LastTokens(
@@ -537,6 +540,7 @@ OBJECTIVES = Registry(
                 selects=frozenset({"k", "weight_field"}),
                 truncation="left",
                 in_chunks=True,
+                fuses_head=True,
                 is_likelihood=True,
                 learns_ends=True,
             ),
@@ -546,6 +550,7 @@ OBJECTIVES = Registry(
                 documents="mens_exp.rows.infilling:FIM",
                 selects=frozenset({"rate", "spm_rate", "split_seed", "tokens", "weight_field"}),
                 in_chunks=True,
+                fuses_head=True,
                 is_likelihood=True,
             ),
             FromTeacher(
@@ -568,6 +573,7 @@ OBJECTIVES = Registry(
                 documents="mens_exp.rows.documents:LABELLED",
                 of_training=frozenset({PRECOMPUTED}),
                 in_chunks=True,
+                fuses_head=True,
                 needs_reference=True,
                 adds_up=False,
                 counted="answer",
@@ -578,6 +584,7 @@ OBJECTIVES = Registry(
                 schema=GrpoObjective,
                 documents="mens_exp.rows.rewards:REWARDED",
                 in_chunks=True,
+                fuses_head=True,
                 needs_reference=True,
                 compares_groups=True,
                 counted="answer",

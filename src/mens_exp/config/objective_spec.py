@@ -54,6 +54,8 @@ class ObjectiveSpec:
         of_training: its settings that training reads; the others are arguments of its class.
         truncation: side on which a document that is too long is cut, unless `data` says.
         in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
+        fuses_head: whether it needs losses of tokens alone, and no logits, so that the head and
+            the loss may be one kernel.
         is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
             that of validation if the settings change it in training.
         learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
@@ -74,6 +76,7 @@ class ObjectiveSpec:
     of_training: frozenset[str] = frozenset()
     truncation: str = "right"
     in_chunks: bool = False
+    fuses_head: bool = False
     is_likelihood: bool = False
     learns_ends: bool = False
     needs_reference: bool = False
@@ -202,7 +205,7 @@ class LastTokens(ObjectiveSpec):
         k = self.last_tokens(settings)
         if k is not None and k > seq_len:
             yield ConfigError(
-                "more last tokens than a sequence has",
+                "more tokens than a sequence has",
                 where="objective.k",
                 found=k,
                 expected=f"at most data.seq_len ({seq_len})",
@@ -227,7 +230,7 @@ class Infilling(EveryToken):
         """Yield tokens that are not three, and sequences without room for a text."""
         if seq_len < _SHORTEST:
             yield ConfigError(
-                "leaves no room for a text with its three tokens",
+                "leaves no room for text besides the three tokens",
                 where="data.seq_len",
                 found=seq_len,
                 expected=f"at least {_SHORTEST} under objective=fim",
@@ -235,7 +238,7 @@ class Infilling(EveryToken):
         tokens = settings.tokens
         if tokens is not None and not len(tokens) == len(set(tokens)) == _PARTS:
             yield ConfigError(
-                "needs three tokens, no two alike",
+                "needs three distinct tokens",
                 where="objective.tokens",
                 found=", ".join(tokens) or "none",
                 expected="the tokens before prefix, suffix and middle",
@@ -307,7 +310,7 @@ class OfPairs(ObjectiveSpec):
         loss = plain(getattr(settings, "loss", None))  # some have one alone
         if loss == "robust" and settings.label_smoothing == 0:
             yield ConfigError(
-                "is the sigmoid loss while no label is taken to be wrong",
+                "equals the sigmoid loss without label smoothing",
                 where="objective.loss",
                 found="robust with objective.label_smoothing=0",
                 expected="objective.label_smoothing above 0, or objective.loss=sigmoid",
@@ -326,7 +329,7 @@ class FromTeacher(ObjectiveSpec):
         del seq_len
         if self.passes_before(settings) and getattr(settings, "hidden_weight", 0):
             yield ConfigError(
-                "needs the teacher at every step, and objective.top_k keeps its tokens alone",
+                "needs the teacher at every step, but objective.top_k stores its top tokens only",
                 where="objective.hidden_weight",
                 found=f"{settings.hidden_weight} with objective.top_k={settings.top_k}",
                 expected="0, or objective.top_k=null",

@@ -247,7 +247,7 @@ class ProdigyConfig(OptimizerConfig):
         True, "Keep the low rates of a warm-up out of the estimate; built-in schedules have one."
     )
     slice_p: int = setting(
-        1, "Estimate from every n-th element alone, for less memory; the package names 11.", ge=1
+        1, "Estimate from every n-th element only, to save memory; the package suggests 11.", ge=1
     )
 
     def state_bytes(self, parameters: int, sides: int) -> float:

@@ -81,7 +81,7 @@ def sources_of(name: str | None, directory: str | None, searchpath: Sequence[str
     if file is None:
         problems.append(
             ConfigError(
-                "there is no such primary config",
+                "primary config not found",
                 where="--config-name",
                 found=str(name),
                 expected=f"{stem}.yaml in {', '.join(map(str, places[1:])) or './conf'}",
@@ -109,11 +109,11 @@ def _source(where: str, text: str, problems: list[ConfigError]) -> Path | None:
         pass
     problems.append(
         ConfigError(
-            "is no directory of options",
+            "is not a config directory",
             where=where,
             found=text.removeprefix("file://"),
             expected="file://<directory>, or pkg://<importable package>",
-            remedy="name one that is there; it holds a directory for each group, as ./conf does",
+            remedy="name an existing directory with one subdirectory for each group, like ./conf",
         )
     )
     return None
@@ -177,10 +177,10 @@ def _directory_of(offer: EntryPoint) -> Path:
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not places:
         raise SetupError(
-            "an installed package's options are not there",
+            "the config directory of an installed package is missing",
             where=f"entry point {offer.name} of {PACKAGES}",
             found=offer.value,
-            expected="a package that holds a directory for each group, as ./conf does",
+            expected="a package with one directory for each group, like ./conf",
             remedy=f"repair or uninstall {offer.dist.name if offer.dist else 'the package'}",
         )
     return Path(places[0])

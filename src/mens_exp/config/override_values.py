@@ -200,7 +200,7 @@ def _problems(override: Override, reference: DictConfig, unsure: set[str]) -> It
     elif override.is_delete():
         yield from _deletion_problems(key)
     elif override.is_add():
-        yield ConfigError("is there already", where=key, found=line, remedy=f"write {key}=…")
+        yield ConfigError("already exists", where=key, found=line, remedy=f"write {key}=…")
     else:
         for value in _values(override):
             yield from _assignment_problems(key, value, reference)
@@ -307,7 +307,7 @@ def _misfits(key: str, value: Any, node: Any) -> Iterator[ConfigError]:
 def _no_such_value(key: str, value: Any, choices: Mapping[str, Any]) -> ConfigError:
     near = nearest(shown(value), choices)
     return ConfigError(
-        "no such value",
+        "unknown value",
         where=key,
         found=shown(value),
         expected=listed([*choices]),
@@ -407,7 +407,7 @@ def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], 
     ours = [f"hydra/launcher={LOCAL_LAUNCHER}", *kept]
     rest = [text for text in texts if keys[text] != "hydra/launcher" and text not in settings]
     refusal = ConfigError(
-        "there is no launcher joblib any more; local runs the same jobs without it",
+        "the launcher joblib was removed; local runs the same jobs without it",
         where="hydra/launcher",
         found=_JOBLIB,
         remedy=f"write {' '.join(ours)}" + (f", and drop {', '.join(gone)}" if gone else ""),
@@ -451,7 +451,7 @@ def sweep_override_problems(
     """
     key, line = override.key_or_group, str(override.input_line)
     if key == "hydra.mode":
-        yield ConfigError("is told by -m", where=key, found=line, remedy=f"drop {key}")
+        yield ConfigError("is determined by -m", where=key, found=line, remedy=f"drop {key}")
         return
     if not key.startswith(_PREFIXES) and key not in {"sweep", *_PLUGINS}:
         return
@@ -465,7 +465,7 @@ def sweep_override_problems(
         )
     elif override.is_sweep_override():
         yield ConfigError(
-            "holds for the whole sweep, and takes one value",
+            "applies to the whole sweep and takes one value",
             where=key,
             found=line,
             remedy="start one sweep for each value",
@@ -506,7 +506,7 @@ def _unknown_plugin(group: str, override: Override) -> ConfigError | None:
     others = sorted(there - {*ours, *EARLIER})
     package = _PACKAGES.get(chosen)
     return ConfigError(
-        f"there is no such {kind}",
+        f"unknown {kind}",
         where=group,
         found=chosen,
         expected=", ".join([*ours, *others]),

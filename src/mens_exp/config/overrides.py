@@ -225,10 +225,10 @@ def _credentials(text: str) -> Iterator[ConfigError]:
     told = looks_like_one(text)
     if told is not None:
         yield ConfigError(
-            "holds what looks like a credential",
+            "contains what looks like a credential",
             where=text.partition("=")[0].lstrip("+~"),
             found=told,
-            expected="no credential: settings stand in every record of a run",
+            expected="no credential: every record of a run contains its settings",
             remedy="give it in the environment, as HF_TOKEN, WANDB_API_KEY or OPENAI_API_KEY",
         )
 
@@ -329,12 +329,12 @@ def _group_problems(override: Override) -> list[ConfigError]:
         return [ConfigError("every run needs this group", where=group, found=line, remedy=remedy)]
     if override.is_add() or override.is_force_add() or override.package is not None:
         listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
-        return [ConfigError("is there already", where=group, found=line, remedy=f"write {listed}")]
+        return [ConfigError("already exists", where=group, found=line, remedy=f"write {listed}")]
     options = group_options()[group]
     if override.value() == []:
         off = {**_OFF, "callbacks": "minimal"}.get(group)
         remedy = f"drop {line}" if off is None else f"write {group}={off}"
-        return [ConfigError("names no option", where=group, found=line, remedy=remedy)]
+        return [ConfigError("does not name an option", where=group, found=line, remedy=remedy)]
     given = _options_given(override)
     return [
         ConfigError(
@@ -563,7 +563,7 @@ def _refused_by_hydra(error: Exception) -> ConfigError:
     names = sorted(map(str, getattr(cause, "parent_node", None) or ()))
     close = nearest(name, names)
     return ConfigError(
-        "is no setting of Hydra",
+        "is not a setting of Hydra",
         where=key,
         expected=f"{listed(names)}{f'; the nearest is {close}' if close else ''}"
         if names

@@ -98,7 +98,7 @@ class Registry(Generic[SpecT]):
     def absent(self, name: str, *, where: str) -> ConfigError:
         """Return the error for a name that is none of ours, and that nothing here adds."""
         return ConfigError(
-            f"there is no such {self.kind} here",
+            f"unknown {self.kind}",
             where=where,
             found=name,
             expected=listed([*self.built_in, *self.added_names()]),
@@ -142,7 +142,7 @@ class Registry(Generic[SpecT]):
             return spec
         is_spec = isinstance(spec, self.spec)
         raise ConfigError(
-            "has another name than its file" if is_spec else "is of another kind",
+            "does not have the name of its file" if is_spec else "has the wrong type",
             where=f"{self.options}._target_",
             found=f"{target}, {spec.name if is_spec else repr(spec)}",
             expected=f"a {self.spec.__module__}.{self.spec.__name__} with the name {name}",
@@ -164,7 +164,7 @@ class Registry(Generic[SpecT]):
             ) from error
         if not isinstance(spec, self.spec) or spec.name != offer.name:
             raise SetupError(
-                f"an installed {self.kind} is none",
+                f"an installed {self.kind} has the wrong type",
                 where=where,
                 found=repr(spec),
                 expected=f"a {self.spec.__name__} with the name {offer.name}",
@@ -234,7 +234,10 @@ def target_at(place: str, target: str) -> Any:
     module_name, _, name = target.rpartition(".")
     if not module_name:
         raise ConfigError(
-            "names no module", where=where, found=target, expected="module.Class, in ./module.py"
+            "does not name a module",
+            where=where,
+            found=target,
+            expected="module.Class, in ./module.py",
         )
     try:
         module = importlib.import_module(module_name)

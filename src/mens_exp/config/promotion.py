@@ -38,20 +38,19 @@ class CompareConfig:
 
     factors: list[str] = setting(
         [],
-        "What the arms differ in, settings or groups, such as [quant.double_quant]; an empty list "
-        "finds what the runs' own command lines vary.",
+        "Settings or groups in which the arms differ, such as [quant.double_quant]; an empty "
+        "list: what the runs' own command lines vary.",
         example="[lora.targets]",
     )
     primary: str | None = setting(
         None,
-        "The one KPI that verdicts are given on, all others are secondary; null is task_success, "
-        "parse_rate or val_loss, the first that every arm has.",
+        "The KPI that decides verdicts; all others are secondary. null: the first of "
+        "task_success, parse_rate, val_loss and val_bits_per_byte that every arm has.",
         example="val_loss",
     )
     reference: str | None = setting(
         None,
-        "The arm that others are held against: its name, or its value of a factor; null is that "
-        "of the first run.",
+        "The reference arm: its name, or its value of a factor; null is that of the first run.",
         example="qlora",
     )
     condition: str = setting(
@@ -66,7 +65,7 @@ class CompareConfig:
     test: CompareTest = setting(
         CompareTest.t,
         "t: Student's t on the seeds' differences (measured: benchmarks/calibration.py); "
-        "sign_flip: their signs alone, which five seeds can never bring under 0.05.",
+        "sign_flip: only their signs, with which five seeds can never reach p < 0.05.",
     )
     target: CompareTarget = setting(
         CompareTarget.these_items,
@@ -128,10 +127,10 @@ class BurnProductionPolicy(PolicyConfig):
 
     name: str = "burn_production"
     challenger: str = setting("burn", "Backend that is to be promoted.", example="burn")
-    incumbent: str = setting("qlora", "Backend whose place it would take.", example="qlora")
+    incumbent: str = setting("qlora", "Backend that it would replace.", example="qlora")
     min_cycles: int = setting(2, "Registered benchmark cycles, their seeds disjoint.", ge=2)
     share_margin: float = setting(
-        0.02, "How much worse a KPI that is a share may be at most (a rough choice).", ge=0
+        0.02, "Largest accepted loss in a KPI that is a share (a rough choice).", ge=0
     )
     relative_margin: float = setting(
         0.1,
@@ -160,7 +159,9 @@ class QloraPlateauPolicy(PolicyConfig):
     name: str = "qlora_plateau"
     backend: str = setting("qlora", "Backend of the arms.", example="qlora")
     spread: float = setting(
-        0.05, "Task success of the arms lies within this (the Vox mens trainer's limit).", ge=0
+        0.05,
+        "Largest difference in task success between the arms (the Vox mens trainer's limit).",
+        ge=0,
     )
     floors: dict[str, float] = setting(
         _FLOORS,
@@ -180,10 +181,10 @@ class BurnRndPolicy(PolicyConfig):
 
     name: str = "burn_rnd"
     challenger: str = setting("burn", "Backend under research.", example="burn")
-    incumbent: str = setting("qlora", "Backend that it is held against.", example="qlora")
+    incumbent: str = setting("qlora", "Backend that it is compared with.", example="qlora")
     margin: float = setting(
         0.05,
-        "Task success that its best arm has over the other's (the Vox mens trainer's limit).",
+        "Required lead of its best arm in task success (the Vox mens trainer's limit).",
         ge=0,
     )
 
@@ -194,7 +195,7 @@ class EvalGatePolicy(PolicyConfig):
 
     name: str = "eval_gate"
     arm: str | None = setting(
-        None, "Arm to judge; null is the only one beside the reference.", example="tuned"
+        None, "Arm to judge; null is the only one besides the reference.", example="tuned"
     )
     floors: dict[str, float] = setting(
         {
@@ -280,7 +281,7 @@ class PromoteConfig:
     )
     factor: str | None = setting(
         None,
-        "What the arms differ in: the hypothesis' factor.",
+        "Factor of the hypothesis, in which the arms differ.",
         only_if=_OF_A_CYCLE,
         example="backend",
     )
@@ -297,7 +298,7 @@ class PromoteConfig:
     )
     margin: float = setting(
         0.0,
-        "By how much, in the KPI's unit: the worse bound of the difference has to exceed it.",
+        "Margin in the KPI's unit, which the worse bound of the difference must exceed.",
         ge=0,
         only_if=_OF_A_CYCLE,
     )
@@ -330,8 +331,8 @@ class StudyBudget:
     runs: int | None = setting(None, "Runs of all arms and seeds together.", ge=1)
     hours: float | None = setting(
         None,
-        "Hours of all runs together. A study that is expected to take more is refused; one that "
-        "has taken more starts no further seed.",
+        "Hours of all runs together. A study that is expected to take longer is refused; one that "
+        "has taken longer starts no further seed.",
         gt=0,
     )
 
@@ -362,7 +363,7 @@ class StudyConfig:
     )
     seeds: list[int] = setting(
         MISSING,
-        "Seeds that every arm runs with, in their order; five or more tell something.",
+        "Seeds of every arm, in order; use five or more for a verdict.",
         example="[1,2,3,4,5]",
     )
     reference: str | None = setting(
@@ -376,7 +377,7 @@ class StudyConfig:
     )
     margin: float = setting(
         0.0,
-        "By how much, in the KPI's unit: the interval has to lie beyond it. A negative margin "
+        "Margin in the KPI's unit, beyond which the interval must be. A negative margin "
         "claims that an arm is no worse than the reference by as much (non-inferiority).",
         ge=-1e9,
         le=1e9,

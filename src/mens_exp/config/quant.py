@@ -404,7 +404,7 @@ class QuantConfig:
     storage_dtype: StorageDtype = setting(
         StorageDtype.u8,
         "Element type of the tensor that holds the packed codes: u8, or bf16 and f32 for sharding "
-        "beside weights of that type. The codes are the same.",
+        "together with weights of that type. The codes are the same.",
         changes=Effect.NOTHING,
         only_if=(_STORAGE, unless("backend.name", "proxy", why="which keeps no packed codes")),
         idle=StorageDtype.u8,
@@ -420,8 +420,8 @@ class QuantConfig:
     )
     type_pattern: dict[str, QuantType] = setting(
         {},
-        "Quantizers of single modules, by target as in quant.skip: {mlp: nf2, down_proj: nf8}. The "
-        "last one that matches counts. Each has the block size and the double quantization of "
+        "Quantizers of single modules, by target as in quant.skip: {mlp: nf2, down_proj: nf8}. "
+        "The last match counts. Each has the block size and the double quantization of "
         "this group where it reads them.",
         only_if=_PATTERN,
         idle={},
@@ -429,8 +429,8 @@ class QuantConfig:
     )
     block_size_pattern: dict[str, int] = setting(
         {},
-        "Block sizes of single modules, by target as in quant.skip: {mlp: 128, down_proj: 64}. The "
-        "last one that matches counts. The values are those of block_size; formats with a block of "
+        "Block sizes of single modules, by target as in quant.skip: {mlp: 128, down_proj: 64}. "
+        "The last match counts. The values are those of block_size; formats with a block of "
         "their own keep it.",
         only_if=_BLOCKS,
         idle={},

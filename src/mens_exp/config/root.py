@@ -74,7 +74,7 @@ LOGS = frozenset({"evaluate", "compare", "merge", "attribute"})
 """Tasks other than training that have a W&B mirror."""
 _BY_PATH = Condition(
     holds=lambda config: config.adapter.file is None,
-    words=lambda _: "beside adapter=<safetensors>",
+    words=lambda _: "with adapter=<safetensors>",
     needs="no adapter=<safetensors>",
     tasks=frozenset({"merge"}),
 )
@@ -94,7 +94,7 @@ _EXECUTES = Condition(
 _COMPILES = Condition(
     holds=lambda config: config.corpus.validate.compile and "validate" in config.corpus.steps,
     words=lambda _: "on a corpus whose code is not compiled",
-    needs="the step validate and corpus.validate.compile=true beside it",
+    needs="the step validate and corpus.validate.compile=true",
     tasks=frozenset({"corpus"}),
 )
 
@@ -163,8 +163,7 @@ class RunConfig:
     )
     prompt: str | None = setting(
         None,
-        "One question, which chat answers before it ends; null starts a conversation that ends "
-        "with Ctrl-D.",
+        "A single question for chat; null: a conversation that ends with Ctrl-D.",
         changes=Effect.NOTHING,
         read_by={"chat"},
         example="'What is NF4?'",
@@ -178,13 +177,13 @@ class RunConfig:
     )
     format: ExportFormat = setting(
         ExportFormat.bundle,
-        "What to write (export): a run packed whole, or its adapter in another form.",
+        "Form to write (export): a whole run as a bundle, or its adapter in another format.",
         changes=Effect.NOTHING,
         read_by=EXPORT,
     )
     out: str | None = setting(
         None,
-        "File or directory to write (export, merge, compare); null is one in the task's own run "
+        "File or directory to write (export, merge, compare); null: one in the task's own run "
         "directory.",
         changes=Effect.NOTHING,
         read_by={"export", "merge", "compare"},
@@ -201,8 +200,8 @@ class RunConfig:
     )
     ledger: str | None = setting(
         None,
-        "The file of registered cycles, their evidence and decisions, to which promote only "
-        "appends. compare finds the cycle of a study there and freezes the digests of its runs; "
+        "The file of registered cycles, their evidence and decisions, which promote only appends "
+        "to. compare finds the cycle of a study there and freezes the digests of its runs; "
         "any other study is exploratory. evaluate refuses to keep answers (eval.keep_passing) of "
         "suites by which its cycles are scored.",
         changes=Effect.NOTHING,
@@ -221,7 +220,7 @@ class RunConfig:
     )
     deployment_target: DeploymentTarget = setting(
         DeploymentTarget.workstation,
-        "What the adapter is for: workstation, or mobile_edge, which bounds length and rank.",
+        "Purpose of the adapter: workstation, or mobile_edge, which limits length and rank.",
         changes=Effect.NOTHING,
         read_by=TRAINING,
     )

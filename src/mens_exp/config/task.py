@@ -52,7 +52,7 @@ class ChatConfig:
 
     max_new_tokens: int = setting(256, "Longest answer, in tokens (a rough choice).", ge=1)
     temperature: float = setting(
-        0.0, "0 takes the likeliest token; above, tokens are drawn under `seed`.", ge=0
+        0.0, "0: the most likely token; above 0: tokens are sampled with `seed`.", ge=0
     )
 
 
@@ -60,7 +60,7 @@ class ChatConfig:
 class PushConfig:
     """Settings of uploads by task=push."""
 
-    private: bool = setting(True, "Make a repository that is not there yet a private one.")
+    private: bool = setting(True, "Create a new repository as a private one.")
     message: str | None = setting(
         None, "Commit message; null names the run.", example="'First adapter'"
     )
@@ -107,7 +107,7 @@ class RejectionSamplingConfig:
 
     output: str | None = setting(
         None,
-        "Directory of the rounds; the same command goes on with those that it holds.",
+        "Directory of the rounds; the same command continues the rounds in it.",
         example="rounds",
     )
     sample: list[str] = setting(
@@ -125,17 +125,17 @@ class RejectionSamplingConfig:
     )
     start: RoundStart = setting(
         RoundStart.base,
-        "Where each round's training starts. base: from the base model, so that errors do not "
+        "Starting point of each round's training. base: from the base model, so that errors do not "
         "add up (Zelikman et al. 2022, STaR); last: from the adapter of the round before.",
     )
     rows: RoundRows = setting(
         RoundRows.all,
-        "Which sampled rows a round trains on. all: the distinct ones of all rounds (Yuan et al. "
+        "Sampled rows that a round trains on. all: the distinct rows of all rounds (Yuan et al. "
         "2023, RFT); newest: those of the round itself.",
     )
     hours: float | None = setting(
         None,
-        "Hours of all rounds together, after which no further round begins; null sets no limit.",
+        "Hours of all rounds together, after which no further round begins; null: no limit.",
         gt=0,
         example="4",
     )
@@ -147,7 +147,8 @@ class AttributeConfig:
 
     tokens: int = setting(
         1024,
-        "Calibration tokens: about so many of the validation documents, the same for every seed.",
+        "Approximate number of calibration tokens from the validation documents, the same for "
+        "every seed.",
         ge=1,
     )
     position_bounds: list[int] = setting(
@@ -192,7 +193,7 @@ class ExportConfig:
 
     checkpoints: bool = setting(
         False,
-        "Pack the training states too, so that the run can go on elsewhere (bundle).",
+        "Pack the training states too, so that the run can be continued elsewhere (bundle).",
         only_if=when("format", "bundle"),
     )
     allow_absolute_paths: bool = setting(
@@ -202,13 +203,13 @@ class ExportConfig:
     )
     base_quant: QuantType | None = setting(
         None,
-        "How the base was quantized while an adapter that does not tell was trained; null is nf4 "
-        "for schema v2, whose trainer knows nothing else, and none for PEFT.",
+        "Quantization of the base during training, for adapters that do not record it; null: nf4 "
+        "for schema v2, whose trainer has no other, and none for PEFT.",
         only_if=when("format", "peft", "v2", "v3"),
     )
     double_quant: bool | None = setting(
         None,
-        "Whether its constants were quantized once more; null is yes where it was quantized.",
+        "Whether its constants were quantized too; null means yes where it was quantized.",
         only_if=when("format", "peft", "v2", "v3"),
     )
 
@@ -237,8 +238,8 @@ class OllamaConfig:
 
     form: OllamaForm = setting(
         OllamaForm.merged,
-        "merged: the whole model in safetensors; adapter: the adapter alone, on a base that Ollama "
-        "knows by the name that the Modelfile gives.",
+        "merged: the whole model in safetensors; adapter: only the adapter, on a base that Ollama "
+        "knows by the name in the Modelfile.",
     )
 
 
@@ -294,11 +295,11 @@ class ServeConfig:
 
     host: str = setting(
         "127.0.0.1",
-        "Address to listen on. The default is this machine alone; an address that other machines "
-        "reach needs a token (serve.token_env).",
+        "Address to listen on. By default only this machine can connect; an address that other "
+        "machines can reach needs a token (serve.token_env).",
         example="192.168.0.7",
     )
-    port: int = setting(0, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = setting(0, "Port to listen on; 0: any free port.", ge=0, le=65535)
     token_env: str = setting(
         "MENS_EXP_SERVE_TOKEN",
         "The environment variable that holds the token. If it is set, requests must send the "
@@ -313,16 +314,16 @@ class InspectConfig:
 
     verify: bool = setting(
         False,  # a plain inspection reads and hashes nothing that is large
-        "Compute every hash and figure that path rests on again, back to its base model, and "
+        "Recompute every hash and figure that path depends on, back to its base model, and "
         "compare them with the records.",
     )
     replay: bool = setting(
         False,  # as above
-        "Take the first steps of a run again and name the first tensor that differs.",
+        "Repeat the first steps of a run and name the first tensor that differs.",
     )
     replay_steps: int = setting(
         3,
-        "Optimizer steps that inspect.replay takes again, from the first (a rough choice).",
+        "Optimizer steps that inspect.replay repeats, from the first (a rough choice).",
         ge=1,
         only_if=when(
             "inspect.replay",
@@ -380,8 +381,8 @@ class MergeConfig:
     )
     mode: MergeMode | None = setting(
         None,
-        "full: a complete Hugging Face directory; subset: one safetensors file of the merged "
-        "tensors alone. null is full, but subset for merge.base_shard and for proxy adapters.",
+        "full: a complete Hugging Face directory; subset: one safetensors file with only the "
+        "merged tensors. null: full, but subset for merge.base_shard and for proxy adapters.",
     )
     dtype: MergeDtype | None = setting(
         None,
@@ -396,7 +397,7 @@ class MergeConfig:
     )
     untie: bool = setting(
         True,  # the value of the setting, named by its position in the schema
-        "Give a tied head with a delta a weight of its own, in weights and config.json; false "
+        "Give a tied head that has a delta its own weight, in weights and config.json; false "
         "merges it into the embedding table, as the Vox mens trainer does. The input embedding "
         "then moves too: the result is not the trained model, and the certificate measures how far "
         "off.",
@@ -417,10 +418,10 @@ class BudgetConfig:
         "bf16 run of SmolLM2 has 0.0016, its delta on the unquantized base 0.29).",
         gt=0,
     )
-    max_kl: float | None = setting(None, "The same of the worst token, nats.", gt=0)
+    max_kl: float | None = setting(None, "KL of the worst token, nats.", gt=0)
     top1_agreement: float | None = setting(
         0.95,
-        "Least share of tokens whose likeliest next token is the same (measured: a right merge "
+        "Lowest share of tokens with the same most likely next token (measured: a right merge "
         "has 0.975, on the unquantized base 0.78).",
         gt=0,
         le=1,
@@ -433,8 +434,8 @@ class BudgetConfig:
     )
     weight_error: float | None = setting(
         0.05,
-        "What a written tensor differs by from W + ΔW, rounded to its format, as a share of ΔW, "
-        "Frobenius (an adapter's form: ΔW alone). A wrong scale, layer or side is near 1.",
+        "Difference between a written tensor and W + ΔW rounded to its format, as a share of ΔW, "
+        "Frobenius norm (an adapter's form: only ΔW). A wrong scale, layer or side is near 1.",
         gt=0,
     )
 
@@ -445,7 +446,7 @@ class ParityConfig:
 
     tokens: int = setting(
         2048,
-        "Tokens of real text to compare on, at least; held-out rows come first.",
+        "Lowest number of tokens of real text to compare on; held-out rows come first.",
         ge=2,
         only_if=RUNS_GRAPH,
     )
@@ -456,6 +457,6 @@ class ParityConfig:
         example="held_out.txt",
     )
     accept: bool = setting(
-        False, "Keep what is over the budget; the certificate and the card say that it was."
+        False, "Keep a result that exceeds the budget; the certificate and the card say so."
     )
     budget: BudgetConfig = section(BudgetConfig)

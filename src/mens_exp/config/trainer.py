@@ -189,7 +189,7 @@ class TrainerConfig:
     )
     devices: int = setting(
         1,
-        "Processes on each machine: one for each GPU, or that share a CPU.",
+        "Processes on each machine: one for each GPU, or several that share a CPU.",
         ge=1,
         changes=Effect.NOTHING,
     )
@@ -213,8 +213,8 @@ class TrainerConfig:
     )
     max_steps: int = setting(
         DEFAULT_STEPS,
-        "Optimizer steps; -1: max_epochs alone decides, which is the default where it is set. With "
-        "both, the one that is reached first ends the run.",
+        "Optimizer steps; -1: only max_epochs limits the run, which is the default where it is "
+        "set. With both, the limit that is reached first ends the run.",
         ge=-1,
         contract=("exec.max_steps",),
         aliases={"max_steps_per_epoch": "torchtune", "steps": "shorter command lines"},
@@ -232,7 +232,7 @@ class TrainerConfig:
     )
     accumulate_grad_batches: int = setting(
         4,
-        "Micro-batches in one optimizer step, those of all processes together.",
+        "Micro-batches in one optimizer step, over all processes.",
         ge=1,
         contract=("exec.grad_accum",),
         aliases={
@@ -254,24 +254,25 @@ class TrainerConfig:
     )
     val_check_interval: int | None = setting(
         None,
-        "Micro-batches, of all processes together, between validations; null validates before "
-        "and after only.",
+        "Micro-batches between validations, over all processes; null: validation only before and "
+        "after training.",
         ge=1,
         changes=Effect.NOTHING,
         aliases={"eval_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
     log_every_n_steps: int = setting(
         1,
-        "Optimizer steps between what callbacks and modules log, and between the rows of loggers "
-        "other than W&B. The record, and W&B as its mirror, have the metrics of every step.",
+        "Optimizer steps between logged values of callbacks and modules, and between rows of "
+        "loggers other than W&B. The record, and W&B as its mirror, have the metrics of every "
+        "step.",
         ge=1,
         changes=Effect.NOTHING,
         aliases={"logging_steps": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )
     deterministic: Any = setting(
         None,
-        "Deterministic algorithms, true or false, or warn to use them where there are any; null "
-        "turns them on on CPU and leaves them off on GPU.",
+        "Deterministic algorithms: true, false, or warn to use them where they exist; null: on "
+        "for CPU and off for GPU.",
         changes=Effect.NOTHING,
         example="warn",
     )
@@ -282,8 +283,8 @@ class TrainerConfig:
     )
     precision: str | None = setting(
         None,
-        "Lightning's name of quant.compute_dtype, which decides: 32-true or bf16-mixed. The "
-        "adapter is in f32 with either.",
+        "Lightning's name for quant.compute_dtype, which takes precedence: 32-true or bf16-mixed. "
+        "The adapter is in f32 with either.",
         example="bf16-mixed",
     )
     min_steps: int | None = setting(
@@ -303,7 +304,8 @@ class TrainerConfig:
     )
     num_sanity_val_steps: int = setting(
         0,
-        "Micro-batches to validate before the first step, to find errors; no figure comes of them.",
+        "Micro-batches to validate before the first step, to find errors; their figures are not "
+        "recorded.",
         ge=-1,
         changes=Effect.NOTHING,
     )
@@ -334,7 +336,9 @@ class TrainerConfig:
         example="[{_target_: lightning.pytorch.plugins.TorchSyncBatchNorm}]",
     )
     enable_progress_bar: bool = setting(
-        False, "Show Lightning's progress bar beside callbacks.progress.", changes=Effect.NOTHING
+        False,
+        "Show Lightning's progress bar in addition to callbacks.progress.",
+        changes=Effect.NOTHING,
     )
     enable_model_summary: bool = setting(
         False, "Print Lightning's summary of the model.", changes=Effect.NOTHING
@@ -414,7 +418,7 @@ class AdapterConfig:
 
     file: str | None = setting(
         None,
-        "A safetensors file of an adapter, with merge.meta= beside it (merge); `adapter=<file>` on "
+        "A safetensors file of an adapter, together with merge.meta= (merge); `adapter=<file>` on "
         "the command line says the same.",
         read_by={"merge"},
         only_if=when(
@@ -428,14 +432,14 @@ class AdapterConfig:
 
     select: Selection = setting(
         Selection.last,
-        "last: that of the last step; best: the best one by adapter.metric, by default that "
-        "of the lowest validation loss seen, the final validation included (needs "
+        "last: that of the last step; best: the best one by adapter.metric, by default the lowest "
+        "validation loss, including the final validation (needs "
         "trainer.val_check_interval).",
         changes=Effect.TRAINING,
     )
     metric: str = setting(
         "val/loss",
-        "What adapter.select=best selects by: val/loss, or a KPI such as task_success or "
+        "Metric that adapter.select=best uses: val/loss, or a KPI such as task_success or "
         "parse_rate that callbacks.scorecard measures while training runs.",
         only_if=when("adapter.select", "best"),
         idle="val/loss",
@@ -457,7 +461,7 @@ class EarlyStoppingConfig(CallbackConfig):
 
     patience: int = setting(
         3,
-        "Validations without a lower loss before the run ends (Lightning's default).",
+        "Validations without a lower loss after which the run ends (Lightning's default).",
         ge=1,
         aliases={"early_stopping_patience": "Transformers and TRL and Axolotl"},
     )
@@ -487,7 +491,7 @@ class ProgressConfig(CallbackConfig):
     """Terminal output during training."""
 
     plain_every_n_steps: int = setting(
-        10, "Optimizer steps between lines where the output is no terminal.", ge=1
+        10, "Optimizer steps between lines where the output is not a terminal.", ge=1
     )
 
 
@@ -497,19 +501,19 @@ class ScorecardConfig(CallbackConfig):
 
     every_n_steps: int | None = setting(
         None,
-        "Optimizer steps between scorecards of the tuned model, one after the last step included; "
-        "null scores nothing before training has ended.",
+        "Optimizer steps between scorecards of the tuned model, including one after the last "
+        "step; null: no scorecards during training.",
         ge=1,
     )
     items: int = setting(
         8,
-        "Items of each, the suite's first (a rough choice: a minute on two cores, and a share "
-        "in steps of an eighth).",
+        "Items of each scorecard, from the suite's first (a rough choice: a minute on two cores, "
+        "and shares in steps of an eighth).",
         ge=1,
         only_if=unless(
             "callbacks.scorecard.every_n_steps",
             None,
-            needs="callbacks.scorecard.every_n_steps beside it",
+            needs="callbacks.scorecard.every_n_steps",
         ),
         idle=8,
     )

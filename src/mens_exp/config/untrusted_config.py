@@ -135,7 +135,7 @@ def _references(values: Any, file: Path, place: str = "") -> Iterator[ConfigErro
             yield from _references(value, file, f"{place}.{key}" if place else str(key))
     elif isinstance(values, str) and "${" in values:
         yield ConfigError(
-            "a stored configuration holds values, no references",
+            "a stored configuration may hold values, but no references",
             where=f"{file}: {place}",
             found=values,
             expected="what the run wrote",

@@ -88,7 +88,7 @@ def key_problems(values: Mapping[str, Any], where: str) -> Iterator[ConfigError]
         is_name = isinstance(key, str) and key.isidentifier() and not key.startswith("_")
         if not is_name and key not in {"_target_", "defaults"}:
             yield ConfigError(
-                "is no setting of a class",
+                "is not a setting of a class",
                 where=where,
                 found=str(key),
                 expected="names of the class's arguments, and _target_",
@@ -139,7 +139,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
     if ours.is_file():
         if ours.read_bytes() != (root / file).read_bytes():  # a copy of ours changes nothing
             yield ConfigError(
-                "has the name of one of ours, which would win",
+                "has the name of a built-in option, which would take precedence",
                 where=where,
                 expected="a name of its own",
                 remedy=f"rename it, and choose it with {group}=<its name>"
@@ -150,10 +150,10 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
         close = nearest(group, our_options())
         if close is not None:  # unrelated folders are ignored
             yield ConfigError(
-                "is in no config group", where=where, found=group, expected=f"such as {close}"
+                "is not in a config group", where=where, found=group, expected=f"such as {close}"
             )
     elif isinstance(values := read_option(root / file), str):
-        yield ConfigError("is no YAML mapping", where=where, found=values)
+        yield ConfigError("is not a YAML mapping", where=where, found=values)
     elif group in {"experiment", "preset"}:
         yield from (
             ConfigError(f"{key} is now {' or '.join(MOVED[key])}", where=where)

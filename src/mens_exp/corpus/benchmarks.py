@@ -84,7 +84,7 @@ def _in_file(path: Path) -> Iterator[tuple[str, str]]:
         asked = _asked(item)
         if not isinstance(item, dict) or asked is None:
             raise DataError(
-                "is no item of a benchmark",
+                "is not an item of a benchmark",
                 where=where,
                 expected='an object with "prompt", "messages" or "text", and its solution and '
                 "tests where there are any, as HumanEval, MBPP, MultiPL-E and suite=jsonl have "

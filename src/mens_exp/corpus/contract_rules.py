@@ -83,7 +83,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
     foreign = _foreign(part)
     if rows.only_answers and foreign:
         yield GateError(
-            "what the user or the system said is learned as an answer",
+            "text of the user or the system is learned as an answer",
             where="objective.labels",
             found=f"{foreign} tokens",
             expected="assistant texts and their end markers alone",
@@ -109,7 +109,7 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
     """Yield violations by the rows."""
     if part["groups_on_two_sides"]:
         yield GateError(
-            "rows of one group are trained on and measured on",
+            "rows of one group are in both training and evaluation",
             where="data",
             found=", ".join(part["groups_on_two_sides"]),
             expected="each source on one side of the split",
@@ -117,7 +117,7 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
         )
     if part["rows_on_two_sides"]:
         yield GateError(
-            "rows are trained on and measured on",
+            "rows are in both training and evaluation",
             where="data",
             found=part["rows_on_two_sides"],
             expected="none",
@@ -126,15 +126,15 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
     many, again = part["conversations"], part["repeated_answers"]
     if many and again / many > limits.max_repeated_answer_frac:
         yield GateError(
-            "conversations give the same answer again",
+            "conversations repeat the same answer",
             where=f"{_SETTINGS}.max_repeated_answer_frac",
             found=f"{again} of {many} conversations ({again / many:.2%})",
             expected=f"at most {limits.max_repeated_answer_frac:.2%}",
-            remedy="mend what made the rows, or raise the limit",
+            remedy="fix the source of the rows, or raise the limit",
         )
     if part["prompts_otherwise"]:
         yield GateError(
-            "evaluation would ask otherwise than training did",
+            "evaluation would use another prompt than training",
             where="tokenizer.chat_template",
             found=f"{part['prompts_otherwise']} of {part['prompts_checked']} prompts differ",
             expected="the same ids before an answer",
@@ -143,7 +143,7 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
     off = part["mix_off"]
     if off is not None and off > _MOST_OFF:
         yield GateError(
-            "a source of the mix has not its share",
+            "a source of the mix does not have its share",
             where="data.sources",
             found=f"{off:g} rows off",
             expected="each source's exact share, to the row",
@@ -165,7 +165,7 @@ def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]
     if part["contained_frac"] > limits.max_overlap_frac:
         worst = part["worst"][0]
         yield GateError(
-            "training rows have items in them that the suite scores by",
+            "training rows contain items of the suite",
             where=f"{_SETTINGS}.max_overlap_frac",
             found=f"{part['contained']} of {part['items']} items of {part['against']}, row "
             f"{worst['row']} has {worst['share']:.0%} of item {worst['item']}",
@@ -187,21 +187,21 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
     report = "report this with the model and the backend"
     for what in part["as_asked"]:
         yield GateError(
-            "the first batch is not what was asked for",
+            "the first batch does not match the settings",
             where="data",
             found=what,
             remedy="report this: a setting has not reached the batches",
         )
     if not part["targets_follow"]:
         yield GateError(
-            "what is to be predicted is not the token that follows",
+            "labels are not the tokens that follow",
             where="the first batch",
             expected="at each position the next token of the same document",
             remedy=report,
         )
     if (part["peek"] or 0.0) > limit:
         yield GateError(
-            "the loss depends on the token that it is to predict",
+            "the loss depends on the token that it predicts",
             where="objective",
             found=f"another last token moves it, or what it is made of, by {part['peek']:.2%}",
             expected=expected,
@@ -220,7 +220,7 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
     uneven = max(part["accumulation_loss"] or 0.0, part["accumulation_gradient"] or 0.0)
     if uneven > limit:
         yield GateError(
-            "accumulated micro-batches are not one batch",
+            "accumulated micro-batches do not equal one batch",
             where="trainer.accumulate_grad_batches",
             found=f"loss or gradients differ by {uneven:.2%}",
             expected=expected,

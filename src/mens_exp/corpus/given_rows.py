@@ -56,8 +56,8 @@ def read_given(config: GivenData) -> Given:
     """Ask the class for its rows; a row's place is ``module.Class.rows:<number>``, from 1.
 
     Raises:
-        MensError: the class cannot be imported, or is of another kind.
-        DataError: it fails, gives no rows, or gives one that is wrong.
+        MensError: the class cannot be imported, or has the wrong type.
+        DataError: it fails, does not return rows, or gives one that is wrong.
         Problems: several rows are wrong.
     """
     cls: Any = config.row_class()
@@ -78,7 +78,7 @@ def given_in(config: DataConfig) -> list[GivenData]:
     """Return the sources whose rows a class of the user's gives: this one, or some of a mix.
 
     Raises:
-        ConfigError: an entry of the mix is no source.
+        ConfigError: an entry of the mix is not a source.
         Problems: several are none.
     """
     parts = [one.data for one in sources_of(config)] if isinstance(config, MixData) else [config]
@@ -97,7 +97,7 @@ def refuse_unsteady(first: str, again: str) -> None:
     """
     if first != again:
         raise DataError(
-            "gives other rows when it is asked again",
+            "returns different rows when it is called again",
             where="data",
             found=f"{first[:12]} and then {again[:12]}",
             expected="the same rows in the same order each time",
@@ -110,7 +110,7 @@ def _read(name: str, give: Callable[[], Any], config: GivenData) -> FileOfRows:
     how = Reading(setting="data", quarantine=config.on_bad_row is OnBadRow.quarantine)
     found = read_located(name, _located(name, give), how)
     if not found.pairs and not found.bad:
-        raise DataError("there are no rows", where=name, expected="one at least")
+        raise DataError("there are no rows", where=name, expected="at least one")
     return found
 
 
@@ -134,7 +134,7 @@ def _several(name: str, rows: Any) -> Any:
     """
     if isinstance(rows, str | bytes | dict):
         raise DataError(
-            "gives no rows",
+            "does not return rows",
             where=name,
             found=f"a {type(rows).__name__}",
             expected="a list of rows, or another iterable of them",
@@ -144,5 +144,5 @@ def _several(name: str, rows: Any) -> Any:
 
 def _failed(where: str, error: Exception) -> DataError:
     return DataError(
-        "fails to give its rows", where=where, found=told(error), expected="rows, and no error"
+        "failed to return its rows", where=where, found=told(error), expected="rows, and no error"
     )

@@ -186,7 +186,7 @@ def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
                 yield {key: value for key, value in row.items() if value is not None}
         except ValueError as error:  # pyarrow's are
             raise DataError(
-                "datasets cannot read on",
+                "datasets failed while reading the split",
                 where="data.id",
                 found=f"{config.id}: {' '.join(str(error).split())[:200]}",
                 remedy="choose another revision, or give files: data=jsonl data.path=…",

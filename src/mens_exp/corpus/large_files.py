@@ -268,7 +268,7 @@ def map_in_order(work: Callable[[T], R], stream: Iterable[T], processes: int) ->
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise SetupError(
-            "a process that worked on the rows was ended from outside",
+            "a worker process was killed",
             found="no result of it",
             expected="memory for each process, some hundred MB",
             remedy="free memory, or ask for fewer processes",

@@ -386,7 +386,7 @@ class RowStream:
                 where="data.max_bad_frac",
                 found=f"{count} of {rows}{last}",
                 expected=f"at most {config.max_bad_frac:g} of them",
-                remedy="mend the rows, or raise data.max_bad_frac",
+                remedy="fix the rows, or raise data.max_bad_frac",
             )
 
     def _is_whole(self, rows: Sequence[Located]) -> bool:

@@ -262,7 +262,7 @@ def _leak(pair: TrainingPair, other: TrainingPair) -> DataError:
         else f"a validation row shares its {shared} with another row",
         where=pair.place,
         found=f"the same in {other.place}",
-        expected="rows that the others have nothing of",
+        expected="rows that share nothing with the others",
         remedy="take it out of one of the two",
     )
 

@@ -224,7 +224,7 @@ def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
             corpus = found[source.name] = _read(source.data, cache)
             if corpus.val is not None:
                 raise DataError(
-                    "names its own rows to validate on",
+                    "provides its own validation rows",
                     where="data.source",
                     found=source.data.source,
                     expected="a class without validation_rows: a mix is split as a whole",

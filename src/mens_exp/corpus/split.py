@@ -236,7 +236,7 @@ def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
         The side, a function of the arguments only.
 
     Raises:
-        ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
+        ConfigError: a fraction is outside [0, 1), or no rows are left to train on.
     """
     check_fractions(val_frac, heldout_frac)
     return side_at(position_of(hash_prefix(group)), val_frac, heldout_frac)
@@ -270,7 +270,7 @@ def split(
         All three sides, each with its rows in the order of `pairs`.
 
     Raises:
-        ConfigError: a fraction is outside [0, 1), or nothing is left to train on.
+        ConfigError: a fraction is outside [0, 1), or no rows are left to train on.
     """
     check_fractions(val_frac, heldout_frac)
     groups = {group_of(pair) for pair in pairs}
@@ -319,7 +319,7 @@ def check_fractions(val_frac: float, heldout_frac: float) -> None:
             )
     if val_frac + heldout_frac >= 1:
         raise ConfigError(
-            "nothing is left to train on",
+            "no rows are left to train on",
             where="data.val_frac",
             found=f"val_frac {val_frac} + heldout_frac {heldout_frac}",
             expected="a sum below 1",

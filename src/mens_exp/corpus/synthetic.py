@@ -49,7 +49,7 @@ def load(config: SyntheticData, cache: Path) -> Corpus:
         cache: the cache directory; made where it is missing.
 
     Raises:
-        DataError: the families have not so many different tasks.
+        DataError: the families do not have that many different tasks.
         SetupError: the cache cannot be written.
     """
     content = _content(config)

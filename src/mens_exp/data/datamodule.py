@@ -229,7 +229,7 @@ def encoded_side(
     documents, counts = encoded_parts(cache, key, build)
     if not len(documents):
         raise DataError(
-            "no row keeps a supervised token",
+            "no row has a supervised token left",
             where=f"data ({side.value})",
             found=f"{counts.dropped} rows dropped, {counts.truncated} over the limit",
             expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",

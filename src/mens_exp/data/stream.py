@@ -160,11 +160,11 @@ class MicroBatches:
         position = int(state["position"])
         if position % self.world_size and position < self.total:
             raise RequestError(
-                "the ranks cannot share the micro-batches that are left",
+                "the remaining micro-batches cannot be divided among the ranks",
                 where="data",
                 found=f"position {position} for {self.world_size} ranks",
                 expected="a position that is a multiple of the number of ranks",
-                remedy="go on with a number of ranks that divides the micro-batches of a step",
+                remedy="continue with a number of ranks that divides the micro-batches of a step",
             )
         self.position = position
 
@@ -314,10 +314,10 @@ class StreamedMicroBatches(MicroBatches):
             return self._encode(pairs)
         if rows_digest(pairs) != self._first_sha256:
             raise DataError(
-                "the first rows are no longer what they were when the run began",
+                "the first rows have changed since the run began",
                 where="data",
                 found=f"epoch {window.epoch}",
-                remedy="put the files back as they were, and go on with resume=<run>",
+                remedy="restore the files, and continue with resume=<run>",
             )
         return self.documents
 

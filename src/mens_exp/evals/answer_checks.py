@@ -111,7 +111,7 @@ class Regex(_Text):
         if not isinstance(expected, str) or not expected:
             return "must be a pattern"
         problem = pattern_problem(expected, _PATTERNS)
-        return None if problem is None else f"is no pattern: {problem}"
+        return None if problem is None else f"is not a pattern: {problem}"
 
     def reference(self, expected: Any) -> str:
         """Return nothing: no text follows from a pattern."""
@@ -147,7 +147,7 @@ class JsonSchema(_Text):
         try:
             kind.check_schema(expected, format_checker=formats)
         except jsonschema.SchemaError as error:
-            return f"is no JSON schema: {error.message}"
+            return f"is not a JSON schema: {error.message}"
         elsewhere = next(_elsewhere(expected, set(_ids(expected))), None)
         if elsewhere is not None:
             return f"refers to a schema that is not in it: {elsewhere}; put the schema into $defs"
@@ -181,7 +181,7 @@ class JsonSchema(_Text):
             return _TOO_DEEP
         except Unresolvable as error:
             raise DataError(
-                "a schema refers to a part that it does not have",
+                "a schema refers to a part that is missing",
                 where="suite.path",
                 found=error.ref,
                 remedy="put the part into its $defs",
@@ -285,7 +285,7 @@ class Function:
 
     def _failed(self, found: str) -> DataError:
         return DataError(
-            "gives no verdict",
+            "returns no verdict",
             where=f"suite.function: {self.name}",
             found=found,
             expected="True, False, or a text that says what is wrong",
@@ -307,12 +307,12 @@ def function_named(text: str) -> Callable[[str, Any, str], Any]:
         text: ``<file>.py:<name>``.
 
     Raises:
-        ConfigError: there is no such file or function, or the file fails.
+        ConfigError: file not found or function, or the file fails.
     """
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        raise _no_function(text, "there is no such file")
+        raise _no_function(text, "file not found")
     spec = importlib.util.spec_from_file_location(f"mens_exp_own_{path.stem}", path)
     assert spec is not None, "it is a Python file"
     assert spec.loader is not None, "it is a Python file"
@@ -329,7 +329,7 @@ def function_named(text: str) -> Callable[[str, Any, str], Any]:
 
 def _no_function(text: str, found: str) -> ConfigError:
     return ConfigError(
-        "names no function",
+        "does not name a function",
         where="suite.function",
         found=f"{text}: {found}",
         expected="<file>.py:<name> of a function (prompt, expected, answer)",
@@ -347,7 +347,7 @@ def _json(answer: str) -> Any:
 
 
 def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _require_jsonschema() -> None:

@@ -205,7 +205,7 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
     found += _asked_otherwise(trials)
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     graded = _told(one.get("grading", _GRADED) for one in made)
-    found += [f"answers were graded otherwise: by versions {graded}"] if graded else []
+    found += [f"answers were graded by different versions: {graded}"] if graded else []
     if not all(trial.answers_in_f32 for trial in trials):
         found += [f"{size}, and answers in bf16 depend on it" for size in unlike_sizes(trials)]
     return found
@@ -236,7 +236,7 @@ def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
         values = sorted({str(one.get(name, usual)) for one in made})
         if len(values) > 1 and (draws or name != "top_p"):
             told = " and ".join(values)
-            found.append(f"answers were made otherwise: eval.{name} is {told}")
+            found.append(f"answers were generated with other settings: eval.{name} is {told}")
     return found
 
 
@@ -353,7 +353,7 @@ def _refuse_unknown(factor: str, trials: Sequence[Trial]) -> None:
     known = {path for trial in trials for path in trial.settings}
     known |= {path.partition(".")[0] for path in known}
     if factor not in known or factor == "seed":
-        why = "the seed is what arms are paired by" if factor == "seed" else "is no setting"
+        why = "the seed is what arms are paired by" if factor == "seed" else "is not a setting"
         raise ConfigError(
             f"{why} of these runs" if factor != "seed" else why,
             where="compare.factors",

@@ -211,7 +211,7 @@ def _own_values(last: Judgement) -> dict[str, float]:
         own_metric(name)
         if (ours := kpi_like(name)) is not None:
             raise RequestError(
-                "a KPI of a suite has the name of one of ours, or nearly so",
+                "a KPI of a suite has the name of a built-in KPI, or nearly so",
                 where="Judgement.values",
                 found=name,
                 expected=f"another name than {ours}",
@@ -219,7 +219,7 @@ def _own_values(last: Judgement) -> dict[str, float]:
             )
         if not math.isfinite(value):
             raise RequestError(
-                "a KPI of an answer is no finite number",
+                "a KPI of an answer is not a finite number",
                 where=f"Judgement.values: {name}",
                 found=value,
                 expected="a finite number",

@@ -42,7 +42,7 @@ class Generation:
     Attributes:
         max_new_tokens: the longest answer.
         batch_size: prompts completed together.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        temperature: 0: the most likely token; above 0: tokens are sampled.
         top_p: the share of the probability that they are drawn from.
     """
 
@@ -289,7 +289,7 @@ class ServerEngine:
 
     def _failed(self, found: str) -> SetupError:
         return SetupError(
-            "the server gave no answer",
+            "the server did not answer",
             where="eval.base_url",
             found=f"{self.base_url}: {found}",
             expected="an OpenAI-compatible server, such as task=serve starts",
@@ -327,7 +327,7 @@ def vllm_problems_here() -> Iterator[MensError]:
         )
     if machine.look("auto").kind != "cuda":
         yield SetupError(
-            "vLLM answers on a GPU, and there is none here",
+            "vLLM needs a GPU, and this machine has none",
             where="eval.engine",
             found="vllm",
             expected="hf, or openai with a server that runs elsewhere",

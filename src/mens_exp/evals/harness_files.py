@@ -71,13 +71,13 @@ def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
         calls_functions: whether Python that they name may be run in this process.
 
     Raises:
-        DataError: there is none, or one of them is no task file, wants code to be executed, or
+        DataError: there is none, or one of them is not a task file, wants code to be executed, or
             wants data from elsewhere.
         ConfigError: one names Python, and that may not be run.
         Problems: several of these.
     """
     if not directory.is_dir():
-        raise DataError("is no directory", where="suite.path", found=str(directory))
+        raise DataError("is not a directory", where="suite.path", found=str(directory))
     problems: list[MensError] = []
     read: dict[Path, dict[str, Any]] = {}
     known: dict[Path, _File] = {}
@@ -95,7 +95,7 @@ def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
     tasks = {one["task"] for one in read.values() if isinstance(one.get("task"), str)}
     if not tasks:
         raise DataError(
-            "holds no task file",
+            "contains no task file",
             where="suite.path",
             found=str(directory),
             expected="YAML files of lm-evaluation-harness, each with task: <name>",
@@ -122,13 +122,13 @@ def _read(
         return known[place]
     own: Any = parse_yaml(read_bytes(path), str(path), _Loader)
     if not isinstance(own, dict):
-        raise DataError("is no task file", where=str(path), found=type(own).__name__)
+        raise DataError("is not a task file", where=str(path), found=type(own).__name__)
     merged: dict[str, Any] = {}
     sources = [path]
     included = own.get("include")
     for name in included if isinstance(included, list) else [included] if included else []:
         if not isinstance(name, str):
-            raise DataError("is no path", where=f"{path}: include", found=name)
+            raise DataError("is not a path", where=f"{path}: include", found=name)
         under = path.parent / name
         if under.resolve() in {one.resolve() for one in (*chain, path)}:
             raise DataError("includes itself", where=str(path), found=name)
@@ -143,7 +143,7 @@ def _refusals(value: Any, path: Path, *, calls_functions: bool) -> Iterator[Mens
     """Yield problems that prevent the use of a file, anywhere in it."""
     if isinstance(value, _Function) and not calls_functions:
         yield ConfigError(
-            "a task file names Python, which task=evaluate alone runs",
+            "a task file names Python code, which only task=evaluate runs",
             where=f"suite.path: {path}",
             found=f"!function {value}",
             expected="task files without functions, or task=evaluate",
@@ -154,7 +154,7 @@ def _refusals(value: Any, path: Path, *, calls_functions: bool) -> Iterator[Mens
     elif isinstance(value, dict):
         if value.get("unsafe_code"):
             yield DataError(
-                "the task executes what a model writes, outside of any sandbox",
+                "the task executes model output outside of any sandbox",
                 where=f"{path}: unsafe_code",
                 found=value["unsafe_code"],
                 expected="a task that compares texts",
@@ -172,7 +172,7 @@ def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
         return
     if named not in _READERS and not _is_directory(str(named)):
         yield DataError(
-            "the data are no files of this machine",
+            "the data are not files on this machine",
             where=f"{path}: dataset_path",
             found=named,
             expected=f"one of {', '.join(_READERS)} with dataset_kwargs.data_files, or a directory",
@@ -180,13 +180,13 @@ def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
         )
     elif named in _READERS and not _data_files(value):
         yield DataError(
-            "no file of data is named",
+            "no data file is named",
             where=f"{path}: dataset_kwargs.data_files",
             expected="a path, or paths by split",
         )
     for name in _data_files(value):
         if not any(path.is_file() for path in _files(name)):
-            yield DataError("there is no such file", where=f"{path}: data_files", found=name)
+            yield DataError("file not found", where=f"{path}: data_files", found=name)
 
 
 def _is_directory(named: str) -> bool:

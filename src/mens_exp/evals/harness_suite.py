@@ -206,7 +206,7 @@ def files_of(config: LmEvalSuite, *, calls_functions: bool) -> str:
     unknown = [name for name in config.tasks or () if name not in files.names]
     if unknown:
         raise ConfigError(
-            "no task file has it",
+            "is not in any task file",
             where="suite.tasks",
             found=", ".join(unknown),
             expected=f"of {', '.join(sorted(files.names)[:20])}",
@@ -278,7 +278,7 @@ def _refuse_own_answers(name: str, task: Any) -> None:
     if not config.num_fewshot or is_given or drawn != asked or examples.split == config.test_split:
         return
     raise DataError(
-        "an item's own answer may stand among the examples before it",
+        "an item's own answer may be among its few-shot examples",
         where=f"task {name}: fewshot_split",
         found=f"num_fewshot: {config.num_fewshot}, examples of the split {asked}, which is asked",
         expected="other rows, or the name of test_split, which leaves each item out of its own",

@@ -176,7 +176,7 @@ def _rows(path: Path) -> dict[str, Row]:
         found = _row_problems(row, where)
         name = row.get("id", str(number)) if isinstance(row, dict) else ""
         if not found and name in rows:
-            found = [DataError("this id is there already", where=f"{where}: id", found=name)]
+            found = [DataError("this id already exists", where=f"{where}: id", found=name)]
         problems += found
         if not found:
             rows[name] = row
@@ -184,7 +184,7 @@ def _rows(path: Path) -> dict[str, Row]:
             break
     Problems.raise_if(problems)
     if not rows:
-        raise DataError("holds no row", where=str(path), expected="one JSON object a line")
+        raise DataError("contains no rows", where=str(path), expected="one JSON object a line")
     return rows
 
 
@@ -195,7 +195,7 @@ def _row_problems(row: Any, where: str) -> list[DataError]:
     if ("prompt" in row) == ("messages" in row):
         return [
             DataError(
-                "asks nothing, or twice",
+                "needs exactly one prompt",
                 where=where,
                 found=", ".join(sorted(row)),
                 expected="one of prompt and messages",
@@ -219,7 +219,7 @@ def _turn_problems(turns: list[dict[str, str]], where: str, *, has_system: bool)
             where=f"{where}: messages",
             found=", ".join(str(turn.get("role")) for turn in turns) or "none",
             expected="role and content each; a system turn first or none, then user and "
-            "assistant in turns, the user's last; no system beside them",
+            "assistant in turns, the user's last; no separate system",
         )
     ]
 

@@ -180,7 +180,7 @@ def _refuse_shapes(
     rows = shapes[0][:1]
     if len(shapes[0]) != 2 or shapes != [shapes[0], shapes[0], rows, rows]:  # noqa: PLR2004 - [M, V]
         raise MensError(
-            "logits of two models that are not over the same tokens cannot be compared",
+            "the logits of the two models are not over the same tokens",
             found=", ".join(map(str, shapes)),
             expected="reference and other [M, V], targets and positions [M]",
         )

@@ -181,11 +181,11 @@ def _kpis_of(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Kpi]:
     for name, about in declared.items():
         if about.get("direction") not in set(Direction) or "unit" not in about:
             raise DataError(
-                "is no declaration of a metric",
+                "is not a declaration of a metric",
                 where=name,
                 found=str(dict(about)),
                 expected=f"a unit, and one of the directions {', '.join(Direction)}",
-                remedy="put the record back as it was, or run it again",
+                remedy="restore the record, or run it again",
             )
     return {
         name: Kpi(

@@ -31,7 +31,7 @@ class Evidence:
         problems: what its own records deny; empty for sound evidence.
         cycle: that registered it, None for an exploratory one.
         why_exploratory: why none did.
-        shared_seeds: seeds of an earlier cycle too.
+        shared_seeds: seeds that an earlier cycle has too.
         runs: that the cycle freezes; none of exploratory evidence, or of what its records deny.
         unverifiable: parts that cannot be verified.
     """

@@ -140,11 +140,11 @@ def _misdeclared(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Ite
         stated = scorecard.declared.get(name, {})
         if any(stated.get(key) != again.get(key) for key in ("unit", "direction")):
             yield DataError(
-                "is not what the suite's class declares",
+                "contradicts what the suite's class declares",
                 where=f"{where}.{name}",
                 found=_declared(stated),
                 expected=_declared(again),
-                remedy="put the scorecard back as it was, or run it again",
+                remedy="restore the scorecard, or run it again",
             )
 
 
@@ -199,7 +199,7 @@ def _counts(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator
     if not is_whole or max(answered.values(), default=1) > 1 or numbers - set(range(samples)):
         once = "once" if samples == 1 else f"{samples} times"
         yield DataError(
-            "an item's answers are missing, or there twice",
+            "an item's answers are missing or duplicated",
             where=where,
             found=f"{len(lines)} lines of {len(of_item)} items",
             expected=f"{scorecard.items} items, each answered {once}",
@@ -233,11 +233,11 @@ def _figures(
         elif not _alike(value, again):
             found.problems.append(
                 DataError(
-                    "is not what its items come to",
+                    "does not follow from its items",
                     where=f"{where}.{name}",
                     found=value,
                     expected=f"{again}, from {scorecard.items} items",
-                    remedy="put the scorecard back as it was, or run it again",
+                    remedy="restore the scorecard, or run it again",
                 )
             )
     if lacking:
@@ -315,11 +315,11 @@ def _answers(
         if spec is not None and spec.from_rows:
             found.problems.append(
                 DataError(
-                    "the items are not those of the suite's digest",
+                    "the items do not match the suite's digest",
                     where=where,
                     found=found_digest,
                     expected=scorecard.suite_digest,
-                    remedy="put the lines back as they were, or run it again",
+                    remedy="restore the lines, or run it again",
                 )
             )
         else:
@@ -387,7 +387,7 @@ def _described(
             where=f"{where}: {name}",
             found=f"{_short(line.get(name))} for item {line['item_id']} of {condition}{more}",
             expected=f"{_short(expected)}, by {by}",
-            remedy="put the lines back as they were, or run it again",
+            remedy="restore the lines, or run it again",
         )
 
 

@@ -229,7 +229,7 @@ def _task(row: Any, where: str) -> RustTask:
     tests = row["tests"].lstrip()
     if not names or not tests.startswith("}") or _MAIN.search(tests) is None:
         raise DataError(
-            "a task's tests do not go on where its prompt ends",
+            "a task's tests do not continue where its prompt ends",
             where=where,
             found=tests[:40],
             expected="a prompt that ends within a function, tests that close it and have a main",

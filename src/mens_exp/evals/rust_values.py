@@ -69,7 +69,7 @@ class Signature:
     result: str
 
 
-class _Other(Exception):  # noqa: N818  # no error: the signature is of another kind
+class _Other(Exception):  # noqa: N818  # no error: the signature has the wrong type
     """A type in the signature is not a plain value."""
 
 

@@ -100,7 +100,7 @@ def conducted(
     """
     if not runs:
         raise RequestError(
-            "no run here has ended well",
+            "no run here has succeeded",
             where="path",
             found=", ".join(path),
             expected="training runs that succeeded, or evaluations of such",
@@ -182,7 +182,10 @@ def _record(
             "reference": reference.name,
             "differs_in": [f for f in factors if arm.values.get(f) != reference.values.get(f)],
             "confounded_by": [],
-            "environment": [],
+            "environment": [
+                *_unmeasured(primary, arm, seen),
+                *_unmeasured(primary, reference, seen),
+            ],
             "moved_inputs": [],
             "kpis": {
                 name: incomparable(name, seen[arm.name], seen[reference.name], why)
@@ -247,7 +250,16 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
     if all(one.answers_in_f32 for one in (first, *others)):  # otherwise it confounds
         labels += unlike_sizes([first, *others])
     labels += [*seed_labels(arm, reference.seeds), *seed_labels(reference, arm.seeds)]
-    contrast["environment"] = list(dict.fromkeys(labels))
+    contrast["environment"] = list(dict.fromkeys([*contrast["environment"], *labels]))
+
+
+def _unmeasured(kpi: str, arm: Arm, seen: Mapping[str, ArmScores]) -> list[str]:
+    """List seeds of an arm with no value of a KPI that other seeds of it have."""
+    known = {seed: arm_mean(kpi, {seed: runs}) for seed, runs in seen[arm.name].items()}
+    lacking = [seed for seed, value in known.items() if value is None]
+    if len(lacking) == len(known):  # the verdict says why the arm has none
+        return []
+    return [f"seed {seed} of {arm.name} has no {kpi}" for seed in lacking]
 
 
 def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None:
@@ -298,7 +310,7 @@ def reference_arm(arms: Sequence[Arm], wanted: str | None, where: str = "compare
     if len(matching) == 1:
         return matching[0]
     raise ConfigError(
-        "names no arm" if not matching else "names several arms",
+        "does not name an arm" if not matching else "names several arms",
         where=where,
         found=wanted,
         expected=expected_name(wanted, [arm.name for arm in arms]),
@@ -328,7 +340,7 @@ def _primary(
 ) -> str:
     if wanted is not None and wanted in undirected:
         raise ConfigError(
-            "no arm can be better by this metric: neither way is declared as better",
+            "no arm can be better by this metric, because it has no declared direction",
             where="compare.primary",
             found=wanted,
             expected="a KPI, or a metric with a direction",
@@ -348,7 +360,7 @@ def _primary(
     usual = next((name for name in _PREFERRED if name in known and name not in unlike), None)
     if usual is None:
         raise ConfigError(
-            "no KPI stands out, so that the primary one has to be named",
+            "the primary KPI must be named",
             where="compare.primary",
             expected=f"one of {', '.join(known or names)}",
         )

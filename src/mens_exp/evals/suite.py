@@ -374,7 +374,7 @@ def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
 
     Raises:
         DataError: the file cannot be read or holds no task, or a line is no such task, or one
-            that is there already.
+            that already exists.
         Problems: several lines.
     """
     tasks: dict[str, Task] = {}
@@ -391,10 +391,10 @@ def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
             continue
         if tasks.setdefault(task.id, task) is not task:
             where = f"{path}:{number}"
-            problems.append(DataError("this task is there already", where=where, found=task.id))
+            problems.append(DataError("this task already exists", where=where, found=task.id))
     Problems.raise_if(problems)
     if not tasks:
-        raise DataError("the file holds no task", where=str(path))
+        raise DataError("the file contains no task", where=str(path))
     return list(tasks.values())
 
 

@@ -300,7 +300,7 @@ def _no_sample(pairs: Sequence[_Pair]) -> str:
     if any(pair.unshared or pair.items.keys() != items for pair in pairs):
         return "not every run has every item, so that nothing can be said of items like these"
     if len(items) == 1:
-        return "one item is no sample of items like it"
+        return "one item is not a sample of items like it"
     return ""
 
 

@@ -165,7 +165,7 @@ def _refuse_proxy(manifest: AdapterManifest, where: str) -> None:
     graph = (manifest.mens_exp or {}).get("candle_qlora_graph_id")
     if middle or graph is not None:
         raise DataError(
-            "the proxy stack has no PEFT form: the base model's own graph is another",
+            "the proxy stack has no PEFT form, because its graph is not the base model's",
             where=where,
             found=graph or ", ".join(middle[:4]),
             expected="an adapter of a causal graph",
@@ -214,7 +214,7 @@ def out_problems(out: Path) -> Iterator[RequestError]:
     """Yield a problem if writing a directory would overwrite existing content."""
     if not is_free(out):
         yield RequestError(
-            "is there already",
+            "already exists",
             where="out",
             found=str(out),
             expected="a directory that does not exist, or is empty",

@@ -71,11 +71,11 @@ def changed_files(run: RunDir) -> Iterator[MensError]:
         found = sha256_file(path) if path.is_file() else "no such file"
         if found != expected:
             yield DataError(
-                "is not what the run left",
+                "has changed since the run ended",
                 where=str(path),
                 found=found,
                 expected=expected,
-                remedy="put it back as it was, or train again",
+                remedy="restore it, or train again",
             )
 
 
@@ -84,7 +84,7 @@ def secret_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
     for name, path in files:
         if path.suffix in _TEXT and (found := of_known_form(path.read_text("utf-8"))):
             yield RequestError(
-                "holds what looks like a credential",
+                "contains what looks like a credential",
                 where=name,
                 found=found,
                 expected="none",
@@ -196,7 +196,7 @@ def verify(run: RunDir) -> None:
 def _differences(run: RunDir) -> Iterator[MensError]:
     listing = parse_json(run.bundle.read_bytes(), str(run.bundle))
     if not isinstance(listing, dict) or listing.get("format") != "mens_exp_bundle":
-        yield DataError("is no list of a bundle", where=str(run.bundle))
+        yield DataError("is not a list of a bundle", where=str(run.bundle))
         return
     if listing.get("version") != _VERSION:
         yield DataError(
@@ -218,7 +218,7 @@ def _differences(run: RunDir) -> Iterator[MensError]:
         found = _hash(path, inside=run.path)
         if found != expected:
             yield DataError(
-                "is not what was packed",
+                "has changed since it was packed",
                 where=str(path),
                 found=found,
                 expected=expected,
@@ -346,7 +346,7 @@ def _made(api: Any, repo: str, *, private: bool) -> bool:
         return private
     if private and not found:
         raise RequestError(
-            "the repository is there already, and public",
+            "the repository already exists and is public",
             where="repo",
             found=repo,
             expected="a private one, as push.private says",

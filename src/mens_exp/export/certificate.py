@@ -126,7 +126,7 @@ def probe_of_text(path: Path, tokenizer: Tokenizer, *, seq_len: int, tokens: int
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            "is no text that can be read",
+            "is not readable text",
             where="parity.text",
             found=f"{path}: {error}",
             expected="a file in UTF-8",
@@ -253,11 +253,11 @@ def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card
     over = certificate.exceeded()
     more = f" and {len(over) - _LISTED} more" if len(over) > _LISTED else ""
     raise GateError(
-        "what was written is not the model that was trained",
+        "the written model differs from the trained one",
         where=str(aside),
         found="; ".join(over[:_LISTED]) + more,
         expected="within parity.budget",
-        remedy=f"read {CERTIFICATE} there; parity.accept=true keeps it on record all the same",
+        remedy=f"read {CERTIFICATE} there; parity.accept=true accepts it and records that",
     )
 
 

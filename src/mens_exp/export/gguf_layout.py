@@ -151,7 +151,7 @@ def _architecture(source: Path, directory: ModelDirectory) -> str:
     family = directory.config.get("model_type")
     if family not in ARCHITECTURES:
         raise RequestError(
-            "models of this family are not written as GGUF",
+            "models of this family cannot be written as GGUF",
             where=str(source / "config.json"),
             found=str(family),
             expected=" or ".join(ARCHITECTURES),
@@ -178,7 +178,7 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
         if getattr(config, name) not in accepted:
             found.append(
                 RequestError(
-                    f"{name} has no equal in GGUF",
+                    f"{name} has no equivalent in GGUF",
                     where=where,
                     found=getattr(config, name),
                     expected=" or ".join(sorted(map(str, accepted))),
@@ -195,7 +195,7 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
     if kind not in _ROPE:
         found.append(
             RequestError(
-                "this scaling of the rotary frequencies is not written as GGUF",
+                "this scaling of the rotary frequencies cannot be written as GGUF",
                 where=f"{where}: rope_parameters",
                 found=kind,
                 expected=" or ".join(sorted(_ROPE)),
@@ -237,7 +237,7 @@ def _tensors(directory: ModelDirectory, skeleton: Any, architecture: str) -> lis
         found.append(_stored(f"{names.get_name(module)}.{part}", key, shape, config))
     keys = {key for key in keys if not _BUFFER.search(key)} - tied
     problems += [
-        ModelFileError("is no tensor of the model", where=f"{directory.path}: {key}")
+        ModelFileError("is not a tensor of the model", where=f"{directory.path}: {key}")
         for key in sorted(keys)
     ]
     Problems.raise_if(problems)
@@ -343,7 +343,7 @@ def vocabulary_of(tokenizer: HfTokenizer, rows: int) -> GgufVocabulary:
 
 def _vocabulary_problems(what: str, found: object, expected: str) -> RequestError:
     return RequestError(
-        f"GGUF has no tokenizer like this one: it differs in {what}",
+        f"GGUF cannot express this tokenizer: it differs in {what}",
         where="tokenizer.json",
         found=found if isinstance(found, str) else json.dumps(found, ensure_ascii=False),
         expected=expected,

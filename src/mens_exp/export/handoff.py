@@ -121,7 +121,7 @@ def _problems(value: Any, where: str) -> list[DataError]:
     if version != _VERSION or isinstance(version, bool):
         return [
             DataError(
-                "of a version that this program does not read",
+                "of an unsupported version",
                 where=f"{where}: schema_version",
                 found=version,
                 expected=str(_VERSION),
@@ -138,7 +138,7 @@ def _problems(value: Any, where: str) -> list[DataError]:
 
 def _empty(value: dict[str, Any], where: str) -> list[DataError]:
     return [
-        DataError("is empty", where=f"{where}: {name}", expected="a text")
+        DataError("is empty", where=f"{where}: {name}", expected="a string")
         for name, item in sorted(value.items())
         if isinstance(item, str) and not item.strip()
     ]
@@ -152,7 +152,7 @@ def _leading_out(value: dict[str, Any], where: str) -> list[DataError]:
         if path.is_absolute() or ".." in path.parts:
             found.append(
                 DataError(
-                    "leads out of the export",
+                    "points outside the export",
                     where=f"{where}: {name}",
                     found=str(path),
                     expected="a path relative to the record's directory",
@@ -262,7 +262,7 @@ def _config_of(adapter: Path) -> dict[str, Any]:
     path = adapter / _PEFT_CONFIG
     config = parse_json(read_bytes(path), str(path))
     if not isinstance(config, dict) or not isinstance(config.get("r"), int):
-        raise DataError("is no configuration of a LoRA adapter", where=str(path))
+        raise DataError("is not a configuration of a LoRA adapter", where=str(path))
     return config
 
 
@@ -329,7 +329,7 @@ def occupied(out: str | None) -> list[MensError]:
         return []
     return [
         RequestError(
-            "is there already, and no earlier export",
+            "already exists and is not an earlier export",
             where="out",
             found=out,
             expected="a new directory, or one that an export wrote",
@@ -347,7 +347,7 @@ def _of_run(run: RunDir) -> Path:
 
 def _is_adapter(path: Path) -> RequestError:
     return RequestError(
-        "is an adapter, no complete model",
+        "is an adapter, not a complete model",
         where="path",
         found=str(path),
         expected="a model directory",
@@ -363,7 +363,7 @@ def _no_model(path: Path) -> RequestError:
     if ggufs:
         remedy = f"run the GGUF file with llama.cpp: llama-server -m {ggufs[0]}"
     return RequestError(
-        "is no complete model directory",
+        "is not a complete model directory",
         where="path",
         found=str(path) if path.exists() else f"{path}, which does not exist",
         expected="config.json, safetensors and tokenizer.json",

@@ -212,7 +212,7 @@ def refuse_full_disk(out: Path, places: Iterable[Place], dtype: str) -> None:
             where=str(there),
             found=f"{free / 1e9:.2f} GB free",
             expected=f"{(needed + _SPARE) / 1e9:.2f} GB",
-            remedy="make room, or name another place with out=",
+            remedy="free space, or name another place with out=",
         )
 
 

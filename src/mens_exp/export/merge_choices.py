@@ -201,8 +201,7 @@ def _spec_of(manifest: AdapterManifest) -> AdapterSpec:
     spec = ADAPTERS.known(manifest.variant)
     if spec is None:
         raise RequestError(
-            "no adapter method of this name is known here, so nothing says what its tensors make "
-            "of a weight",
+            "unknown adapter method, so its effect on a weight is unknown",
             where="mens_exp.variant",
             found=manifest.variant,
             expected=f"one of {', '.join(ADAPTERS.built_in)}, or an installed one",
@@ -393,8 +392,8 @@ def _refuse_unknown_quantizers(manifest: AdapterManifest) -> None:
     for name in (manifest.quant["base_quant"], *(one["quant_type"] for one in others)):
         if QUANTIZERS.known(name) is None:
             raise RequestError(
-                "no quantizer of this name is known here, so the values that the adapter was "
-                "trained on cannot be made again",
+                "unknown quantizer, so the values that the adapter was trained on cannot be "
+                "computed again",
                 where="merge.base",
                 found=name,
                 expected="original, whose distance from the trained model is unknown",
@@ -408,7 +407,7 @@ def _of_kept_values(
     values = f"{spec.name} values"
     if asked.base is MergeBase.dequantized:
         raise RequestError(
-            f"{values} are not made again",
+            f"{values} cannot be computed again",
             where="merge.base",
             found="dequantized",
             expected="original"

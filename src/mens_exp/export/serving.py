@@ -98,7 +98,7 @@ def address_problems(host: str, port: int) -> list[MensError]:
                 "this address cannot be listened on",
                 where="serve.port" if port else "serve.host",
                 found=f"{host}:{port} ({error.strerror or error})",
-                expected="an address of this machine, and a port that is free",
+                expected="an address of this machine and a free port",
                 remedy="drop serve.port for a free one, or serve.host for this machine alone",
             )
         ]
@@ -116,7 +116,7 @@ def token_problems(host: str, variable: str) -> list[MensError]:
     remedy = f"run: export {variable}=$(openssl rand -hex 32)"
     if not token:
         missing = ConfigError(
-            "other machines reach this address, and no token is set",
+            "other machines can reach this address, but no token is set",
             where="serve.host",
             found=host,
             expected=f"a token in the environment variable {variable}, or serve.host=127.0.0.1",
@@ -166,7 +166,7 @@ def serving(model: Path, *, host: str, port: int, token_env: str = TOKEN_ENV) ->
     name = model.resolve().name
     if "@" in name or ":" in name:
         raise RequestError(
-            "the server takes this name for a revision or a file",
+            "the server would read this name as a revision or a file",
             where="path",
             found=name,
             expected="a directory without @ and : in its name",
@@ -350,7 +350,7 @@ def check_model(value: Any, model: str) -> None:
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _shown(value: Any) -> str:

@@ -342,7 +342,7 @@ class App:
         headers = dict(scope["headers"])
         allowed = _allowed(path)
         if allowed is None:
-            raise _closing(404, f"there is no {path[:100]} here", code="not_found")
+            raise _closing(404, f"{path[:100]} not found", code="not_found")
         if method not in allowed:
             allow = (b"allow", ", ".join(allowed).encode())
             raise _closing(405, f"{path[:100]} takes {' and '.join(allowed)}", headers=(allow,))

@@ -332,7 +332,7 @@ def adapter_place(text: str) -> AdapterPlace:
         if not burn:
             raise
         raise RequestError(
-            "a Burn checkpoint is no safetensors adapter",
+            "a Burn checkpoint is not a safetensors adapter",
             where="path",
             found=str(burn[0]),
             expected="a run, or an adapter directory (schema v2, v3 or PEFT)",
@@ -448,7 +448,9 @@ def _model(config: RunConfig, place: AdapterPlace) -> ModelConfig:
         is_here = is_asked = False
     if name is None or not (is_here or is_asked):
         raise RequestError(
-            "no such base is here" if config.base else "the adapter does not say where its base is",
+            "the base model was not found"
+            if config.base
+            else "the adapter does not say where its base is",
             where=where,
             found=name,
             expected="an id of the hub, or a directory with config.json and safetensors",

@@ -97,7 +97,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, TensorInfo]:
         return {name: _entry(path, name, value) for name, value in entries.items()}
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ModelFileError(
-            "the header is no safetensors header",
+            "the header is not a safetensors header",
             where=str(path),
             found=str(error),
             remedy=_REMEDY,
@@ -127,7 +127,7 @@ def _check_extent(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != expected:
             raise ModelFileError(
-                "tensors overlap or leave a hole",
+                "tensors overlap or leave a gap",
                 where=f"{path}: {name}",
                 found=f"start {info.start}",
                 expected=f"start {expected}",
@@ -136,7 +136,9 @@ def _check_extent(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -
         expected = info.end
     if expected != data_bytes:
         raise ModelFileError(
-            "the file is truncated" if data_bytes < expected else "the file has bytes to spare",
+            "the file is truncated"
+            if data_bytes < expected
+            else "the file has extra bytes at its end",
             where=str(path),
             found=f"{data_bytes} bytes of data",
             expected=f"{expected}",
@@ -249,7 +251,7 @@ def read_directory(path: Path) -> ModelDirectory:
     """
     if not path.is_dir():
         raise ModelFileError(
-            "is no directory",
+            "is not a directory",
             where="model.id",
             found=str(path),
             expected="a directory with config.json, safetensors and tokenizer.json",
@@ -386,7 +388,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFileError("is not JSON", where=str(path), found=str(error)) from error
     if not isinstance(value, dict):
-        raise ModelFileError("is no JSON object", where=str(path))
+        raise ModelFileError("is not a JSON object", where=str(path))
     return value
 
 
@@ -396,14 +398,16 @@ def _places(path: Path) -> dict[str, Path]:
         return {}  # even with an index, transformers loads the single file
     if not (path / INDEX).is_file():
         raise ModelFileError(
-            "holds no safetensors weights",
+            "contains no safetensors weights",
             where=str(path),
             expected=f"{SINGLE} or {INDEX}",
         )
     weight_map = _read_json(path / INDEX).get("weight_map")
     if not weight_map or not isinstance(weight_map, dict):
         raise ModelFileError(
-            "lists no tensors", where=str(path / INDEX), expected="a weight_map of names to files"
+            "does not list any tensors",
+            where=str(path / INDEX),
+            expected="a weight_map of names to files",
         )
     listed = {str(shard) for shard in weight_map.values()}
     missing = sorted(shard for shard in listed if not (path / shard).is_file())

@@ -376,7 +376,7 @@ def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
     inner = str(text.get("model_type"))
     examples = f", such as {_TEXT_ONLY[inner]}" if inner in _TEXT_ONLY else ""
     raise ModelFileError(
-        "the model is more than text, and only text models are trained",
+        "the model is multimodal, and only text models are supported",
         where=f"{directory.path}: config.json: model_type",
         found=f"{model_type}, whose text_config is of {inner}",
         expected=f"a text-only model, of model_type {inner}{examples}",

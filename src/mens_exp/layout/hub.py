@@ -54,7 +54,7 @@ def local(model_id: str) -> Path | None:
         return path
     if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1 or path.exists():
         raise ModelFileError(
-            "is no directory",
+            "is not a directory",
             where="model.id",
             found=model_id,
             expected="a directory with config.json, safetensors and tokenizer.json, "
@@ -345,7 +345,7 @@ def refuse_damaged(directory: Path, damaged: Sequence[str]) -> None:
     """
     if damaged:
         raise ModelFileError(
-            "is not what the hub has, by its hash",
+            "differs from the hub's file by its hash",
             where=str(directory / damaged[0]),
             remedy="connect to the hub to download it again; if you are connected, check the disk "
             "and what answers in the place of the hub",
@@ -422,7 +422,7 @@ def _shards(model_id: str, directory: Path, listed: Iterable[str]) -> list[str]:
     if not names:
         weights = (".bin", ".gguf", ".h5", ".msgpack", ".pt", ".pth", ".safetensors")
         raise ModelFileError(
-            "holds no safetensors weights",
+            "contains no safetensors weights",
             where=f"model.id={model_id}",
             found=", ".join(sorted(n for n in listed if n.endswith(weights))[:4]) or "no weights",
             expected=f"{SINGLE} or {INDEX}; other formats can carry code and are never loaded",
@@ -456,7 +456,7 @@ def headers_of(model_id: str, commit: str, names: tuple[str, ...]) -> dict[str, 
             return {k: v for tensors in pool.map(one, names) for k, v in tensors.items()}
     except SafetensorsParsingError as error:
         raise ModelFileError(
-            "the header of a shard is no safetensors header",
+            "the header of a shard is not a safetensors header",
             where=f"model.id={model_id}",
             found=str(error),
         ) from error

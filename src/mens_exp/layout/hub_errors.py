@@ -88,7 +88,7 @@ def translated(repo_id: str, revision: str | None, kind: Kind = MODEL) -> Iterat
         raise ConfigError(
             "is neither a directory nor an id of the hub"
             if kind is MODEL
-            else "is no id of the hub",
+            else "is not an id of the hub",
             where=f"{kind.group}.id",
             found=repo_id,
             expected=f"{kind.accepted}, such as {_EXAMPLES[kind]}",
@@ -119,7 +119,7 @@ def _away(repo_id: str, revision: str | None, error: Exception, kind: Kind) -> M
         reason = "HF_HUB_OFFLINE is set"
     wanted = kind.flag + (f"{repo_id} --revision {revision}" if revision else repo_id)
     return SetupError(
-        f"the {kind.name} is not whole in the cache, and the hub cannot be reached",
+        f"the {kind.name} is incomplete in the cache, and the hub cannot be reached",
         where=f"{kind.group}.id",
         found=f"{repo_id}, {reason}",
         expected=f"its files under {constants.HF_HUB_CACHE}",
@@ -139,7 +139,7 @@ def _no_revision(repo_id: str, revision: str | None, kind: Kind) -> MensError:
     close = nearest(revision or "", names)
     hint = f"; the nearest is {close}" if close else ""
     return ConfigError(
-        f"{repo_id} has no such revision",
+        f"{repo_id} does not have this revision",
         where=f"{kind.group}.revision",
         found=revision,
         expected=f"a branch, a tag or a whole commit hash{hint}",
@@ -164,14 +164,14 @@ def _refused(repo_id: str, error: Exception, kind: Kind) -> MensError:
         close = _nearest_id(repo_id, kind)
         hint = f"; the nearest is {close}" if close else ""
         return wrong(
-            f"there is no such {kind.name}, or it is private",
+            f"the {kind.name} does not exist or is private",
             where=f"{kind.group}.id",
             found=repo_id,
             expected=f"{kind.accepted}{hint}",
             remedy=f"correct {kind.group}.id; for a private {kind.name} run: {_LOGIN}",
         )
     return SetupError(
-        f"the hub does not give the {kind.name}",
+        f"the hub refused the {kind.name}",
         where=f"{kind.group}.id",
         found=f"{repo_id}: {' '.join(str(error).split())}",
         remedy=f"try again later, or {kind.instead}",

@@ -180,7 +180,7 @@ def _named(
         raise DataError(
             "adapts the embedding table, which has no logical name"
             if embedding
-            else "is no matrix of a LoRA adapter",
+            else "is not a matrix of a LoRA adapter",
             where=f"{path}: {name}",
             found=info.dtype,
             expected="….lora_A.weight, ….lora_B.weight or ….lora_magnitude_vector of a linear "

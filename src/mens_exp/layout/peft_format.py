@@ -154,7 +154,7 @@ def read_settings(directory: Path) -> PeftSettings:
 def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
     if config["peft_type"] != "LORA":
         yield DataError(
-            "no LoRA adapter",
+            "not a LoRA adapter",
             where=f"{where}: peft_type",
             found=config["peft_type"],
             expected="LORA",
@@ -163,7 +163,7 @@ def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
     start = config.get("init_lora_weights")
     if start not in _STARTS:
         yield DataError(
-            "its start changed the weights of the base, which the tensors do not tell",
+            "its initialization changed the weights of the base, which the tensors do not record",
             where=f"{where}: init_lora_weights",
             found=start,
             expected=", ".join(str(one) for one in _STARTS[1:]),
@@ -172,7 +172,7 @@ def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
     for name in sorted(config.keys() - _READ.keys() - _HARMLESS - {"init_lora_weights"}):
         if config[name] not in _NOTHING:
             yield DataError(
-                "the adapter is more than LoRA matrices",
+                "the adapter contains more than LoRA matrices",
                 where=f"{where}: {name}",
                 found=config[name],
                 expected="nothing",
@@ -351,7 +351,7 @@ def _whole(
             A[0].shape if A else first.shape
         ):
             raise DataError(
-                "gate and up of an expert are adapted apart, or experts with ranks that differ",
+                "gate and up of an expert are adapted separately, or experts have different ranks",
                 where=f"{where}: {parts[0].logical}",
                 found="other matrices A",
                 expected="one A for both and one rank for all, as transformers holds the experts "

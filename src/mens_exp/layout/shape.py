@@ -307,7 +307,7 @@ def logical_name(module_path: str, family: Family) -> str:
     for projection in family.projections:
         if projection.path == inside and layer.isdigit():
             return f"l{layer}.{projection.logical}"
-    raise ModelFileError("is no projection with a logical name", where=module_path)
+    raise ModelFileError("is not a projection with a logical name", where=module_path)
 
 
 def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
@@ -460,8 +460,8 @@ def _refuse_oblong(shape: Shape) -> None:
         raise ModelFileError(
             "the proxy stack needs square middle projections",
             where=path,
-            found=f"[{out}, {width}]: {shape.num_attention_heads} heads of {shape.head_dim} "
-            f"beside a width of {shape.hidden_size}",
+            found=f"[{out}, {width}]: {shape.num_attention_heads} heads of {shape.head_dim}, and "
+            f"a width of {shape.hidden_size}",
             expected=f"[{out}, {out}]",
             remedy="set backend.lm_head_only=true, or choose backend=qlora",
         )

@@ -117,7 +117,7 @@ def read(directory: Path, family: Family) -> StartingAdapter:
     ours = manifest.mens_exp or {}
     if ours.get("scale") == "header" and ours.get("rank_pattern"):
         raise DataError(
-            "the adapter's layers have ranks of their own and one scale, which no alpha says",
+            "the adapter's layers have different ranks but one scale, which no alpha can express",
             where=_WHERE,
             found="mens_exp.scale=header",
             expected="the adapter of a run, or a PEFT directory",
@@ -125,7 +125,7 @@ def read(directory: Path, family: Family) -> StartingAdapter:
         )
     if manifest.form.root_scale and ours.get("init", {}).get("doubled_rank"):
         raise DataError(
-            "the adapter's scale is no alpha over a root of its rank",
+            "the adapter's scale is not an alpha over the root of its rank",
             where=_WHERE,
             found="rslora whose start took a part out of the base",
             expected="an adapter without one of the two",
@@ -162,7 +162,7 @@ def _read_peft(directory: Path, family: Family) -> StartingAdapter:
             raise DataError("has no whole alpha", where=str(directory), found=found)
     if len(settings.variants) > 1:
         raise DataError(
-            "is of two variants at once, which no lora.variant is",
+            "combines two variants, which no lora.variant does",
             where=str(directory),
             found=" and ".join(settings.flags),
             expected="one of the two",

@@ -187,7 +187,7 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
             names = ", ".join(sorted({one.quant_type.value for one in stored.values()}))
             problems.append(
                 ConfigError(
-                    "matches modules whose quantizer has its own block alone",
+                    "matches only modules whose quantizer has a fixed block size",
                     where=where,
                     found=f"{pattern}, stored as {names}",
                     expected="a module of a quantizer that reads quant.block_size",
@@ -414,7 +414,7 @@ def _no_match(
         )
     if target in GROUPS and "qkv" not in family.groups:
         return ConfigError(
-            f"no such group is known of {family.model_type}",
+            f"unknown group for {family.model_type}",
             where="lora.targets",
             found=target,
             expected=f"one of {', '.join(family.groups)}, or names such as "
@@ -423,7 +423,7 @@ def _no_match(
     if target in GROUPS:
         fused = ", ".join(family.groups["qkv"])
         return ConfigError(
-            f"cannot be had: {family.model_type} computes query, key and value in one module",
+            f"is not available: {family.model_type} computes query, key and value in one module",
             where=where,
             found=target,
             expected=f"qkv, which is {fused} there, or one of {', '.join(family.groups)}, {HEAD}",

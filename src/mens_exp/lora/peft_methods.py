@@ -229,7 +229,7 @@ class Projections:
         self.described = {**described, "sha256": digest.hexdigest()}
         if described.get("sha256", digest.hexdigest()) != digest.hexdigest():
             raise DataError(
-                "the projections of the adapter are not those of its seed and sizes",
+                "the projections of the adapter do not match its seed and sizes",
                 where="mens_exp.projections.sha256",
                 found=digest.hexdigest(),
                 expected=described["sha256"],
@@ -391,7 +391,7 @@ class RandLora(Vera):
         expected = [-(-small // len(lambda_RN)), small]
         if list(gamma_NS.shape) != expected:
             raise DataError(
-                "the factors are of a layer of another size",
+                "the factors belong to a layer of another size",
                 where="randlora_gamma",
                 found=list(gamma_NS.shape),
                 expected=f"{expected}, for a weight of {list(weight_OI.shape)}",

@@ -153,7 +153,7 @@ def _refuse_others(module: torch.nn.Module, is_causal: bool | None, others: dict
         unknown.append("attention to later tokens")
     if unknown:
         raise ModelFileError(
-            "the model's attention is of a kind that is not computed here",
+            "this kind of attention is not supported",
             where=type(module).__name__,
             found=", ".join(unknown),
             expected="causal attention, with windows or capped scores at most",

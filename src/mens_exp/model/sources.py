@@ -80,9 +80,9 @@ class BaseModel:
         others = [name for name, stamp in self.stamps.items() if now.get(name) != stamp]
         if others and hash_weights(self.directory) != self.weights_sha256:
             raise ModelFileError(
-                "was written to while it was read",
+                "was modified while it was read",
                 where=str(self.directory / others[0]),
-                expected="weights that stay as they are while a run loads them",
+                expected="weights that do not change while a run loads them",
                 remedy="run it again",
             )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from mens_exp.data.batch import Batch
+    from mens_exp.model.liger import FusedHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Passed:
         top_tokens: what is known of the teacher, if its distributions were computed before.
         layers: hidden states at the supervised positions after the layers that are compared with
             the teacher's, ``[M, D]`` each; none if none are.
+        fused_head: the head with the loss in one kernel, for gradients; None if there is none.
     """
 
     batch: Batch
@@ -106,6 +108,13 @@ class Passed:
     sampled: Sampled | None = None
     top_tokens: TopTokens | None = None
     layers: tuple[torch.Tensor, ...] = ()
+    fused_head: FusedHead | None = None
+
+    @property
+    def fused(self) -> FusedHead | None:
+        """The head with the loss in one kernel, if gradients of any target are asked for."""
+        is_learned = torch.is_grad_enabled() and self.hidden_MD.requires_grad
+        return self.fused_head if is_learned and len(self.batch.targets_M) else None
 
     @property
     def has_reference(self) -> bool:
@@ -165,6 +174,8 @@ def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits_CV, targets_C, reduction="none")
 
     hidden_MD, targets_M = passed.hidden_MD, passed.batch.targets_M
+    if passed.fused is not None:
+        return passed.fused.each(hidden_MD, targets_M)
     pieces = [
         slice(start, start + chunk_tokens) for start in range(0, len(targets_M), chunk_tokens)
     ]
@@ -192,11 +203,26 @@ class CrossEntropy(Objective):
     def loss(self, passed: Passed) -> LossSum:
         """Return the loss over all targets of a micro-batch, weighted if its documents are."""
         batch = passed.batch
-        weights_M = batch.extra.get(WEIGHT)
-        if weights_M is None or not torch.is_grad_enabled():
-            return self(passed.hidden_MD, batch.targets_M, passed.head)
-        found = self(passed.hidden_MD, batch.targets_M, passed.head, weights_M)
+        weights_M = batch.extra.get(WEIGHT) if torch.is_grad_enabled() else None
+        if passed.fused is not None and not self.dft:
+            found = self._of_kernel(passed.fused, passed, weights_M)
+        else:
+            found = self(passed.hidden_MD, batch.targets_M, passed.head, weights_M)
+        if weights_M is None:
+            return found
         return replace(found, count=float(batch.host.extra[WEIGHT].double().sum()))
+
+    def _of_kernel(
+        self, fused: FusedHead, passed: Passed, weights_M: torch.Tensor | None
+    ) -> LossSum:
+        """Return what `__call__` does, by a kernel that sums the losses, or gives each."""
+        hidden_MD, targets_M = passed.hidden_MD, passed.batch.targets_M
+        changes = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        if weights_M is None:
+            total = fused.summed(hidden_MD, targets_M, **changes)
+        else:
+            total = (fused.each(hidden_MD, targets_M, **changes) * weights_M).sum()
+        return LossSum(total=total, count=targets_M.numel())
 
     def __call__(
         self,

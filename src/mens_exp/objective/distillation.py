@@ -105,7 +105,7 @@ class Distillation(Objective):
         total = gradients.attached_to(total) if learns else nll
         metrics = {"divergence": divergence, "teacher_nll": teacher_nll}
         if passed.layers:
-            assert teacher is not None, "it has passed beside the student"
+            assert teacher is not None, "it has passed with the student"
             hidden_mse = summed_difference(passed.layers, teacher.layers)
             metrics["hidden_mse"] = hidden_mse.detach()
             if learns:

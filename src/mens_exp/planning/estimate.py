@@ -22,7 +22,7 @@ from mens_exp.errors import MensError, ModelFileError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of
-from mens_exp.planning import machine, messages, throughput_model
+from mens_exp.planning import kernels, machine, messages, throughput_model
 from mens_exp.planning.activations import proxy_stack
 from mens_exp.planning.checks.machine import findings, rate_warnings
 from mens_exp.planning.checks.model import codes_warnings, date_in_prompts, expert_warnings
@@ -316,6 +316,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "processes": shared(config, shape, documents, expected.memory, device),
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
+        "kernels": kernels.described(kernels.reasons(config, on_gpu=device.kind == "cuda")),
         "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],
         "comparison": messages.COMPARISON,
         "warnings": [

@@ -354,5 +354,5 @@ def _corrected(plain: Memory, seen: Residuals | None) -> Memory:
         components={**plain.components, **correction},
         low=round(total * seen.low),
         high=round(total * seen.high),
-        basis=f"{plain.basis}; corrected and bounded by {seen.runs} earlier runs of like size",
+        basis=f"{plain.basis}; corrected and bounded by {seen.runs} earlier runs of similar size",
     )

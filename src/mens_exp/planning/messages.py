@@ -26,7 +26,7 @@ _MORE = "docs/reference/capabilities.md says what goes with what"
 def quantized_base_needs_qlora(base: str, method: str) -> ConfigError:
     """Gate 1: the f32 LoRA lane has no quantized base."""
     return ConfigError(
-        "a quantized base is qlora's alone",
+        "only qlora has a quantized base",
         where="quant",
         found=f"base {base} under method {method}",
         expected="method qlora, or an unquantized base",
@@ -48,7 +48,7 @@ def qlora_needs_quantized_base(kernel: str) -> ConfigError:
 def kernel_without_base(name: str, base: str, bases: Sequence[str]) -> ConfigError:
     """Gate 1: the backend does not support this quantizer."""
     return ConfigError(
-        f"backend={name} has no base of this kind",
+        f"backend={name} does not support this base",
         where="quant",
         found=f"base {base}",
         expected=" or ".join(bases),
@@ -126,7 +126,7 @@ def kernel_not_available(name: str, have: Collection[str], *, planned: bool) -> 
 def mobile_edge_refuses(where: str, found: object, expected: str, remedy: str) -> ConfigError:
     """Gate 5: a setting that a phone's runtime does not support."""
     return ConfigError(
-        "deployment_target=mobile_edge does not go with it",
+        "is not compatible with deployment_target=mobile_edge",
         where=where,
         found=found,
         expected=expected,
@@ -137,7 +137,7 @@ def mobile_edge_refuses(where: str, found: object, expected: str, remedy: str) -
 def forced_kernel_disagrees(forced: str, chosen: str) -> ConfigError:
     """Gate 6: the backend that was named is not the one that the contract requires."""
     return ConfigError(
-        "the named kernel is not the one that the contract asks for",
+        "the named kernel contradicts the contract",
         where="backend",
         found=forced,
         expected=chosen,
@@ -148,7 +148,7 @@ def forced_kernel_disagrees(forced: str, chosen: str) -> ConfigError:
 def skip_rate_out_of_range(found: float) -> ConfigError:
     """The share of rows that may be skipped is not between its bounds."""
     return ConfigError(
-        "no share of rows",
+        "not a share of rows",
         where="max_skip_rate",
         found=found,
         expected="a number >= 0 and <= 1",
@@ -170,7 +170,7 @@ def proxy_flags_contradict(first: str, second: str) -> ConfigError:
 def last_targets_out_of_range(found: int, seq_len: int) -> ConfigError:
     """The number of last targets must be small and fit in the sequence."""
     return ConfigError(
-        "more last targets than can be learned from",
+        "more last targets than a sequence can have",
         where="ce_last_k",
         found=found,
         expected=f"1 to {min(MOST_LAST_TARGETS, seq_len)}: at most {MOST_LAST_TARGETS} "
@@ -346,7 +346,7 @@ def heads_do_not_divide(where: str, heads: int, groups: int) -> ModelFileError:
 def sequence_past_positions(found: int, most: int, model: str) -> ConfigError:
     """The sequence is longer than the model's positions."""
     return ConfigError(
-        "longer than the model's positions reach",
+        "longer than the model's context window",
         where="data.seq_len",
         found=found,
         expected=f"at most {most} for {model}",
@@ -396,7 +396,7 @@ def blocks_straddle(where: str, found: str, expected: str) -> ConfigError:
 def another_in_the_adapter(where: str, found: object, theirs: object, adapter: Path) -> ConfigError:
     """A setting differs from that of the adapter that training starts from."""
     return ConfigError(
-        "is not that of the adapter to start from",
+        "differs from that of the adapter to start from",
         where=where,
         found=found,
         expected=f"{theirs}, as {adapter} has",

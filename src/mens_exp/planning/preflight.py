@@ -74,7 +74,7 @@ def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
     """Refuse rows that lack what the objective reads, or have what it would ignore.
 
     Raises:
-        DataError: a row is of another kind than the objective, or has an answer that can be
+        DataError: a row does not have the type of the objective, or has an answer that can be
             compared with none; the first one is named.
     """
     documents = labelling_of(config).rows
@@ -166,6 +166,7 @@ _CHECKS = (
     check_contract,
     machine.check_optimizer,
     machine.check_quantizers,
+    machine.check_kernels,
     check_data,
     model.check_backend,
     model.check_model,

@@ -289,7 +289,7 @@ def throughput_of(
             low=last * spread.low,
             high=last * spread.high,
             runs=len(rates),
-            basis=f"the rate of {len(rates)} earlier runs of like size",
+            basis=f"the rate of {len(rates)} earlier runs of similar size",
         )
     if rates:
         return Throughput(
@@ -297,7 +297,7 @@ def throughput_of(
             low=rates[-1] / _TABLE_SPREAD,
             high=rates[-1] * _TABLE_SPREAD,
             runs=len(rates),
-            basis=f"the rate of the last of {len(rates)} earlier runs of like size",
+            basis=f"the rate of the last of {len(rates)} earlier runs of similar size",
         )
     if kind != "cpu":
         reason = "unknown: no rate has been measured for a GPU; the first run here measures one"

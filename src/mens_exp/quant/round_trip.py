@@ -64,7 +64,7 @@ def quantized_rows(
     block = quantizer["block_size"]
     if width % block:
         raise RequestError(
-            "the width is no multiple of the quantizer's block",
+            "the width is not a multiple of the quantizer's block",
             where=where,
             found=width,
             expected=f"a multiple of {block}",

@@ -341,7 +341,7 @@ def _fairness(record: Comparison, one: ContrastRecord) -> Iterator[Note]:
     """Yield whether the arms differ in more than the factors."""
     if one["confounded_by"]:
         causes = "; ".join(one["confounded_by"])
-        text = f"{one['arm']}: confounded by {causes}. This is no evidence for a promotion."
+        text = f"{one['arm']}: confounded by {causes}. This cannot support a promotion."
         yield Note(text, Tone.WARN, item=True)
     elif record.factors:
         text = f"{one['arm']}: a clean comparison, in which the arms differ only in "

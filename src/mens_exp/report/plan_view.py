@@ -72,6 +72,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[str]]]:
     yield "steps", _steps(plan)
     yield "time", _time(time)
     yield "memory", _memory(memory)
+    yield "kernels", _kernels(plan.get("kernels") or {})
     yield "processes", _processes(plan["processes"]) if plan.get("processes") else []
     yield "disk", _disk(plan["disk_bytes"]) if plan.get("disk_bytes") else []
     changed = _differences(plan.get("differs_from_default") or {})
@@ -118,6 +119,15 @@ def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
         for path, one in found.items()
         if "default" in one and not path.startswith(_SAID) and not path.endswith(_NAMES)
     )
+
+
+def _kernels(found: Mapping[str, str]) -> Iterator[str]:
+    """Say what computes the parts of a step, unless torch computes them all."""
+    if all(library.startswith("torch") for library in found.values()):
+        return
+    for library in dict.fromkeys(found.values()):
+        parts = ", ".join(part for part, one in found.items() if one == library)
+        yield f"{parts}: {library}"
 
 
 def _lora(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -332,7 +332,7 @@ def _own(name: str, title: str, unit: str, steps: list[int], values: list[float]
 
 def _no_steps(records: Records) -> str:
     if records.status == "succeeded":
-        return "the telemetry holds no training steps"
+        return "the telemetry contains no training steps"
     return "no training step was recorded before the run ended"
 
 

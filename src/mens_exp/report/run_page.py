@@ -217,7 +217,7 @@ def steps(records: Records) -> list[Step]:
     if records.status != "succeeded":
         again = Step(
             wording.command(f"resume={place}"),
-            "go on from its last checkpoint, once the cause is mended",
+            "continue from its last checkpoint, once the cause is fixed",
         )
         return [again] if m.task == "train" and any(records.payloads("step")) else []
     if m.task == "evaluate":

@@ -126,9 +126,9 @@ def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], why: str,
     limit = _limit(rows)
     is_cut = any(row.reach > limit for row in rows)
     if is_cut:
-        caption += " Beyond the axis, arrows and their figures stand for the differences."
+        caption += " Differences beyond the axis are shown as arrows with figures."
     if any(row.low is None for row in rows):
-        caption += " A hollow mark has no interval: so few seeds are no result."
+        caption += " A hollow mark has no interval: there are too few seeds."
 
     def paint(axes: Axes) -> None:
         if is_cut:

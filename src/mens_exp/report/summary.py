@@ -110,7 +110,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     plan = parse_json(path.read_bytes(), str(path))
     if not isinstance(plan, dict):
         raise DataError(
-            "the plan is no object",
+            "the plan is not an object",
             where=str(path),
             found=type(plan).__name__,
             expected="an object",

@@ -91,13 +91,13 @@ def steps(place: str, again: Sequence[str] = (), *, is_done: bool) -> list[Step]
     """Return what to type after a sweep, which goes on by itself or by a command of its own."""
     if not is_done:
         command = wording.command(*again) if again else wording.command(("sweep.resume", place))
-        return [Step(command, "go on, once the cause is mended")]
+        return [Step(command, "continue, once the cause is fixed")]
     command = wording.command("task=compare", ("path", place))
     return [Step(command, "compare its arms seed by seed")]
 
 
 def steps_after_study(record: SweepRecord, place: Path) -> list[Step]:
-    """Return what to type after a study: check its comparison, or go on with it.
+    """Return what to type after a study: check its comparison, or continue it.
 
     Args:
         record: of the study.
@@ -106,7 +106,7 @@ def steps_after_study(record: SweepRecord, place: Path) -> list[Step]:
     assert record.study is not None, "a study"
     made = record.study["comparison"]
     if made is None:
-        return [Step(wording.command(*record.command), "go on with it")]
+        return [Step(wording.command(*record.command), "continue it")]
     checked = wording.command("task=inspect", ("path", wording.path(place / made)), _VERIFIES)
     return [Step(checked, "check it against the records of its runs")]
 

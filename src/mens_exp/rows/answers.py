@@ -410,5 +410,5 @@ def _check_markers(
             where=pair.name,
             found=repr(full[begin:until][:120]),
             expected=repr(answer.body[:120]),
-            remedy="mend or drop the markers: the answer is found without them",
+            remedy="fix or drop the markers: the answer is found without them",
         )

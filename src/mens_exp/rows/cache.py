@@ -135,7 +135,7 @@ def encoded_parts(
             found = _open(directory, key)
     if found is None:
         raise SetupError(
-            "encoded documents cannot be read back as they were written",
+            "encoded documents changed when they were read back",
             where=str(directory),
             remedy="check the disk, or give another one with MENS_EXP_CACHE=<folder>",
         )

@@ -401,7 +401,7 @@ def _read_shard(shard: Path) -> Encoded:
     part = _open_shard(shard)
     if part is None:
         raise SetupError(
-            "encoded documents cannot be read back as they were written",
+            "encoded documents changed when they were read back",
             where=str(shard),
             remedy="check the disk, or give another one with MENS_EXP_CACHE=<folder>",
         )

@@ -152,7 +152,7 @@ def open_file(path: Path, field: str) -> BinaryIO:
             )
         if path.exists() and not path.is_file():  # a pipe waits, a device may never end
             raise DataError(
-                "this is no file on a disk, and rows are read more than once",
+                "this is not a file on a disk, and rows are read more than once",
                 where=field,
                 found=str(path),
                 expected="a file of rows",

@@ -94,7 +94,7 @@ class _Reader:
             elif self._values.setdefault(name, value) is not value:
                 self._problems.add(
                     f"{name!r} stands twice",
-                    "in 'input' and beside it",
+                    "inside and outside 'input'",
                     "one of them",
                 )
 

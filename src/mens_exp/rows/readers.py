@@ -241,7 +241,7 @@ class RowReader:
             if name in columns and name not in named:
                 remedy = None
                 if self._seen[name]:  # other rows have it
-                    remedy = "mend the row, or set data.on_bad_row=quarantine"
+                    remedy = "fix the row, or set data.on_bad_row=quarantine"
                 elif likely := likely_columns(row):
                     remedy = f"name columns of the rows, such as {as_columns(likely)}"
                 setting = f"data.columns.{name}"
@@ -448,7 +448,7 @@ def quarantine_summary(bad: Sequence[BadRow], rows: int, most_frac: float) -> di
         where="data.max_bad_frac",
         found=f"{len(bad)} of {rows}, the first at {bad[0].file}:{bad[0].line}: {told}",
         expected=f"at most {most_frac:g} of them",
-        remedy="mend the rows, or raise data.max_bad_frac",
+        remedy="fix the rows, or raise data.max_bad_frac",
     )
 
 

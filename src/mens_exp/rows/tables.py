@@ -67,7 +67,7 @@ def rows_of_file(
                 yield number, row
         except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise DataError(
-                f"the file is no {kind.capitalize()} table, or a damaged one",
+                f"the file is not a {kind.capitalize()} table, or it is damaged",
                 where=str(path),
                 found=" ".join(str(error).split())[:200] or "it asks for more memory than there is",
                 remedy="make or download the file again",
@@ -194,7 +194,7 @@ def _values(batch: Any, where: str, before: int) -> Iterator[object]:
 
 def _too_large(where: str, found: str, most: int) -> DataError:
     return DataError(
-        "the table holds more than the size of its file allows",
+        "the table is larger than the size of its file allows",
         where=where,
         found=found,
         expected=f"at most {most:,}",

@@ -155,7 +155,7 @@ def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _is_name(function.get("name")):
             problems.add(
-                f"tool {number} is no function",
+                f"tool {number} is not a function",
                 shown(tool),
                 '{"type": "function", "function": {"name": "…", "parameters": {…}}}',
             )

@@ -327,7 +327,7 @@ def syscall_filter(machine: str | None = None) -> bytes:
     calls = _TABLES.get(machine)
     if calls is None:
         raise SetupError(
-            "the sandbox knows no filter of system calls for this machine",
+            "the sandbox has no system call filter for this machine",
             found=machine,
             expected=" or ".join(_TABLES),
             remedy="run it on one of these; sandbox=none measures what needs no execution",

@@ -315,7 +315,7 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
         case UnsafeSandbox():
             return Unsafe()
     raise SetupError(
-        "nothing generated is executed",
+        "generated programs are not executed",
         where="sandbox",
         found=config.name,
         expected="bubblewrap",
@@ -332,7 +332,7 @@ def probed(sandbox: Sandbox) -> Sandbox:
     escaped = [result for result in probe(sandbox) if not result.contained]
     if escaped:
         raise SetupError(
-            "the sandbox does not contain what it must, and is not used",
+            "the sandbox failed its own probes and is not used",
             found="; ".join(f"{result.name}: {result.found}" for result in escaped),
             expected="every probe contained",
             remedy=f"use Linux 5.14 or newer with bubblewrap 0.7 or newer; {_WITHOUT}",

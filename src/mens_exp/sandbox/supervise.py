@@ -236,7 +236,7 @@ def found_tool(name: str, *, package: str) -> str:
     found = shutil.which(name)
     if found is None:
         raise SetupError(
-            f"{name} is not installed, and generated programs are executed with it alone",
+            f"{name} is not installed, and generated programs are executed only in it",
             remedy=f"apt-get install {package}; sandbox=none measures what needs no execution; "
             "sandbox=unsafe executes without isolation",
         )

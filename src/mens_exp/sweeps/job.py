@@ -144,7 +144,7 @@ def _frozen(run: RunDir, job: Job, *, accept: bool) -> Cell:
     values = from_yaml(run.config)
     if stored_digest(run.config) != job.config_digest:
         raise RequestError(
-            "the frozen configuration was changed",
+            "the frozen configuration has changed",
             where=str(run.config),
             expected="what the sweep was launched with",
             remedy="start a new sweep for other settings",
@@ -162,7 +162,7 @@ def _changes(job: Job, cell: Cell) -> Iterator[MensError]:
     Raises:
         DataError: rows that it names cannot be read.
     """
-    remedy = "put it back, or go on all the same with sweep.changes=accept"
+    remedy = "restore it, or continue anyway with sweep.changes=accept"
     if code_digest() != job.code_sha256:
         yield RequestError("the code of mens_exp has changed since the launch", remedy=remedy)
     for name, sha256 in job.own_files.items():

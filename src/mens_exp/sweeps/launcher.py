@@ -64,7 +64,7 @@ def writing(where: str) -> Iterator[None]:
             "the directory of the sweep cannot be written to",
             where=where,
             found=str(error),
-            remedy="make room or name another directory, one that you may write to",
+            remedy="free space, or name another directory that you may write to",
         ) from error
 
 

@@ -180,7 +180,9 @@ def settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
         job["state"], job["reason"] = JobState.PRUNED, run.pruned.read_text("utf-8")
         return
     if manifest is None and run.manifest.exists():
-        reason = f"{run.manifest} cannot be read; move the directory's other files away to run anew"
+        reason = (
+            f"{run.manifest} cannot be read; move the directory's other files away to run it again"
+        )
         job["state"], job["reason"] = JobState.FAILED, reason
     elif gone and (manifest is None or manifest.status is not Status.SUCCEEDED):
         reason = f"{' and '.join(gone)} of {run.path} are gone: a new sweep may run this cell"

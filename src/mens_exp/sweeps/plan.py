@@ -173,7 +173,7 @@ def refuse(
         listed = "; ".join(f"{number} ({', '.join(names[number])})" for number in sorted(bad))
         unique.append(
             RequestError(
-                f"{len(bad)} of {len(names)} cells cannot run, so none does",
+                f"{len(bad)} of {len(names)} cells cannot run, so none was started",
                 where="sweep.invalid",
                 found=listed,
                 remedy="correct them, or run the others with sweep.invalid=skip",
@@ -204,7 +204,7 @@ def _sweeper_problems(cell: Cell) -> list[ConfigError]:
         return []
     return [
         ConfigError(
-            "is not read: the cells are those of the command line, in its order",
+            "is not read: the cells come from the command line, in its order",
             where="hydra.sweeper",
             found=", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_"),
             expected="the basic sweeper as it is",
@@ -227,7 +227,7 @@ def place_problems(root: Path, cells: Sequence[Cell]) -> list[MensError]:
     if SweepDir(root).record.exists():
         return [
             RequestError(
-                "a sweep is there already",
+                "a sweep already exists here",
                 where=str(root),
                 remedy=f"continue it with {_again(root)}, or choose another hydra.sweep.dir",
             )
@@ -275,7 +275,7 @@ def _collapsed(
             same.append(
                 LeftOut(number=other.number, differs=list(name), why=why, same_as=kept.number)
             )
-            notes.append(f"stands for cell {other.number} ({', '.join(name)}) as well")
+            notes.append(f"also represents cell {other.number} ({', '.join(name)})")
         jobs.append(
             PlannedJob(
                 cell=kept,
@@ -300,7 +300,7 @@ def _why_same(kept: Cell, other: Cell) -> str:
     idle = sorted({text.partition("=")[0] for text in (*kept.dropped, *other.dropped)})
     if idle:
         return f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect there"
-    return "one contract, and nothing beside it differs"
+    return "the same contract, and nothing else differs"
 
 
 def estimate_of(cell: Cell) -> dict[str, Any]:
@@ -393,7 +393,7 @@ def _asked_for(jobs: Sequence[PlannedJob], launcher: SlurmLauncher) -> list[str]
     given = None if launcher.mem_gb is None else launcher.mem_gb * _GIB
     if low is not None and given is not None and low > given:
         raise RequestError(
-            "a job needs more memory than Slurm is asked for",
+            "a job needs more memory than the sweep requests from Slurm",
             where="hydra.launcher.mem_gb",
             found=f"{launcher.mem_gb:g}, and a job takes {size(low)} at least",
             remedy="ask for more, or make the jobs smaller",
@@ -402,7 +402,7 @@ def _asked_for(jobs: Sequence[PlannedJob], launcher: SlurmLauncher) -> list[str]
     if times and max(times) > 60 * launcher.timeout_min:
         many = launcher.max_num_timeout
         limit = f"hydra.launcher.timeout_min={launcher.timeout_min}"
-        then = f"it then goes on from its last checkpoint, {many} times at most"
+        then = f"it then continues from its last checkpoint, {many} times at most"
         return [f"a job is expected to take longer than {limit}; {then}"]
     return []
 
@@ -426,7 +426,7 @@ def _memory_notes(jobs: Sequence[PlannedJob], n_jobs: int) -> list[str]:
     )
     if free is not None and low > free:
         raise RequestError(
-            "so many jobs at a time need more memory than is free",
+            "that many concurrent jobs need more memory than is free",
             where="hydra.launcher.n_jobs",
             found=f"{n_jobs}, {size(low)} at least",
             expected=f"at most {size(free)}",

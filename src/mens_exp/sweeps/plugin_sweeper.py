@@ -148,7 +148,7 @@ class Rounds:
                 f"the sweeper {option} failed",
                 where="hydra/sweeper",
                 found=told(error),
-                remedy="mend its settings or its plugin, then go on with "
+                remedy="fix its settings or its plugin, then continue with "
                 f"sweep.resume={self._directory.path}",
             ) from error
         if self._refused is not None:
@@ -232,8 +232,8 @@ class Rounds:
                 new.add(made["number"])
             elif known["config_digest"] != config_digest(job.cell.composed.values):
                 raise RequestError(
-                    f"the sweeper proposes another cell {known['number']} than when it was "
-                    "launched, so results on record are none of it",
+                    f"the sweeper proposes another cell {known['number']} than at its launch, so "
+                    "the recorded results do not belong to it",
                     where="sweep.resume",
                     found=" ".join(made["differs"]),
                     expected=" ".join(known["differs"]),

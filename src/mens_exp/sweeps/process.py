@@ -333,7 +333,7 @@ def gpu_problems(gpus: Sequence[str], each: int, n_jobs: int) -> list[MensError]
     most = len(gpus) // each
     return [
         RequestError(
-            "so many jobs at a time need more GPUs than there are",
+            "that many concurrent jobs need more GPUs than there are",
             where="hydra.launcher.n_jobs",
             found=f"{n_jobs} of {each} GPUs each (trainer.devices), and {len(gpus)} are here",
             expected=f"at most {most}",

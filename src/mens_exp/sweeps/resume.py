@@ -138,7 +138,7 @@ def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
     nodes = record.launcher_settings["nodes"]
     if nodes is None:
         raise ConfigError(
-            "a sweep goes on with a number of nodes",
+            "a sweep needs a number of nodes to continue",
             where="hydra.launcher.nodes",
             found="null",
             expected="1 or more",
@@ -195,7 +195,7 @@ def _launched(overrides: Sequence[str]) -> tuple[SweepDir, SweepRecord]:
     record = SweepRecord.read(directory.record)
     if record.study is not None:
         raise RequestError(
-            "the sweep conducts a study, which goes on by its own command",
+            "the sweep belongs to a study, which is continued by its own command",
             where="sweep.resume",
             found=str(directory.path),
             remedy=f"write {shlex.join(['python', '-m', 'mens_exp', *record.command])}",
@@ -216,7 +216,7 @@ def _refuse_others(overrides: Sequence[str], record: SweepRecord) -> None:
     Problems.raise_if(
         [
             ConfigError(
-                "cannot change when a sweep goes on",
+                "cannot change when a sweep continues",
                 where=_key(text),
                 found=text,
                 expected=f"nothing but {', '.join(sorted(may - {'sweep.resume'}))}",
@@ -237,7 +237,7 @@ def _found(text: str) -> SweepDir:
         where="sweep.resume",
         found=text,
         expected="the directory of a sweep, as its last line names it",
-        remedy="go on with a single run with resume=<its directory>",
+        remedy="continue a single run with resume=<its directory>",
     )
 
 
@@ -266,7 +266,7 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
             "the code of mens_exp has changed since the sweep was launched",
             where="sweep.changes",
             found=record.changes,
-            remedy="put it back, or go on all the same with sweep.changes=accept",
+            remedy="restore it, or continue anyway with sweep.changes=accept",
         )
     note = f"went on at {utc_now()} with other code than it was launched with"
     record.notes.append(note)

@@ -240,7 +240,7 @@ def _idle_everywhere(key: str) -> ConfigError:
     return NoEffectError(
         "in any trial",
         where=bare(key),
-        expected="a key that does something beside one of the options at least",
+        expected="a key that has an effect with at least one of the options",
         remedy=f"drop {key}",
     )
 
@@ -287,7 +287,7 @@ def read_request(overrides: Sequence[str]) -> Request:
     Problems.raise_if(list(space.problems))
     if not space.dimensions:
         raise RequestError(
-            "nothing is to be drawn",
+            "there is nothing to draw",
             where="hydra/sweeper",
             found="one value for every key",
             expected="a key with several: optim.lr=tag(log,interval(1e-5,1e-3)), lora.r=8,16",
@@ -333,7 +333,7 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
     for name in search.objectives:
         if name in KPIS and KPIS[name].direction is Direction.NONE and not search.directions:
             yield ConfigError(
-                f"more {name} are neither better nor worse",
+                f"more {name} is neither better nor worse",
                 where="hydra.sweeper.directions",
                 expected="minimize or maximize, for each objective",
             )
@@ -350,7 +350,7 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
         len(search.directions) != len(search.objectives) or not set(search.directions) <= known
     ):
         yield ConfigError(
-            "not one for each objective",
+            "needs one for each objective",
             where="hydra.sweeper.directions",
             found=", ".join(search.directions),
             expected="minimize or maximize, for each objective, in their order",
@@ -376,11 +376,11 @@ def objective_problems(
         if name not in KPIS:
             if not may_be_own or misspelt(name):
                 yield ConfigError(
-                    "no such KPI", where=where, found=name, expected=expected_name(name, KPIS)
+                    "unknown KPI", where=where, found=name, expected=expected_name(name, KPIS)
                 )
         elif _is_of_items(name) and not any(cell.config.suite.spec.scores for cell in cells):
             yield ConfigError(
-                "is measured by a suite, and there is none",
+                "is measured by a suite, but none is chosen",
                 where=where,
                 found=name,
                 remedy="choose one with suite=…",
@@ -398,7 +398,7 @@ def _pruner_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[C
     where, found = "hydra.sweeper.pruner", search.pruner.value
     if search.objectives != [_LOSS] or "maximize" in search.directions:
         yield ConfigError(
-            "ends trials by their validation loss, which is not what is searched for",
+            "ends trials by their validation loss, which is not the objective",
             where=where,
             found=f"{found} with objectives {', '.join(search.objectives)}",
             expected=f"objectives=[{_LOSS}], minimized, or pruner=none",
@@ -408,7 +408,7 @@ def _pruner_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterator[C
         for cell in cells
     ):
         yield NoEffectError(
-            "because nothing is validated before training has ended",
+            "because nothing is validated before training ends",
             where=where,
             found=found,
             remedy="set trainer.val_check_interval, micro-batches between validations",

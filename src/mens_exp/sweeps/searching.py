@@ -272,7 +272,7 @@ def launch_search(overrides: Sequence[str]) -> int:
         overrides: the command's, as typed.
 
     Returns:
-        The exit code: 0 when every trial that began was completed or pruned, and one at least
+        The exit code: 0 when every trial that began was completed or pruned, and at least one
         completed.
 
     Raises:

@@ -116,7 +116,7 @@ def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
     if missing:
         return [
             SetupError(
-                "Slurm's commands are not here",
+                "Slurm's commands are not installed",
                 where="hydra/launcher",
                 found=f"no {', '.join(missing)} on the PATH",
                 expected="the machine that jobs are submitted from",
@@ -141,16 +141,16 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
                 "is set by the launcher itself",
                 where=f"hydra.launcher.additional_parameters.{key}",
                 found=str(value),
-                expected="an option of sbatch that no setting of hydra.launcher stands for",
+                expected="an option of sbatch that has no setting in hydra.launcher",
                 remedy=f"drop {key}, or give the setting",
             )
     if launcher.signal_delay_s >= 60 * launcher.timeout_min:
         yield ConfigError(
-            "leaves a job no time before it is told to end",
+            "leaves a job no time before its end is announced",
             where="hydra.launcher.signal_delay_s",
             found=launcher.signal_delay_s,
             expected=f"less than the {60 * launcher.timeout_min} seconds of timeout_min",
-            remedy="allow more time, or be told later",
+            remedy="allow more time, or announce the end later",
         )
 
 
@@ -183,7 +183,7 @@ def refused(said: str) -> MensError:
             remedy = "see what `sinfo` says, or run the sweep with hydra/launcher=local"
         return SetupError(what, where="hydra/launcher", found=said, remedy=remedy)
     return RequestError(
-        "Slurm would not take the jobs",
+        "Slurm rejected the jobs",
         where="hydra.launcher",
         found=said,
         remedy="correct the setting; `sinfo` lists partitions, and what their nodes have",

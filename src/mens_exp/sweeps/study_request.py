@@ -101,7 +101,10 @@ def requested(overrides: Sequence[str]) -> Request:
     task = str(_value(given["task"][-1])) if "task" in given else "train"
     if task not in {"train", "plan"}:
         raise ConfigError(
-            "a study trains and compares", where="task", found=task, remedy="drop it, or task=plan"
+            "a study only trains and compares",
+            where="task",
+            found=task,
+            remedy="drop it, or task=plan",
         )
     ours = [texts[-1] for key, texts in given.items() if key not in {"study", "ledger", "task"}]
     path = Path(named).expanduser() if named.endswith((".yaml", ".yml")) else None
@@ -140,10 +143,10 @@ def _value(text: str) -> Any:
 
 def _not_beside(key: str) -> ConfigError:
     return ConfigError(
-        "is decided by the study's file",
+        "is determined by the study's file",
         where=key,
         expected="hydra/launcher, hydra.launcher.…, hydra.sweep.dir, sweep.retries, "
-        "sweep.changes, ledger or task=plan beside study=…",
+        "sweep.changes, ledger or task=plan with study=…",
         remedy=f"write {key} into a study of your own, ./conf/study/<name>.yaml, under shared",
     )
 

@@ -248,7 +248,7 @@ def _refuse_edited(request: Request, record: SweepRecord) -> None:
     study = record.study
     if study is None:
         raise RequestError(
-            "a sweep is there already, which conducts no study",
+            "a sweep without a study already exists here",
             where=PLACE,
             found=str(request.root),
             remedy="choose another hydra.sweep.dir",
@@ -262,7 +262,7 @@ def _refuse_edited(request: Request, record: SweepRecord) -> None:
         where=f"study={request.name}",
         found="; ".join(_edits(study["settings"], settings_of(request.study))) or request.sha256,
         expected=f"the settings of {registered}, registered at {study['registered_utc']}",
-        remedy="put the file back, or register the new study under another name",
+        remedy="restore the file, or register the new study under another name",
     )
 
 

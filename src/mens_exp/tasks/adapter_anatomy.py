@@ -151,7 +151,7 @@ def of_state(
     if not layers:
         found = _measured(tensors, {}, {}, where)
         found.unknown["layers"] = (
-            "every weight was trained, and there is no LoRA matrix"
+            "every weight was trained, so there is no LoRA matrix"
             if config.backend.name == "full"
             else f"{config.lora.spec.name} has no pair of matrices to measure"
         )
@@ -248,19 +248,21 @@ def read_state(path: Path) -> State:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         raise DataError(
-            "is no training state that can be read",
+            "is not a readable training state",
             where=str(path),
             found=str(error).partition("\n")[0],
             expected="a whole step_….ckpt of a run",
         ) from error
     if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
-        raise DataError("is no training state of ours", where=str(path), expected="an adapter")
+        raise DataError(
+            "is not a training state of mens_exp", where=str(path), expected="an adapter"
+        )
     states, step = found.get("optimizer_states") or [{}], found.get("global_step", 0)
     first = states[0] if isinstance(states, list) else None
     optimizer = first.get("state") or {} if isinstance(first, dict) else None
     if not isinstance(step, int) or not isinstance(optimizer, dict):
         raise DataError(
-            "is no training state of ours",
+            "is not a training state of mens_exp",
             where=str(path),
             expected="a step, and the state of an optimizer",
         )
@@ -287,7 +289,7 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
     state = read_state(path)
     tensors = {name: values.float().numpy() for name, values in state.adapter.items()}
     config = None if run is None else config_of(run)
-    bare = "no run is at hand that says it; norms are those of B A"
+    bare = "no run that records it was found; norms are those of B A"
     keys = {} if run is None else _keys(run)
     anatomy = of_state(tensors, config, keys, bare=bare, where=str(path))
     moments = [
@@ -303,7 +305,7 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
         optimizer_tensors=len(moments),
         optimizer_bytes=sum(one.numel() * one.element_size() for one in moments),
         resumable=why is None,
-        why=why or f"resume={None if run is None else run.path} goes on from here",
+        why=why or f"resume={None if run is None else run.path} continues from here",
     )
     return record, anatomy
 
@@ -323,10 +325,12 @@ def _why_not(state: State, path: Path, run: RunDir | None) -> str | None:
         return "it lies in no run, whose configuration going on needs"
     last = run.last_checkpoint()
     if last is None or last.name != path.name:
-        return f"a run goes on from its last state, {last.name if last else 'of which it has none'}"
+        return (
+            f"a run continues from its last state, {last.name if last else 'of which it has none'}"
+        )
     manifest = Manifest.read(run.manifest)
     if manifest.status is Status.SUCCEEDED:
-        return "its run has ended; it goes on only with a longer trainer.max_steps"
+        return "its run has ended; it continues only with a longer trainer.max_steps"
     return None
 
 
@@ -344,7 +348,7 @@ def tell_magnitudes(anatomy: Anatomy, place: AdapterPlace, config: RunConfig) ->
     if not anatomy.magnitudes:
         return
     if place.run is None:
-        anatomy.unknown[_FIELD] = "the run that says what it began with is not at hand"
+        anatomy.unknown[_FIELD] = "the run that records its initial values was not found"
         return
     theirs, cache = config_of(place.run), writable_cache()
     if theirs.lora.init.spec.exchanges_weights:

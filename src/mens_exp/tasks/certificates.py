@@ -371,7 +371,7 @@ def _of_graph(
 def _no_graph(inputs: MergeInputs, choices: Choices) -> str | None:
     """Return the reason why no model can run, or None if one can."""
     if inputs.base is None or inputs.shape is None:
-        return "bare shards are no model that runs"
+        return "shards alone are not a usable model"
     if inputs.run is not None:
         return None
     if not (inputs.base.directory / "tokenizer.json").is_file():

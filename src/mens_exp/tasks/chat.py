@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mens_exp.tokenizer.load import Tokenizer
     from mens_exp.tokenizer.templates import Message
 
-_HELP = "/reset begins anew · /system <text> sets the system turn · Ctrl-D leaves"
+_HELP = "/reset starts over · /system <text> sets the system turn · Ctrl-D leaves"
 
 
 def chat(config: RunConfig, run: Run) -> None:
@@ -61,7 +61,7 @@ def chat(config: RunConfig, run: Run) -> None:
         _write(run, talk)
         again = wording.command("task=chat", ("path", str(config.path)))
         terminal.say_next(
-            [Step(again, "go on in a conversation")], on=terminal.console(stderr=True)
+            [Step(again, "continue a conversation")], on=terminal.console(stderr=True)
         )
         return
     if sys.stdin.isatty():
@@ -119,11 +119,11 @@ def _turn(talk: Conversation, line: str, titles: dict[str, str], console: Consol
         return
     if command == "/reset":
         talk.reset()
-        console.print("The conversation begins anew.", style="dim")
+        console.print("The conversation starts over.", style="dim")
     elif command == "/system":
         talk.say_system(rest.strip())
         told = "is set" if talk.system else "is the template's own"
-        console.print(f"The system turn {told}; the conversation begins anew.", style="dim")
+        console.print(f"The system turn {told}; the conversation starts over.", style="dim")
     elif command.startswith("/"):
         console.print(f"{command} is unknown. {_HELP}", style="dim", markup=False)
     else:
@@ -238,10 +238,10 @@ class Conversation:
         (ids,) = self.tokenizer.encode_prompts([self._messages(name, question)])
         if len(ids) >= self.backend.max_positions:
             raise RequestError(
-                "the conversation is longer than the model's positions reach",
+                "the conversation is longer than the model's context window",
                 found=f"{len(ids)} tokens",
                 expected=f"fewer than {self.backend.max_positions}",
-                remedy="begin anew with /reset",
+                remedy="start over with /reset",
             )
         return Stream(
             self.backend,

@@ -290,7 +290,7 @@ def _start(start: dict[str, Any], run: RunDir) -> Check:
     except MensError:
         owner = trained_by(str(recorded), run.path)
         if owner is None:
-            return not_here(name, recorded, f"{start['path']} is no adapter any more")
+            return not_here(name, recorded, f"{start['path']} is no longer an adapter")
         place = find(owner.path)
     return compared(name, recorded, sha256_file(place.tensors))
 
@@ -364,10 +364,10 @@ def _asked(
         if adapter is not None:
             asked.path = str(adapter)
         elif asked.path is not None and not Path(asked.path).expanduser().exists():
-            return None, f"{asked.path}, which it was made of, is no longer there"
+            return None, f"{asked.path}, from which it was made, no longer exists"
         return asked, ""
     if adapter is None:
-        return None, "neither the run that wrote it nor the one that trained it is at hand"
+        return None, "neither the run that wrote it nor the one that trained it was found"
     return _like(config, found, certificate, adapter)
 
 

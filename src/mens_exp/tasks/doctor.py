@@ -45,10 +45,10 @@ def doctor(config: RunConfig, run: Run) -> None:
     bad = [finding.name for finding in findings if finding.state is State.BAD]
     if bad:
         raise SetupError(
-            "this machine cannot run what is asked of it",
+            "this machine cannot run the task",
             found=", ".join(bad),
             expected="no line marked ✗",
-            remedy="do what the lines marked ✗ say",
+            remedy="follow the lines marked ✗",
         )
     terminal.say_next([Step(wording.command(), "fine-tune a model")])
 

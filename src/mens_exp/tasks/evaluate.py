@@ -286,7 +286,7 @@ def _on_another_base(config: RunConfig, adapter: StartingAdapter) -> Iterator[Re
     needed = _quantization(config, adapter.quant, adapter.quantizer)
     if needed:
         yield RequestError(
-            "the adapter was trained on a base that is quantized in another way",
+            "the adapter was trained on a base with another quantization",
             where="path",
             found=f"{adapter.directory}: {adapter.quant['base_quant']}",
             expected=f"{config.quant.quant_type.value}, this command's",
@@ -341,7 +341,7 @@ def _vllm_problems(subject: Subject) -> list[MensError]:
     found: list[MensError] = list(of_machine())
     if subject.merged is not None:
         what = RequestError(
-            "vLLM is given a base and an adapter here, and this is merged",
+            "vLLM needs a base and an adapter here, but this model is merged",
             where="path",
             found=subject.path,
             expected="a run, with eval.engine=vllm",
@@ -367,7 +367,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
     unknown = sorted(ranks.keys() - modules.keys())
     if unknown:
         raise RequestError(
-            "the adapter has layers that the model has not",
+            "the adapter has layers that the model does not have",
             where="path",
             found=", ".join(unknown[:8]),
             expected=f"layers of {config.model.name}",
@@ -383,7 +383,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
     lora.r, lora.alpha, lora.dropout = adapter.rank, adapter.alpha, 0.0
     if ADAPTERS.known(adapter.variant) is None:
         raise RequestError(
-            "no adapter method of this name is known here",
+            "unknown adapter method",
             where=str(directory),
             found=adapter.variant,
             expected=f"one of {', '.join(ADAPTERS.built_in)}, or an installed one",
@@ -421,7 +421,7 @@ def peft_directory(subject: Subject) -> Path | None:
     directory = Path(subject.path) if subject.run is None else subject.run.peft
     if not (directory / "adapter_config.json").is_file():
         raise RequestError(
-            "vLLM loads PEFT adapters, and this has none",
+            "vLLM loads PEFT adapters, but this run has none",
             where="path",
             found=subject.path,
             expected="a run of backend=qlora or lora, or a PEFT directory",

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from mens_exp.training.contract_probe import Reference
     from mens_exp.training.module import TrainingModule
 
+_REFERENCE = "reference"  # directory of the cache, for comparisons with transformers
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
@@ -404,6 +406,8 @@ def certify_steps(
     node = run.manifest.data_contract
     assert node is not None, "the rows come first"
     contract = DataContract(**node)
+    # What a killed process was writing there; its own run, once resumed, does not write it again.
+    atomic.remove_stale(writable_cache() / _REFERENCE)
     if contract.probe is not None:
         return
     if not config.data.contract.probe:
@@ -461,6 +465,7 @@ def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: Traini
         "base": run.manifest.inputs["base_weights_sha256"],
         "graph": {file.name: sha256_file(file) for file in graph},
         "checkpointing": config.model.gradient_checkpointing,
+        "kernels": module.backend.facts().get("kernels"),
         "backend": config.backend._target_,  # Hydra's own spelling
         "quant": repr(config.quant),
         "lora": repr(config.lora),
@@ -469,7 +474,7 @@ def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: Traini
         "packages": run.manifest.provenance["packages"],
         "code": _code(),
     }
-    return writable_cache() / "reference" / f"{digest(key)}.json"
+    return writable_cache() / _REFERENCE / f"{digest(key)}.json"
 
 
 _code = functools.cache(code_digest)  # of the code that this process has loaded

@@ -207,11 +207,11 @@ def refuse_changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Problems.raise_if(
         [
             RequestError(
-                "is not what the run was trained on",
+                "has changed since the run was trained on it",
                 where=f"inputs.{name}",
                 found=after[name],
                 expected=before[name],
-                remedy="put it back as it was, or start a new run",
+                remedy="restore it, or start a new run",
             )
             for name in sorted(before.keys() & after.keys())
             if before[name] != after[name]
@@ -315,7 +315,7 @@ def transformers_model(subject: RunDir, theirs: RunConfig, accelerator: str) -> 
         return _own_weights(subject, accelerator)
     if theirs.backend.name == "proxy":
         raise RequestError(
-            "the run trained a stack of projections, which no class of transformers has",
+            "the run trained a stack of projections, for which transformers has no class",
             where="backend",
             found=theirs.backend.name,
             expected="a run of backend=qlora, lora, full or burn",

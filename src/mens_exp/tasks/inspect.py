@@ -83,7 +83,7 @@ def inspect(config: RunConfig, run: Run) -> None:
     record.base = named_base(found, record.base, certificate)
     if record.base is None:
         is_record = found.kind in {ArtifactKind.COMPARISON, ArtifactKind.DECISION}
-        why = "each of its runs names its own" if is_record else "no record beside it names one"
+        why = "each of its runs names its own" if is_record else "no record next to it names one"
         record.unknown["base"] = why
     if record.base is not None and record.base["base_quant"] is not None:
         record.unknown.pop("base.base_quant", None)
@@ -218,7 +218,7 @@ def replay(subject: RunDir, steps: int) -> Replay:
     recorded = recorded_steps(subject)
     if not recorded:
         raise RequestError(
-            "the run recorded no step that could be taken again",
+            "the run recorded no step that can be replayed",
             where="inspect.replay",
             found=str(subject.path),
             expected="step events in telemetry.jsonl",

@@ -132,13 +132,13 @@ def _recorded(role: Role, place: Path, sha256: str | None) -> Ancestor:
 def _unnamed(found: Inspected) -> Ancestor:
     """Describe an object that names nothing but its base."""
     if found.adapter is None:
-        missing = "there is no certificate beside it that names what it was made of"
+        missing = "no certificate next to it names its inputs"
         return _ancestor(Role.WRITTEN, found.path.resolve().name, found.path, {}, missing)
     hashes = {"adapter_sha256": sha256_file(found.adapter.tensors)}
     run = trained_by(hashes["adapter_sha256"], found.path)
     if run is not None:
         return _ancestor(Role.ADAPTER, f"of run {run.path.resolve().name}", found.path, hashes)
-    why = "no run at hand says that it wrote this adapter"
+    why = "no run found that wrote this adapter"
     return _ancestor(Role.ADAPTER, found.path.resolve().name, found.path, hashes, why)
 
 
@@ -148,7 +148,7 @@ def _absent(sources: Mapping[str, Any], found: Inspected) -> Ancestor:
         str(sources.get("run", "unknown")),
         None,
         {name: str(sources[name]) for name in ("adapter_sha256",) if name in sources},
-        f"no run below {_OUTPUTS} or beside {found.path} has an adapter of this hash",
+        f"no run below {_OUTPUTS} or next to {found.path} has an adapter of this hash",
     )
 
 
@@ -272,7 +272,7 @@ def _of_start(start: Mapping[str, Any], run: RunDir, seen: frozenset[Path]) -> l
     if owner is not None and owner.path.resolve() not in seen:
         line = _of_run(owner, seen | {run.path.resolve()})
     else:
-        missing = f"no run below {_OUTPUTS} or beside {run.path} has an adapter of this hash"
+        missing = f"no run below {_OUTPUTS} or next to {run.path} has an adapter of this hash"
         line = [_base(_only_weights(start.get("base_weights_sha256")))]
     place = recorded if recorded.is_dir() else None
     if place is None and owner is not None:
@@ -330,11 +330,11 @@ def merged_model(merge: RunDir) -> Path:
     model = next((one for one in places if (one / "config.json").is_file()), None)
     if manifest.status is not Status.SUCCEEDED or model is None:
         raise RequestError(
-            "the merge left no model that answers",
+            "the merge did not leave a usable model",
             where="path",
             found=f"{merge.path} ({manifest.status})",
             expected="a merge that has succeeded, of a whole model, which is still there",
-            remedy="merge it anew without base_shard, or evaluate the run that was trained",
+            remedy="merge it again without base_shard, or evaluate the run that was trained",
         )
     return model
 
@@ -351,7 +351,7 @@ def trained_for(merge: RunDir) -> RunDir:
     run = beside or trained_by(inputs.get("adapter_sha256"), merge.path)
     if run is None or Manifest.read(run.manifest).task != "train":
         raise RequestError(
-            "the run that trained what was merged is not at hand",
+            "the run that trained the merged adapter was not found",
             where="path",
             found=f"{merge.path}, of {adapter}",
             expected="that run, where it was or below outputs",
@@ -392,11 +392,11 @@ def other_weights(merge: RunDir, base: BaseModel) -> None:
     shards = {Path(name).name: one for name, one in files.items() if name.endswith(".safetensors")}
     if digest(shards) != base.weights_sha256:
         raise RequestError(
-            "is not what was merged",
+            "differs from the merged weights",
             where="path",
             found=str(base.directory),
             expected=f"the weights that {merge.path} wrote",
-            remedy="merge it anew",
+            remedy="merge it again",
         )
 
 

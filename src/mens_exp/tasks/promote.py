@@ -69,7 +69,7 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
     meant = misspelt(told.kpi)
     if meant is not None:
         raise RequestError(
-            "no such KPI",
+            "unknown KPI",
             where="promote.kpi",
             found=told.kpi,
             expected=f"a known name; the nearest is {meant}",
@@ -99,7 +99,8 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
     run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
     terminal.say(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
     seeds = ",".join(map(str, cycle["seeds"]))
-    arms = f"{cycle['factor']}={','.join(cycle['arms'])}"
+    named = (arm.removeprefix(f"{cycle['factor']}=") for arm in cycle["arms"])
+    arms = f"{cycle['factor']}={','.join(named)}"
     terminal.say_next([Step(wording.command("-m", f"seed={seeds}", arms), "run its arms")])
 
 
@@ -119,7 +120,7 @@ def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
         earlier = cycles_of(entries)
         if cycle["cycle"] in earlier:
             raise RequestError(
-                "is registered already",
+                "is already registered",
                 where=f"{prefix}open_cycle",
                 found=cycle["cycle"],
                 remedy="run its arms, or open a cycle of another name and other seeds",
@@ -128,7 +129,7 @@ def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
             shared = sorted(set(one["seeds"]) & set(cycle["seeds"]))
             if shared:
                 raise RequestError(
-                    "seeds of an earlier cycle",
+                    "the seeds belong to an earlier cycle",
                     where=f"{prefix}seeds",
                     found=", ".join(map(str, shared)),
                     expected=f"none that cycle {name} has",
@@ -228,7 +229,7 @@ def _replay(ledger: Path, run: Run) -> None:
         if not froze_runs(entry):
             unfrozen.append(
                 f"Entry {entry['number']} is of version {entry['version']}, which froze no runs: "
-                "its decision is made again from the hashes of its comparisons."
+                "its decision is recomputed from the hashes of its comparisons."
             )
         checks += made
     decisions = sum(entry["decision"] is not None for entry in entries) - len(unverifiable)
@@ -298,7 +299,7 @@ def _again(made: DecisionEntry, before: list[LedgerEntry], *, freezes: bool) -> 
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise GateError(
-            "evidence of a past decision is gone",
+            "evidence of a past decision is missing",
             where="promote.replay",
             found=", ".join(missing),
             expected="every comparison where it was",

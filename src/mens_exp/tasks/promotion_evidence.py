@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.comparison import FrozenBy, RunRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry, FrozenRun, LedgerEntry
 
-_REMEDY = "put the files back as they were; of a registered arm and seed the first run counts"
+_REMEDY = "restore the files; of a registered arm and seed the first run counts"
 _OF_DECISION = "another comparison of this decision"
 _DIGESTS = ("manifest_sha256", "scorer_sha256", "scorecard_sha256", "events_sha256")
 
@@ -87,7 +87,7 @@ class Frozen:
             first = seen.setdefault(_key(run), run)
             if run["cycle"] and any(first[name] != run[name] for name in _DIGESTS):  # type: ignore[literal-required]
                 yield DataError(
-                    f"seed {run['seed']} of {run['arm']} is there twice",
+                    f"seed {run['seed']} of {run['arm']} occurs twice",
                     where=run["path"],
                     found=f"{first['path']} too",
                     expected=f"one run of every arm and seed of cycle {run['cycle']}",
@@ -181,7 +181,7 @@ def _unlike(run: FrozenRun, by: str, frozen: FrozenRun) -> Iterator[DataError]:
 
 def _another(file: Path, found: str | None, frozen: str | None, by: str) -> DataError:
     return DataError(
-        "is not what the ledger froze",
+        "contradicts the ledger",
         where=str(file),
         found=found or "no such file",
         expected=f"{frozen or 'no such file'}, by {by}",
@@ -210,7 +210,7 @@ def comparison_files(text: str) -> list[Path]:
         file = RunDir(path).comparison if path.is_dir() else path
         if not file.is_file():
             raise RequestError(
-                "no comparison is there",
+                "no comparison found",
                 where="path",
                 found=part,
                 expected="compare.json, or a directory of task=compare; several with commas "
@@ -433,7 +433,9 @@ def _of_run(run: RunRecord) -> Iterator[str]:
     if run["scorecard_sha256"] is not None and run["events_sha256"] is None:
         yield f"{scorer.events} is not there, so that no figure can be computed again"
     other = None if run["scored_by"] is None else scorer
-    yield from (f"{file} is not what its run wrote" for file, _ in not_as_written(place, other))
+    yield from (
+        f"{file} has changed since its run wrote it" for file, _ in not_as_written(place, other)
+    )
     manifest = Manifest.read(place.manifest)
     contract = manifest.contract or {}
     if contract.get("digest") != recorded_digest(contract) or contract["digest"] != run["contract"]:
@@ -452,7 +454,7 @@ def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
         declared = list(record.settings["factors"])
         again = conducted(places, read.runs, declared, CompareConfig(**settings))
     except (MensError, KeyError, TypeError, ValueError) as error:
-        return [f"the comparison cannot be made again: {error}"], []
+        return [f"the comparison cannot be recomputed: {error}"], []
     was, now = dataclasses.asdict(record), dataclasses.asdict(again)
     others = [name for name in _SAME if not _alike(was[name], now[name])]
     labels = [*read.unverifiable, *as_recorded(again.contrasts[0]["kpis"])]

@@ -231,7 +231,7 @@ def refuse_evaluations(config: RunConfig) -> None:
     path = Path(config.eval.keep_passing).expanduser()
     if path.exists():
         raise RequestError(
-            "the file is there already",
+            "the file already exists",
             where="eval.keep_passing",
             found=str(path),
             expected="the name of a new file",
@@ -244,7 +244,7 @@ def refuse_evaluations(config: RunConfig) -> None:
     found = sorted(_of_benchmarks(suite))
     if found:
         raise GateError(
-            "tasks of a benchmark are for scoring, and nothing is trained on them",
+            "tasks of a benchmark are for scoring only, so no model may be trained on them",
             where="suite.path",
             found=f"{len(found)} of {len(suite.items)} tasks: {', '.join(found[:_MOST_TOLD])}",
             expected="tasks of your own",
@@ -256,7 +256,8 @@ def _refuse_registered(digest: str, ledger: Path) -> None:
     for name, (_, cycle) in cycles_of(read_ledger(ledger)).items():
         if cycle["suite_digest"] == digest:
             raise GateError(
-                "a benchmark cycle is scored by this suite, and nothing is trained on its tasks",
+                "a benchmark cycle is scored by this suite, so no model may be trained on its "
+                "tasks",
                 where="suite",
                 found=f"cycle {name} of {ledger}",
                 expected="a suite that no cycle registers",
@@ -307,7 +308,7 @@ def keep_passing(
     assert settings.keep_passing is not None, "the caller has asked"
     if suite.needs_sandbox and runner is None:
         raise SetupError(
-            "nothing was executed, so that no answer passed",
+            "nothing was executed, so no answer passed",
             where="eval.keep_passing",
             found="no sandbox that works; the run's notes say why",
             expected="bubblewrap",

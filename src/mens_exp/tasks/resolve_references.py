@@ -416,7 +416,7 @@ def _file(path: Path) -> Inspected:
     if path.suffix == ".jsonl" and is_ledger(path):
         what = "a ledger of decisions"
         return Inspected(kind=ArtifactKind.DECISION, path=path, run=None, adapter=None, what=what)
-    raise _nothing(path, "a file that is no checkpoint, adapter, record or merged tensors")
+    raise _nothing(path, "a file that is not a checkpoint, an adapter, a record or merged tensors")
 
 
 def _run(run: RunDir) -> Inspected:

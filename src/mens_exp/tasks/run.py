@@ -256,7 +256,7 @@ def run_is_there(directory: Path) -> RequestError:
     except RequestError:  # damaged: only another directory is safe
         is_training = False
     remedy = f"continue it with resume={directory}, or {other}" if is_training else other
-    return RequestError("a run is there already", where=str(directory), remedy=remedy)
+    return RequestError("a run already exists", where=str(directory), remedy=remedy)
 
 
 @contextmanager

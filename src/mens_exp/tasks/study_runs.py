@@ -16,7 +16,7 @@ from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.record import read_bytes, read_lines
-from mens_exp.artifacts.run_dir import RunDir, resolve, runs
+from mens_exp.artifacts.run_dir import RunDir, resolve, runs, started_utc
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord
 from mens_exp.artifacts.telemetry import own_results, read_document_losses, read_events
@@ -191,11 +191,11 @@ def _grouped(found: Iterable[tuple[RunRecord, Sequence[str]]]) -> list[str]:
 
 def _edited(file: Path, found: str, recorded: str) -> DataError:
     return DataError(
-        "is not what its run wrote",
+        "has changed since its run wrote it",
         where=str(file),
         found=found,
         expected=f"{recorded}, as the run's manifest has it",
-        remedy="put the file back as it was, or run it again; records are never edited",
+        remedy="restore the file, or run it again; records are never edited",
     )
 
 
@@ -225,20 +225,21 @@ def _is_sweep(directory: Path) -> bool:
 def _runs_at(path: Path) -> Iterable[RunDir]:
     if path.is_file():
         if not _is_record(path):
-            raise _unusable(path, "a file that is no scorecard")
+            raise _unusable(path, "a file that is not a scorecard")
         path = path.parent
         if not RunDir(path).manifest.is_file():
             raise _unusable(path, "a scorecard without the manifest of its run")
-    found = sorted(runs(path), key=lambda run: job_order(run.path))
+    found = sorted(runs(path), key=job_order)
     if not found:
         raise _unusable(path, "a directory without a run")
     return found
 
 
-def job_order(path: Path) -> tuple[str, int, str]:
-    """Order the jobs of a sweep by their number, not by its digits."""
-    number, _, rest = path.name.partition("_")
-    return str(path.parent), int(number) if number.isdigit() and len(number) < 8 else 0, rest  # noqa: PLR2004  # a date is not a job number
+def job_order(run: RunDir) -> tuple[str, int, str, str]:
+    """Order the jobs of a sweep by their number, and other runs by their start."""
+    number = run.path.name.partition("_")[0]
+    is_job = number.isdigit() and len(number) < 8  # noqa: PLR2004  # a date is not a job number
+    return str(run.path.parent), int(number) if is_job else 0, started_utc(run), run.path.name
 
 
 def _is_record(path: Path) -> bool:
@@ -247,7 +248,7 @@ def _is_record(path: Path) -> bool:
 
 def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Scored, Recomputed]:
     if not run.manifest.is_file():
-        raise _unusable(run.path, "the run that was evaluated is not at hand")
+        raise _unusable(run.path, "the run that was evaluated was not found")
     manifest = Manifest.read(run.manifest)
     measured = run if scorer is None else scorer
     scorecard = Scorecard.read(measured.scorecard) if measured.scorecard.is_file() else None

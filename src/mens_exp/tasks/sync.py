@@ -106,7 +106,7 @@ def _send(parcel: Parcel, timeout_s: float) -> str | None:
 
 
 def _say(parcel: Parcel, number: int, total: int, *, is_known: bool) -> None:
-    what = "is there already" if is_known else "sent"
+    what = "was sent before" if is_known else "sent"
     path = os.path.relpath(parcel.order.path)
     terminal.say(f"[{number}/{total}] {parcel.what} {path} {what}")
 
@@ -172,7 +172,7 @@ def parcels(paths: Sequence[str], settings: SyncConfig, server: str) -> Found:
             del read[path]
         elif manifest.task not in _RANKS:
             del read[path]
-    order = sorted(read, key=lambda path: (_RANKS[read[path].task], job_order(path)))
+    order = sorted(read, key=lambda path: (_RANKS[read[path].task], job_order(RunDir(path))))
     made = [_of_run(RunDir(path), read, settings, server) for path in order]
     sweeps = dict.fromkeys(
         record.parent.resolve() for place in places for record in _sweeps_at(place)

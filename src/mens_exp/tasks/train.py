@@ -200,7 +200,7 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
     manifest = Manifest.read(directory.manifest)
     if manifest.task != "train":
         raise RequestError(
-            "only training goes on",
+            "only training can be continued",
             where="resume",
             found=f"{directory.path} ({manifest.task})",
             expected="a training run",
@@ -271,7 +271,7 @@ def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
     Problems.raise_if(
         [
             ConfigError(
-                "cannot change when a run goes on",
+                "cannot change when a run continues",
                 where=key,
                 found=overrides[key],
                 expected=f"nothing but a longer {_MAX_STEPS}, or another number of processes",
@@ -299,14 +299,14 @@ def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
 
 def _count(key: str, text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise ConfigError("is no number of them", where=key, found=text, expected="1 or more")
+        raise ConfigError("is not a number of them", where=key, found=text, expected="1 or more")
     return int(text)
 
 
 def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
     """List changes: number of processes, and the effect of a longer run on the schedule."""
     many, now = before.trainer.world_size, after.trainer.world_size
-    changed = [] if many == now else [f"{now} instead of {many} processes go on"]
+    changed = [] if many == now else [f"continued with {now} processes instead of {many}"]
     return changed + _of_schedule(before, after, step)
 
 
@@ -316,7 +316,9 @@ def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
         return []
     schedule = after.schedule
     if not isinstance(schedule, ScheduleConfig):
-        return [f"{_MAX_STEPS} went from {old} to {new}; the schedule goes on as its class has it"]
+        return [
+            f"{_MAX_STEPS} went from {old} to {new}; the schedule continues as its class defines"
+        ]
     kind = schedule.kind
     warmups = {total: warmup_steps(schedule, total) or 0 for total in (old, new)}
     if kind is ScheduleKind.constant and max(step, *warmups.values()) in {step, warmups[old]}:

@@ -81,7 +81,7 @@ def verification(
     if found.run is not None:
         return list(chain.run(found.run))
     if certificate is None:
-        why = "no record beside it states a hash"
+        why = "no record next to it states a hash"
         return [not_here("files", None, why)]
     return list(chain.written(found.path, certificate, config, found))
 
@@ -216,7 +216,7 @@ class _Chain:
         name, recorded = "sources.adapter_sha256", sources.get("adapter_sha256")
         run = source_run(certificate, path)
         if run is None:
-            check = not_here(name, recorded, "the run that has this adapter is not at hand")
+            check = not_here(name, recorded, "the run that has this adapter was not found")
             yield from linked(Link.ADAPTER, of, [check])
             return
         outputs = Manifest.read(run.manifest).outputs

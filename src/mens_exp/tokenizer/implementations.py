@@ -94,7 +94,7 @@ class HfTokenizer:
             # tokenizers raises bare Exception for all errors, and a Rust panic is not an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise ModelFileError("is no tokenizer", where=str(path), found=str(error)) from error
+            raise ModelFileError("is not a tokenizer", where=str(path), found=str(error)) from error
         core.no_padding()
         core.no_truncation()
         template, source = chat_template_of(directory, config)
@@ -284,7 +284,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError("cannot be read", where=str(path), found=str(error)) from error
     if not isinstance(value, dict):
-        raise ModelFileError("is no JSON object", where=str(path))
+        raise ModelFileError("is not a JSON object", where=str(path))
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -158,7 +158,7 @@ def check_date(config: TokenizerConfig, template: str | None) -> None:
         date.fromisoformat(config.date)
     except ValueError as error:
         raise ConfigError(
-            "is no date",
+            "is not a date",
             where="tokenizer.date",
             found=config.date,
             expected="a day as YYYY-MM-DD",
@@ -198,12 +198,12 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> tuple[int | None, str |
     """
     lengths = _byte_lengths(tokenizer)
     if lengths is None:
-        return None, "this tokenizer does not tell which bytes a token stands for"
+        return None, "this tokenizer does not say which bytes a token represents"
     found = lengths[ids]
     if (found == _UNKNOWN).any():
         return None, "the text has bytes that the tokenizer writes as its unknown token"
     total = int(found.sum())
-    return (total, None) if total else (None, "no learned token stands for text")
+    return (total, None) if total else (None, "no learned token represents text")
 
 
 def bits_per_byte(loss: float, tokens: int, count: int) -> float:

@@ -189,7 +189,7 @@ def check_syntax(template: str) -> None:
     try:
         _compiled(template)
     except _FAILURES as error:
-        raise DataError("is no chat template", found=_reason(error)) from error
+        raise DataError("is not a chat template", found=_reason(error)) from error
 
 
 def is_dated(template: str) -> bool:
@@ -274,7 +274,7 @@ def template_named(name: str) -> tuple[str, str]:
     """Return the chat template that `tokenizer.chat_template` names, and its source for records.
 
     Raises:
-        ConfigError: there is no such file, or it holds no template.
+        ConfigError: file not found, or it holds no template.
     """
     return read_template(name), name if name in SHIPPED else "a file"
 
@@ -283,7 +283,7 @@ def read_template(name: str) -> str:
     """Read the chat template that `tokenizer.chat_template` names.
 
     Raises:
-        ConfigError: there is no such file, or it holds no template.
+        ConfigError: file not found, or it holds no template.
     """
     if name in SHIPPED:
         return SHIPPED[name]
@@ -302,7 +302,7 @@ def read_template(name: str) -> str:
         ) from error
     except DataError as error:
         raise ConfigError(
-            "the file is no chat template", where=where, found=f"{path}: {error.found}"
+            "the file is not a chat template", where=where, found=f"{path}: {error.found}"
         ) from error
     return text
 

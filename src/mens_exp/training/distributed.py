@@ -139,7 +139,7 @@ def as_peer_failure(error: BaseException) -> TrainingError | None:
         "another process of this run cannot be reached",
         where="trainer",
         found=str(error).partition("\n")[0],
-        remedy="look at what ended on the other machines, and go on with resume=<run>",
+        remedy="check what ended on the other machines, and continue with resume=<run>",
     )
 
 
@@ -281,7 +281,7 @@ class WorkerProcesses:
                     where=f"trainer, process number {process.pid}",
                     found=_how(code, log),
                     expected="all processes to train to the end",
-                    remedy=f"see {log}, and go on with resume={self.logs.parent}",
+                    remedy=f"see {log}, and continue with resume={self.logs.parent}",
                 )
         return None
 

@@ -108,10 +108,10 @@ def _passes(backend: Any, stream: MicroBatches, found: dict[str, _Directions]) -
                 for handle in handles:
                     handle.remove()
     raise TrainingError(
-        "the main directions of a layer's inputs do not settle",
+        "the principal directions of a layer's inputs do not converge",
         where="lora.init",
         found=f"{', '.join(sorted(left)[:4])} after {_MOST} micro-batches",
-        expected="directions that stay, from micro-batches of twice lora.r supervised tokens",
+        expected="stable directions, from micro-batches of twice lora.r supervised tokens",
         remedy="set lora.init=default, a lower lora.r, or a larger data.micro_batch_size",
     )
 

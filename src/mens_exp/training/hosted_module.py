@@ -74,7 +74,7 @@ class HostedModule(TrainingModule):
         }
         if both:
             raise ConfigError(
-                "has attributes that the run needs itself",
+                "has attributes that the run reserves",
                 where="module",
                 found=", ".join(sorted(both)),
                 expected="other names",
@@ -82,8 +82,8 @@ class HostedModule(TrainingModule):
             )
         if not self.automatic_optimization:
             raise ConfigError(
-                f"would break the promise “{Promise.COMPARISON}”: it optimizes by hand, and a step "
-                "would have other micro-batches than the contract says",
+                f"would break the promise “{Promise.COMPARISON}”: it uses manual optimization, so "
+                "a step would have other micro-batches than the contract says",
                 where="module",
                 found="automatic_optimization = False",
                 remedy="return the loss, and leave backward and step to Lightning",
@@ -200,7 +200,7 @@ def promises(module: TrainingModule) -> dict[str, Any] | None:
         if added := module.added():
             what = f"{len(added)} parameters of {name} are in no adapter, only in checkpoints"
             unproven[Promise.ARTIFACT] = what
-        unproven[Promise.NOTHING_LOST] = f"what {name} keeps beside parameters may be lost"
+        unproven[Promise.NOTHING_LOST] = f"state of {name} other than parameters may be lost"
     else:
         for method, promise in _RESTS_ON.items():
             if getattr(kind, method) is not getattr(TrainingModule, method):

@@ -126,7 +126,7 @@ class RecordLogger(Logger):
             return number
         if name not in self._not_finite:
             self._not_finite.add(name)
-            text = f"{name} was {number} in step {self.step}; null stands for such values"
+            text = f"{name} was {number} in step {self.step}; such values are recorded as null"
             self.run.telemetry.emit("warning", {"step": self.step, "text": text})
         return None
 

@@ -307,6 +307,7 @@ class TrainingModule(LightningModule):
             sampled=sampled,
             top_tokens=top_tokens,
             layers=layers,
+            fused_head=getattr(self.backend, "fused_head", None),
         )
         return passed, self.objective.loss(passed)
 
@@ -371,7 +372,7 @@ class TrainingModule(LightningModule):
                 where="data",
                 found=f"step {self.global_step}",
                 expected="at least one learned token",
-                remedy="look at data.seq_len and at what objective learns",
+                remedy="check data.seq_len and which tokens the objective learns",
             )
         for check in checks:
             check(step.loss, step.grad_norm)

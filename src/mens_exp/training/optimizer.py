@@ -83,7 +83,7 @@ def build_optimizer(
     device = next(iter(parameters.values())).device.type
     if isinstance(config, PagedAdamw8bitConfig) and device != "cuda":
         raise SetupError(
-            "paged memory is CUDA's own",
+            "paged memory needs CUDA",
             where="optim",
             found=f"{config.name} on {device}",
             expected="a CUDA device",

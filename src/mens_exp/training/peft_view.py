@@ -87,7 +87,7 @@ def losses(backend: QloraBackend, batch: Batch, documents: Encoded) -> Losses:
                 sdpa, eager = (_plain(backend, documents, kernel, device) for kernel in _KERNELS)
         except MODEL_CODE_ERRORS as error:
             raise ModelFileError(
-                "the model's own forward pass cannot be compared with",
+                "the model's own forward pass cannot be compared",
                 where=type(backend.causal_lm).__name__,
                 found=f"{type(error).__name__}: {error}",
             ) from error

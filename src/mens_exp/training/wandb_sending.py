@@ -269,7 +269,7 @@ def digest_of(run: Path) -> str:
     """
     manifest = run / "manifest.json"
     if not manifest.is_file():
-        raise MensError("there is no run to send", where=str(run))
+        raise MensError("no run to send", where=str(run))
     return digest({"manifest": sha256_file(manifest)})
 
 

@@ -44,6 +44,6 @@ def test_a_power_under_one_half_is_a_setting_error(setting):
 def test_the_always_valid_test_is_one_of_t(group):
     """Signs have none; either alone is accepted, and so are the ends of the range."""
     (said,) = problems(group, "sequential=always_valid", "test=sign_flip")
-    assert said.startswith(f"{group}.sequential: the always-valid test is one of t")
+    assert said.startswith(f"{group}.sequential: the always-valid test is a t-test")
     assert problems(group, "sequential=always_valid", "alpha=1e-9") == []
     assert problems(group, "test=sign_flip", "alpha=0.4999") == []

@@ -49,9 +49,9 @@ def test_steps_in_an_order_with_a_meaning_are_taken(steps):
 @pytest.mark.parametrize(
     ("steps", "what"),
     [
-        ([], "no step named"),
+        ([], "no step given"),
         (["extrct"], "the nearest is extract"),
-        (["split", "split"], "the step split stands 2 times"),
+        (["split", "split"], "the step split is listed 2 times"),
         (["validate", "extract"], "extract cannot come after validate"),
         (["split", "generate"], "generate cannot come after split"),
         (["mix", "decontaminate"], "decontaminate cannot come after mix"),
@@ -67,17 +67,17 @@ def test_steps_without_a_meaning_are_refused(steps, what):
 def test_all_that_is_wrong_is_told_together():
     """Two names, and a setting of the step that is right."""
     message = told(["a", "b", "split"], split=SplitStepConfig(val_frac=0.6, heldout_frac=0.4))
-    assert message.count("no such step") == 2
-    assert "nothing is left to train on" in message
+    assert message.count("unknown step") == 2
+    assert "no rows are left to train on" in message
 
 
 def test_only_generate_begins_without_an_input():
     """Every other first step has something to read."""
     assert told(["generate"], input=None) == ""
     assert "add corpus.input=<path>" in told(["split"], input=None)
-    assert "names no files" in told(["split"], input=[])
-    assert "names no files" in told(["split"], input={"a": 1})
-    assert "nowhere to write" in told(["split"], output=None)
+    assert "does not name any files" in told(["split"], input=[])
+    assert "does not name any files" in told(["split"], input={"a": 1})
+    assert "no output directory given" in told(["split"], output=None)
 
 
 def test_languages_that_nothing_reads_are_refused():

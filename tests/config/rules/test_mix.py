@@ -44,24 +44,24 @@ def test_mix_is_composed_from_the_command_line():
 @pytest.mark.parametrize(
     ("sources", "where", "told"),
     [
-        ("[]", "data.sources", "no source named"),
-        ("a.jsonl", "data.sources", "no source named"),
-        ("[a.jsonl]", "data.sources[0]", "is no source"),
+        ("[]", "data.sources", "no source given"),
+        ("a.jsonl", "data.sources", "no source given"),
+        ("[a.jsonl]", "data.sources[0]", "is not a source"),
         ("[{path:a.jsonl}]", "data.sources[0].weight", "has no weight"),
         ("[{path:a.jsonl,weight:true}]", "data.sources[0].weight", "has no weight"),
         ("[{path:a.jsonl,weight:0}]", "data.sources[0].weight", "out of range"),
         ("[{path:a.jsonl,weight:nan}]", "data.sources[0].weight", "out of range"),
         ("[{path:a.jsonl,weight:inf}]", "data.sources[0].weight", "out of range"),
-        ("[{weight:1}]", "data.sources[0].source", "says not where its rows come from"),
+        ("[{weight:1}]", "data.sources[0].source", "does not say where its rows come from"),
         ("[{source:stdlb,weight:1}]", "data.sources[0].source", "the nearest is stdlib"),
-        ("[{source:mix,weight:1}]", "data.sources[0].source", "says not where"),
+        ("[{source:mix,weight:1}]", "data.sources[0].source", "does not say where"),
         ("[{source:jsonl,weight:1}]", "data.sources[0].path", "cannot be read"),
         ("[{path:a.jsonl,wieght:1,weight:1}]", "data.sources[0].wieght", "the nearest is weight"),
         ("[{path:a.jsonl,weight:1,seq_len:9}]", "data.sources[0].seq_len", "the whole mix"),
         ("[{path:a.jsonl,weight:1,val_path:b}]", "data.sources[0].val_path", "the whole mix"),
         ("[{path:a.jsonl,weight:1,format:x}]", "data.sources[0].format", "cannot be read"),
-        ("[{path:'',weight:1}]", "data.sources[0].path", "no file named"),
-        ("[{path:a.jsonl,weight:1,name:''}]", "data.sources[0].name", "is no name"),
+        ("[{path:'',weight:1}]", "data.sources[0].path", "no file given"),
+        ("[{path:a.jsonl,weight:1,name:''}]", "data.sources[0].name", "is not a name"),
         (
             "[{path:a.jsonl,weight:1,filter:{min_rating:9}}]",
             "data.sources[0].filter.min_rating",
@@ -70,9 +70,9 @@ def test_mix_is_composed_from_the_command_line():
         (
             "[{path:a.jsonl,weight:1,columns:{prompt:q}}]",
             "data.sources[0].columns",
-            "nothing to learn from",
+            "no answer to learn from",
         ),
-        (f"[{GOOD},{{path:b/a.jsonl,weight:1}}]", "data.sources", "two sources have one name"),
+        (f"[{GOOD},{{path:b/a.jsonl,weight:1}}]", "data.sources", "two sources have the same name"),
     ],
 )
 def test_source_that_cannot_be_read_is_refused_by_its_place(sources, where, told):

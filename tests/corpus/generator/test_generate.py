@@ -106,7 +106,7 @@ def test_a_family_that_is_used_up_is_counted_and_then_refused(
     made = generate(Side.TRAIN, 6, 0, 0.0)
     assert len(made.tasks) == 6
     assert made.dropped["duplicate"] > 0
-    with pytest.raises(DataError, match="not so many different tasks") as caught:
+    with pytest.raises(DataError, match="not have that many different tasks") as caught:
         generate(Side.TRAIN, 7, 0, 0.0)
     assert caught.value.where == "data.rows"
     assert caught.value.found == "7 for train"

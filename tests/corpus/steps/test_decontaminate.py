@@ -132,7 +132,7 @@ def test_items_of_every_suite_are_read(tmp_path):
     spec.write_text(json.dumps({"schema_version": 1, "tasks": [task]}, indent=1), "utf-8")
     assert list(benchmark_texts(str(spec))) == [("t", "Write g.\ndef g\nreturn")]
     spec.write_text(json.dumps({"tasks": [{"id": "t"}]}), "utf-8")
-    with pytest.raises(DataError, match=r"tasks\[0\]: is no item of a benchmark"):
+    with pytest.raises(DataError, match=r"tasks\[0\]: is not an item of a benchmark"):
         list(benchmark_texts(str(spec)))
 
 
@@ -141,7 +141,7 @@ def test_benchmarks_that_are_not_there_are_refused(run, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="no such file"):
         list(benchmark_texts(str(tmp_path / "none.jsonl")))
     (tmp_path / "odd.jsonl").write_text('{"question": "?"}\n', "utf-8")
-    with pytest.raises(DataError, match=r"odd\.jsonl:1: is no item of a benchmark"):
+    with pytest.raises(DataError, match=r"odd\.jsonl:1: is not an item of a benchmark"):
         list(benchmark_texts(str(tmp_path / "odd.jsonl")))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"mens-exp\[humaneval\]"):

@@ -220,7 +220,7 @@ def test_a_directory_of_a_checkout_is_read_by_its_own_paths(work, tree):
 
 @pytest.mark.parametrize(
     ("commit", "made", "told"),
-    [("HEAD", False, "not in a git checkout"), ("nowhere", True, "no such commit")],
+    [("HEAD", False, "not in a git checkout"), ("nowhere", True, "not have this commit")],
 )
 def test_a_commit_that_is_not_there_is_refused(work, tree, commit, made, told):
     """A directory that is no checkout, or a name that means nothing in it."""
@@ -234,7 +234,7 @@ def test_a_commit_that_is_not_there_is_refused(work, tree, commit, made, told):
 def test_two_projects_of_one_name_are_refused(work, tree):
     """Their files would share groups."""
     one, other = tree({"a.py": PYTHON}, "x/same"), tree({"a.py": PYTHON}, "y/same")
-    with pytest.raises(DataError, match="two projects have one name"):
+    with pytest.raises(DataError, match="two projects have the same name"):
         work.do(extract, [one, other])
 
 

@@ -72,7 +72,7 @@ def test_sources_and_weights_that_do_not_meet_are_told_together(work):
     with pytest.raises(Problems) as caught:
         work.do(mix, [work.file("x.jsonl", A + B)], mix=config)
     assert "a (30 rows), b (5 rows)" in str(caught.value)
-    assert "corpus.mix.weights.aa: a weight has no source" in str(caught.value)
+    assert "corpus.mix.weights.aa: a weight does not belong to any source" in str(caught.value)
     assert "the nearest is a" in str(caught.value)
 
 

@@ -269,14 +269,14 @@ def test_an_input_that_is_not_there_is_refused(corpus, tmp_path):
 def test_an_output_within_the_input_is_refused(corpus, tmp_path):
     """A second extraction would read what the first one wrote."""
     corpus.steps, corpus.input = ["extract"], str(tmp_path)
-    assert "the output lies in the input" in told(corpus)
+    assert "the output is inside the input" in told(corpus)
 
 
 def test_an_input_within_the_output_is_refused(corpus, tmp_path):
     """It would be replaced while it is read."""
     done(corpus)
     corpus.input = str(tmp_path / "out/01-validate/rows.jsonl")
-    assert "the input lies in the output" in told(corpus)
+    assert "the input is inside the output" in told(corpus)
 
 
 def test_a_directory_that_holds_something_else_is_refused(corpus, tmp_path):

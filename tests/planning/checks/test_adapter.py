@@ -58,9 +58,9 @@ def test_an_adapter_that_fits_is_accepted(
         (("lora.alpha=32",), "lora.alpha", "add lora.alpha=16"),
         (("lora.variant=rslora",), "lora.variant", "add lora.variant=lora"),
         (("+lora.alpha_pattern.down_proj=4",), "lora.alpha_pattern", "l0.down"),
-        (("+lora.rank_pattern.down_proj=4",), "lora.init_from", "matrices have other shapes"),
+        (("+lora.rank_pattern.down_proj=4",), "lora.init_from", "matrices have different shapes"),
         (("lora=mlp",), "lora.init_from", "layers that this run does not train"),
-        (("model.intermediate_size=192",), "lora.init_from", "matrices have other shapes"),
+        (("model.intermediate_size=192",), "lora.init_from", "matrices have different shapes"),
         (("model.num_hidden_layers=3",), "lora.init_from", "lacks layers that this run trains"),
     ],
 )

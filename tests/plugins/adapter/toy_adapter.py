@@ -52,6 +52,6 @@ GAINS = Gains()
 SPEC = AdapterSpec(
     name="gains",
     method="toy_adapter:GAINS",
-    form=AdapterForm(name="gains", tensors={"gain": ("out",)}, no_delta="a gain is no delta"),
+    form=AdapterForm(name="gains", tensors={"gain": ("out",)}, no_delta="a gain is not a delta"),
     schema=GainsConfig,
 )

@@ -125,6 +125,6 @@ def test_a_source_with_rows_to_validate_on_is_part_of_no_mix(monkeypatch, tmp_pa
     monkeypatch.setattr(SOURCES, "_known", {"nowhere": spec})
     monkeypatch.setattr(SOURCES, "_offers", {"nowhere": []})
     entries = [{"source": "nowhere", "weight": 1}, {"source": "stdlib", "weight": 1}]
-    with pytest.raises(DataError, match="names its own rows to validate on") as raised:
+    with pytest.raises(DataError, match="provides its own validation rows") as raised:
         load_rows(MixData(sources=entries), tmp_path)
     assert raised.value.where == "data.sources[0].source"

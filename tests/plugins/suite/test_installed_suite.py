@@ -146,7 +146,9 @@ def test_another_declaration_than_that_of_the_class_is_refused(typed, sweep):
         for command, code in ((COMPARED, 2), (verify, 4)):
             done = typed(*command, code=code)
             said = " ".join((done.stdout + done.stderr).split())
-            assert "declared.letters/characters: is not what the suite's class declares" in said
+            assert (
+                "declared.letters/characters: contradicts what the suite's class declares" in said
+            )
             assert "expected direction min, unit characters" in said
     rewrite(sweep[0], declared={"letters/characters": about | {"note": "reworded"}})
     for run in sweep[1:]:
@@ -160,17 +162,17 @@ def test_a_declaration_that_is_none_is_refused(typed, sweep):
     about = {"unit": "characters", "direction": "up", "note": "of a right answer"}
     for run in sweep:
         rewrite(run, suite_digest="0" * 64, declared={"letters/characters": about})
-    assert "is no declaration of a metric" in typed(*COMPARED, code=2).stderr
+    assert "is not a declaration of a metric" in typed(*COMPARED, code=2).stderr
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("task_success", 1.0, "has the name of one of ours"),
-        ("canonical", 1.0, "has the name of one of ours"),
-        ("latency_m", 1.0, "has the name of one of ours, or nearly so"),
-        ("eval/pass_at_1", 1.0, "every run records itself"),
-        ("own/x", float("nan"), "is no finite number"),
+        ("task_success", 1.0, "has the name of a built-in KPI"),
+        ("canonical", 1.0, "has the name of a built-in KPI"),
+        ("latency_m", 1.0, "has the name of a built-in KPI, or nearly so"),
+        ("eval/pass_at_1", 1.0, "already recorded by every run"),
+        ("own/x", float("nan"), "is not a finite number"),
     ],
 )
 def test_a_kpi_that_would_be_taken_for_another_is_refused(name, value, said):

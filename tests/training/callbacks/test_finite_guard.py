@@ -46,6 +46,19 @@ def test_a_number_that_is_not_finite_stops_the_step(fit, what, named):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_weights_that_the_last_step_made_infinite_are_named_by_the_validation(fit):
+    """Nothing checks them after the last step but the loss of the final validation."""
+
+    class Overflow(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.global_step:
+                next(iter(pl_module.backend.trainable().values())).detach().fill_(math.inf)
+
+    guarded = fit.trainer(Overflow(), FiniteGuard(fit.record), max_steps=1)
+    with pytest.raises(TrainingError, match="step 1: the validation loss is not finite"):
+        fit.run(guarded)
+
+
 def test_a_norm_beyond_f32_stops_nothing_while_each_number_is_finite(fit):
     """The square of 1e30 is no f32; the gradient is one all the same."""
     norms = []

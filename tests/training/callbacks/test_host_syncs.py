@@ -54,7 +54,7 @@ class OnDevice(SingleDeviceStrategy):
         """Do nothing: the accelerator of the trainer is a CPU's."""
 
     def model_to_device(self):
-        """Do nothing: the model is there already."""
+        """Do nothing: the model already exists."""
 
 
 @pytest.fixture

@@ -54,21 +54,21 @@ def corpus_problems(config: RunConfig) -> Iterator[ConfigError]:
 def _names(corpus: CorpusConfig) -> Iterator[ConfigError]:
     if not corpus.steps:
         yield ConfigError(
-            "no step named",
+            "no step given",
             where="corpus.steps",
             expected=f"a list such as [extract,validate,split]; there are {', '.join(STEPS)}",
         )
     for name, count in Counter(corpus.steps).items():
         if name not in STEPS:
             yield ConfigError(
-                "no such step",
+                "unknown step",
                 where="corpus.steps",
                 found=name,
                 expected=expected_name(name, STEPS),
             )
         elif count > 1:
             yield ConfigError(
-                f"the step {name} stands {count} times",
+                f"the step {name} is listed {count} times",
                 where="corpus.steps",
                 found=",".join(corpus.steps),
                 expected="each step once",
@@ -110,14 +110,14 @@ def _places(corpus: CorpusConfig) -> Iterator[ConfigError]:
     named = corpus.input if isinstance(corpus.input, list) else [corpus.input]
     if corpus.input is not None and not (named and all(isinstance(one, str) for one in named)):
         yield ConfigError(
-            "names no files",
+            "does not name any files",
             where="corpus.input",
             found=corpus.input,
             expected="a path, a glob, or a list of them",
         )
     if corpus.output is None:
         yield ConfigError(
-            "nowhere to write the corpus",
+            "no output directory given",
             where="corpus.output",
             expected="a directory; a second run of the same command finds there what is done",
             remedy="add corpus.output=<directory>",
@@ -148,7 +148,7 @@ def _settings(config: RunConfig, corpus: CorpusConfig) -> Iterator[ConfigError]:
     split = corpus.split
     if "split" in corpus.steps and split.val_frac + split.heldout_frac >= 1:
         yield ConfigError(
-            "nothing is left to train on",
+            "no rows are left to train on",
             where="corpus.split.val_frac",
             found=f"val_frac {split.val_frac:g} + heldout_frac {split.heldout_frac:g}",
             expected="a sum below 1",
@@ -164,7 +164,7 @@ def _extraction(corpus: CorpusConfig) -> Iterator[ConfigError]:
     for name in languages:
         if name not in LANGUAGES:
             yield ConfigError(
-                "no such language",
+                "unknown language",
                 where="corpus.extract.languages",
                 found=name,
                 expected=expected_name(name, LANGUAGES),

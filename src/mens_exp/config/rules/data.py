@@ -34,14 +34,14 @@ def data_problems(config: RunConfig) -> Iterator[MensError]:
     shares = data.val_frac + data.heldout_frac
     if shares >= 1:
         yield ConfigError(
-            "nothing is left to train on",
+            "no rows are left to train on",
             where="data.val_frac",
             found=f"{data.val_frac} + heldout_frac {data.heldout_frac}",
             expected="a sum under 1",
         )
     elif isinstance(data, SyntheticData) and shares < 1 and not data.rows_by_side()[0]:
         yield ConfigError(
-            "nothing is left to train on",
+            "no rows are left to train on",
             where="data.rows",
             found=f"{data.rows} for val_frac {data.val_frac} and heldout_frac {data.heldout_frac}",
             expected="rows for all three sides, each share rounded",
@@ -70,7 +70,7 @@ def _of_source(data: DataConfig) -> Iterator[ConfigError]:
             yield from _files("data.val_path", data.val_path)
     if isinstance(data, HubData) and data.val_split == data.split:
         yield ConfigError(
-            "the rows to train on would validate",
+            "training rows would be used for validation",
             where="data.val_split",
             found=data.val_split,
             expected="another split than data.split",
@@ -87,14 +87,14 @@ def _streamed(config: RunConfig, data: RowsData) -> Iterator[ConfigError]:
                 "is needed with data.streaming=true",
                 where="trainer.max_steps",
                 found=config.trainer.max_steps,
-                expected="a number of steps: how many rows there are is not known",
+                expected="a number of steps, because the number of rows is unknown",
             )
         if config.trainer.max_epochs > 0:
             yield ConfigError(
-                "cannot be told with data.streaming=true",
+                "cannot be computed with data.streaming=true",
                 where="trainer.max_epochs",
                 found=config.trainer.max_epochs,
-                expected="-1: how many rows there are is not known",
+                expected="-1, because the number of rows is unknown",
                 remedy="give trainer.max_steps alone",
             )
     if isinstance(data, HubData):
@@ -132,7 +132,7 @@ def _mix(data: MixData) -> Iterator[MensError]:
 def _files(where: str, value: Any) -> Iterator[ConfigError]:
     names = value if isinstance(value, list) else [value]
     if not names or "" in names:
-        yield ConfigError("no file named", where=where, expected=f"the path of {_FILES}")
+        yield ConfigError("no file given", where=where, expected=f"the path of {_FILES}")
     elif not all(isinstance(name, str) for name in names):
         yield ConfigError("wrong type", where=where, found=value, expected=f"the path of {_FILES}")
 
@@ -141,7 +141,7 @@ def _columns(data: RowsData) -> Iterator[ConfigError]:
     given = data.columns.given
     if data.group_column is not None and "group" in given:
         yield ConfigError(
-            "two columns part the rows",
+            "two columns split the rows",
             where="data.group_column",
             found=f"{data.group_column} and data.columns.group={given['group']}",
             expected="one of the two",
@@ -157,7 +157,7 @@ def _columns(data: RowsData) -> Iterator[ConfigError]:
     ways = [needed for way, needed in NEEDED_FIELDS.items() if data.format in {way, RowFormat.auto}]
     if given and not any(set(needed) <= given.keys() for needed in ways):
         yield ConfigError(
-            "the columns name nothing to learn from",
+            "the columns name no answer to learn from",
             where="data.columns",
             found=", ".join(f"{name}:{column}" for name, column in given.items()),
             expected=" or ".join(dict.fromkeys(" and ".join(needed) for needed in ways)),

@@ -42,7 +42,7 @@ def backend_problems(config: RunConfig) -> Iterator[ConfigError]:
 def _vox(config: RunConfig) -> Iterator[ConfigError]:
     if not config.tokenizer.allow_control_text:
         yield ConfigError(
-            "the vox tokenizer has no way to tell a row's markers from the template's",
+            "the vox tokenizer cannot tell the markers in a row from those of the template",
             where="tokenizer.allow_control_text",
             found=False,
             expected="true, or tokenizer=hf",
@@ -55,7 +55,7 @@ def _vox(config: RunConfig) -> Iterator[ConfigError]:
             found=f"vox, for {config.model.name}",
             expected="hf, the model's own tokenizer, or a model with random weights",
             remedy="choose tokenizer=hf, or add tokenizer.allow_unrelated_rows=true to train on "
-            "them all the same",
+            "them anyway",
         )
 
 
@@ -71,7 +71,7 @@ def _encodes_for_it(config: RunConfig) -> bool:
 def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
     if backend.require_full_stack and (backend.lm_head_only or backend.max_layers == 0):
         yield ConfigError(
-            "a head alone is no full stack",
+            "the head alone is not a full stack",
             where="backend.require_full_stack",
             found=True,
             expected="false, or middle projections",
@@ -169,7 +169,7 @@ def _heads(model: RandomModel) -> Iterator[ConfigError]:
 def _shared_heads(model: RandomModel) -> Iterator[ConfigError]:
     if model.family is ModelFamily.gpt2 and model.num_key_value_heads != model.num_attention_heads:
         yield ConfigError(
-            "gpt2 gives every query head keys and values of its own",
+            "gpt2 has a key and value head for every query head",
             where="model.num_key_value_heads",
             found=model.num_key_value_heads,
             expected=f"{model.num_attention_heads}, as num_attention_heads",
@@ -197,7 +197,7 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if quant.block_size is not None and quant.block_size not in _BLOCKS:
         yield ConfigError(
-            "is no block size that is offered",
+            "is not a supported block size",
             where="quant.block_size",
             found=quant.block_size,
             expected=f"one of {', '.join(map(str, _BLOCKS))}",
@@ -205,7 +205,7 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
     for pattern, block in quant.block_size_pattern.items():
         if block not in _BLOCKS:
             yield ConfigError(
-                "is no block size that is offered",
+                "is not a supported block size",
                 where=f"quant.block_size_pattern.{pattern}",
                 found=block,
                 expected=f"one of {', '.join(map(str, _BLOCKS))}",
@@ -273,8 +273,8 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     quantized_all = quant.spec.starts_adapters and not any(others)
     if lora.init.spec.exchanges_weights and not quantized_all:
         yield ConfigError(
-            "takes a part out of weights that bitsandbytes stores in four bits, or what these lose "
-            "of them, and some weights are stored otherwise",
+            "starts from weights that bitsandbytes stores in 4 bits or from their quantization "
+            "error, but some weights are stored differently",
             where="lora.init",
             found=lora.init.value,
             expected="lora.init=default, or quant=nf4 with an empty quant.skip and no patterns",
@@ -283,9 +283,9 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _inputs_problems(config)
     if lora.init_from is not None and not lora.init.spec.is_drawn:
         yield ConfigError(
-            "an adapter starts from one place",
+            "an adapter has only one starting point",
             where="lora.init",
-            found=f"{lora.init.value} beside lora.init_from={lora.init_from}",
+            found=f"{lora.init.value} and lora.init_from={lora.init_from}",
             expected="lora.init=default, or lora.init_from=null",
             remedy="drop one of the two",
         )
@@ -323,7 +323,7 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
     lora, spec = config.lora, config.lora.spec
     if not spec.fits(lora):
         yield ConfigError(
-            f"{spec.name} has settings of its own, which this option of the group lacks",
+            f"{spec.name} has settings of its own that this option does not define",
             where="lora.variant",
             found=f"{spec.name} with lora={lora.name}",
             expected=f"an option with the schema of {spec.name}",
@@ -333,7 +333,7 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _allocation_problems(config)
     if lora.init.value not in spec.inits:
         yield ConfigError(
-            f"{spec.name} does not start so",
+            f"{spec.name} does not support this initialization",
             where="lora.init",
             found=lora.init.value,
             expected=" or ".join(sorted(spec.inits)),
@@ -377,7 +377,7 @@ def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
     lora, steps = config.lora, config.trainer.max_steps
     if lora.target_r >= lora.r:
         yield ConfigError(
-            f"{lora.spec.name} takes ranks away",
+            f"{lora.spec.name} only reduces ranks",
             where="lora.target_r",
             found=f"{lora.target_r} with lora.r={lora.r}",
             expected="less than lora.r",
@@ -387,7 +387,7 @@ def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from allocated_steps_problems(lora, steps, "trainer.max_steps")
     if isinstance(config.optim, ScheduleFreeConfig):
         yield ConfigError(
-            "ranks are taken from the weights of a step, and this optimizer returns an average",
+            "ranks are allocated by the weights of a step, but this optimizer returns an average",
             where="optim",
             found=config.optim.name,
             expected="another optimizer",

@@ -46,8 +46,8 @@ def _muon_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Refuse Muon for weights that are no adapter's, and for an adapter without matrices."""
     if not has_frozen_base(config.backend, config.model.source):
         yield ConfigError(
-            "Muon trains matrices of adapters, and here embedding and head are trained too, which "
-            "it is not meant for",
+            "Muon is meant for the matrices of adapters, but this backend trains embedding and "
+            "head too",
             where="optim",
             found=f"muon with backend={config.backend.name}",
             expected="a backend whose base is frozen: qlora, lora or proxy",
@@ -75,7 +75,7 @@ def _schedule_free_problems(config: RunConfig, optim: ScheduleFreeConfig) -> Ite
         )
     if optim.betas and optim.betas[0] == 0:
         yield ConfigError(
-            "the gradient's point would be the last step, and the average would be lost",
+            "gradients would be taken at the last step, and the average would be ignored",
             where="optim.betas",
             found=optim.betas,
             expected="a first number above 0",
@@ -113,7 +113,7 @@ def _range_problems(config: RunConfig, schedule: LrRangeConfig) -> Iterator[Conf
             )
     if schedule.lowest >= schedule.highest:
         yield ConfigError(
-            "the rate of a range test rises",
+            "the rate of a range test must rise",
             where="schedule.lowest",
             found=schedule.lowest,
             expected=f"less than schedule.highest ({schedule.highest:g})",

@@ -20,7 +20,7 @@ def suite_problems(config: RunConfig) -> Iterator[ConfigError]:
     settings = config.eval
     if settings.samples > 1 and settings.temperature == 0:
         yield ConfigError(
-            "samples of the likeliest tokens are all the same",
+            "greedy samples are all the same",
             where="eval.samples",
             found=settings.samples,
             expected="1, or eval.temperature above 0",
@@ -45,7 +45,7 @@ def _keeping(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems that prevent passing answers from being kept as rows."""
     if config.task.name != "evaluate":
         yield ConfigError(
-            "answers are kept by task=evaluate alone",
+            "only task=evaluate keeps answers",
             where="eval.keep_passing",
             found=f"task={config.task.name}",
             expected="task=evaluate, or null",
@@ -53,14 +53,14 @@ def _keeping(config: RunConfig) -> Iterator[ConfigError]:
     suite = config.suite
     if not suite.spec.is_yours(suite):
         yield ConfigError(
-            f"suite={suite.name} is an evaluation, and nothing is trained on its tasks",
+            f"suite={suite.name} is an evaluation, so no model may be trained on its tasks",
             where="eval.keep_passing",
             found=f"suite={suite.name}",
             expected="tasks of your own: suite=humaneval, rust or jsonl with suite.path",
         )
     if suite.spec.executes and config.sandbox.name == "none":
         yield ConfigError(
-            "no answer passes where none is executed",
+            "no answer can pass if none is executed",
             where="sandbox",
             found="none, with eval.keep_passing",
             expected="sandbox=bubblewrap",
@@ -75,7 +75,7 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
     suite = config.suite
     if not suite.spec.scores:
         yield ConfigError(
-            "there is no suite to score by while training runs",
+            "there is no suite to score with during training",
             where="callbacks.scorecard.every_n_steps",
             found=f"{node.every_n_steps} with suite={suite.name}",
             expected="a suite, such as suite=mini_python",
@@ -83,10 +83,10 @@ def _while_training(config: RunConfig) -> Iterator[ConfigError]:
         )
     if suite.spec.asked_by is not None:
         yield ConfigError(
-            f"{suite.spec.asked_by} asks a finished model, not one in training",
+            f"{suite.spec.asked_by} scores a finished model, not one in training",
             where="callbacks.scorecard.every_n_steps",
             found=f"{node.every_n_steps} with suite={suite.name}",
-            expected="a suite of ours, such as suite=mini_python",
+            expected="a built-in suite, such as suite=mini_python",
             remedy=f"score by suite={suite.name} at the end, with "
             "callbacks.scorecard.every_n_steps=null",
         )
@@ -128,7 +128,7 @@ def _files(config: RunConfig) -> Iterator[ConfigError]:
         )
     if suite.spec.brings_models and config.task.name in {"train", "plan"}:
         yield ConfigError(
-            f"suite={suite.name} brings models of its own, and scores none that is trained",
+            f"suite={suite.name} brings its own models and does not score trained ones",
             where="suite",
             found=suite.name,
             expected="another suite",
@@ -151,7 +151,7 @@ def _elsewhere(config: RunConfig) -> Iterator[ConfigError]:
     suite = config.suite
     if suite.spec.asked_by is not None:
         yield ConfigError(
-            f"{suite.spec.asked_by} asks the graph at hand, for likelihoods too",
+            f"{suite.spec.asked_by} uses the loaded model, also for likelihoods",
             where="eval.engine",
             found=engine,
             expected=f"hf with suite={suite.name}",
@@ -170,7 +170,7 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
     url = config.eval.base_url
     if url is not None and not url.startswith(("http://", "https://")):
         yield ConfigError(
-            "no address of a server",
+            "the address of the server is missing",
             where="eval.base_url",
             found=url,
             expected="http://<host>:<port>/v1",

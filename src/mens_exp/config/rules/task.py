@@ -58,7 +58,8 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
     )
     if config.path == "base" and name in _READS_A_PATH and not takes_base:
         yield ConfigError(
-            "the base model alone can only be talked to, evaluated, or exported with format=hf",
+            "the base model alone works only with task=chat, task=evaluate and task=export "
+            "format=hf",
             where="path",
             found="base",
             expected="a run directory, or latest",
@@ -73,7 +74,7 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if name == "push" and not _REPO.fullmatch(config.repo or ""):
         yield ConfigError(
-            "no repository to upload to",
+            "no repository given",
             where="repo",
             found=config.repo,
             expected="<user>/<name>, the user or organisation and a name",
@@ -94,21 +95,21 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _rounds(config)
     yield from _logger_problems(config)
     if name == "chat" and config.prompt is not None and not config.prompt.strip():
-        yield ConfigError("asks nothing", where="prompt", expected="a question, or null")
+        yield ConfigError("is empty", where="prompt", expected="a question, or null")
 
 
 def _rounds(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what leaves rounds of rejection sampling without a place, or without tasks."""
     if config.rejection_sampling.output is None:
         yield ConfigError(
-            "nowhere to write the rounds",
+            "no output directory given",
             where="rejection_sampling.output",
             expected="a directory; a second run of the same command finds there what is done",
             remedy="add rejection_sampling.output=<directory>",
         )
     if not config.rejection_sampling.sample:
         yield ConfigError(
-            "no tasks to sample answers to",
+            "no tasks given",
             where="rejection_sampling.sample",
             expected="a suite of tasks, and how answers are drawn",
             remedy="add \"rejection_sampling.sample=['suite=humaneval','suite.path=<tasks>',"
@@ -129,10 +130,10 @@ def _logger_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if isinstance(chosen, dict) and len(config.loggers) < len(chosen):
         yield ConfigError(
-            "none stands for no logger, and there are others",
+            "none means no logger, but there are others",
             where="logger",
             found=",".join(chosen),
-            expected="none alone, or the others alone",
+            expected="either none or the others",
         )
 
 
@@ -140,7 +141,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
     """Yield what leaves nothing to attribute, or nothing to sort by."""
     if not config.quant.spec.is_made_again:
         yield ConfigError(
-            "has no error to attribute to modules",
+            "has no quantization error to attribute",
             where="quant.quant_type",
             found=config.quant.quant_type.value,
             expected=f"one of {', '.join(names_made_again())}",
@@ -156,7 +157,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
     bounds = config.attribute.position_bounds
     if bounds[:1] != [0] or bounds != sorted(set(bounds)):
         yield ConfigError(
-            "are no bounds of buckets",
+            "are not bounds of buckets",
             where="attribute.position_bounds",
             found=bounds,
             expected="ascending positions, the first 0, such as [0,16,64]",
@@ -229,7 +230,7 @@ def _directory(config: RunConfig) -> Iterator[ConfigError]:
 def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
     if PurePath(file).suffix == ".bin":
         yield ConfigError(
-            "a Burn checkpoint is no safetensors adapter",
+            "a Burn checkpoint is not a safetensors adapter",
             where="adapter.file",
             found=file,
             expected="a .safetensors file of schema v2 or v3",
@@ -245,14 +246,14 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
     for name, (given, expected, form) in needed.items():
         if not given:
             yield ConfigError(
-                "is needed beside adapter=<safetensors>",
+                "is required with adapter=<safetensors>",
                 where=name,
                 expected=expected,
                 remedy=f"add {name}={form}",
             )
     if merge.mode is MergeMode.full:
         yield ConfigError(
-            "shards alone are no whole model",
+            "shards alone are not a whole model",
             where="merge.mode",
             found="full",
             expected="subset",
@@ -267,7 +268,7 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
     for group, one in told:
         if one.sequential is Sequential.always_valid and one.test is CompareTest.sign_flip:
             yield ConfigError(
-                "the always-valid test is one of t",
+                "the always-valid test is a t-test",
                 where=f"{group}.sequential",
                 found=one.sequential.value,
                 expected=f"none with {group}.test=sign_flip",
@@ -277,7 +278,7 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
             continue
         if one.test is CompareTest.sign_flip:
             yield ConfigError(
-                "flips the signs of seeds, which says nothing of other items",
+                "flips the signs of seeds, which does not generalize to other items",
                 where=f"{group}.test",
                 found=one.test.value,
                 expected=f"t, or {group}.target=these_items",
@@ -285,7 +286,7 @@ def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
             )
         if one.sequential is Sequential.always_valid:
             yield ConfigError(
-                "allows for several looks at these items only",
+                "accounts for repeated looks at these items only",
                 where=f"{group}.sequential",
                 found=one.sequential.value,
                 expected=f"none, or {group}.target=these_items",
@@ -323,14 +324,14 @@ def promote_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if config.ledger is None:
         yield ConfigError(
-            "no ledger to read and write",
+            "no ledger given",
             where="ledger",
-            expected="a file, made when it is not there",
+            expected="a file, which is created if it is missing",
             remedy="add ledger=<file>",
         )
     if DECIDES.holds(config) and config.path is None:
         yield ConfigError(
-            "no evidence",
+            "no evidence given",
             where="path",
             expected="compare.json files, or directories of task=compare",
             remedy="add path=<compare.json>",
@@ -343,7 +344,7 @@ def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
     told = config.promote
     if config.policy is not None and not isinstance(config.policy, BurnProductionPolicy):
         yield ConfigError(
-            "no cycle is opened for this policy",
+            "this policy does not use cycles",
             where="policy",
             found=config.policy.name,
             expected="burn_production, the only one that rests on cycles",
@@ -428,7 +429,7 @@ def _overrides_of_study(study: StudyConfig) -> Iterator[ConfigError]:
                 )
             elif key.partition(".")[0].partition("/")[0] in _OWN:
                 yield ConfigError(
-                    "is decided by the study itself",
+                    "is determined by the study",
                     where=where,
                     found=text or key,
                     expected="settings of a training run; seeds stand under study.seeds",

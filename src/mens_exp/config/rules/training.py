@@ -38,7 +38,7 @@ def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
     trainer = config.trainer
     if trainer.max_steps <= 0 and trainer.max_epochs <= 0:
         yield ConfigError(
-            "nothing bounds the run",
+            "the run has no end",
             where="trainer.max_steps",
             found=trainer.max_steps,
             expected="at least 1 step, or max_steps=-1 with max_epochs of at least 1",
@@ -102,14 +102,14 @@ def _arguments(config: RunConfig) -> Iterator[ConfigError]:
     for number, plugin in enumerate(trainer.plugins or []):
         if not _names_a_class(plugin):
             yield ConfigError(
-                "names no class",
+                "does not name a class",
                 where=f"trainer.plugins.{number}",
                 found=plugin,
                 expected="a mapping with _target_",
             )
     if trainer.deterministic not in {None, True, False, "warn"}:
         yield ConfigError(
-            "is no choice",
+            "is not a valid value",
             where="trainer.deterministic",
             found=trainer.deterministic,
             expected="true, false, warn, or null",
@@ -125,7 +125,7 @@ def _arguments(config: RunConfig) -> Iterator[ConfigError]:
         ).error("trainer.limit_val_batches", limit)
     elif limit is not None and not is_share and not is_count:
         yield ConfigError(
-            "is no number of micro-batches",
+            "is not a number of micro-batches",
             where="trainer.limit_val_batches",
             found=limit,
             expected="a whole number of at least 1, or a share above 0 and up to 1.0",
@@ -142,11 +142,11 @@ def _limits(config: RunConfig) -> Iterator[ConfigError]:
     trainer, text = config.trainer, config.trainer.max_time
     if text is not None and (not _DURATION.fullmatch(text) or not text.strip("0:")):
         yield ConfigError(
-            "is no duration", where="trainer.max_time", found=text, expected="DD:HH:MM:SS"
+            "is not a duration", where="trainer.max_time", found=text, expected="DD:HH:MM:SS"
         )
     if trainer.min_steps is not None and 0 < trainer.max_steps < trainer.min_steps:
         yield ConfigError(
-            "is more than the run has",
+            "is more than the run's steps",
             where="trainer.min_steps",
             found=trainer.min_steps,
             expected=f"at most trainer.max_steps ({trainer.max_steps})",
@@ -178,7 +178,7 @@ def _precision(config: RunConfig) -> Iterator[ConfigError]:
         ).error("trainer.precision", told)
     else:
         yield ConfigError(
-            "no graph computes in it",
+            "is not supported as a precision",
             where="trainer.precision",
             found=told,
             expected="32-true or bf16-mixed, the names of quant.compute_dtype=f32 and bf16",
@@ -202,7 +202,7 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
         for name in ("devices", "num_nodes"):
             if getattr(trainer, name) > 1:  # others are out of range
                 yield ConfigError(
-                    "one process trains",
+                    "this trainer uses one process",
                     where=f"trainer.{name}",
                     found=getattr(trainer, name),
                     expected="1, or a trainer of several processes",
@@ -267,7 +267,7 @@ def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
         return
     if quant.storage_dtype.value != quant.compute_dtype.value:
         yield ConfigError(
-            "parts of 4-bit weights lie in tensors of the compute format",
+            "sharded 4-bit weights are stored in tensors of the compute format",
             where="quant.storage_dtype",
             found=quant.storage_dtype.value,
             expected=f"quant.compute_dtype, {quant.compute_dtype.value}; the codes are the same",
@@ -278,7 +278,7 @@ def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
 def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
     if config.backend.name not in _BACKENDS:
         yield ConfigError(
-            "has no frozen base of decoder layers that processes could hold in parts",
+            "has no frozen base of decoder layers to shard",
             where="backend",
             found=config.backend.name,
             expected=" or ".join(_BACKENDS),
@@ -297,7 +297,7 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
     for name in PATTERNS:
         if pattern := getattr(quant, name):
             yield ConfigError(
-                "processes hold parts of weights that one quantizer stores",
+                "sharding needs one quantizer for all weights",
                 where=f"quant.{name}",
                 found=", ".join(pattern),
                 expected="nothing",
@@ -313,7 +313,7 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
         )
     if lora.start_changes_base:
         yield ConfigError(
-            "this start exchanges the base's weights, which are in parts",
+            "this initialization replaces weights of the base, which is sharded",
             where="lora.init",
             found=lora.init.value,
             expected="default, or loftq with lora.loftq_iters=1",
@@ -322,7 +322,7 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
     scorecard = scorecard_of(config)
     if scorecard is not None and scorecard.every_n_steps is not None:
         yield ConfigError(
-            "one process scores, and no part of a base answers alone",
+            "the scorecard is computed by one process, which holds only a part of the base",
             where="callbacks.scorecard.every_n_steps",
             found=scorecard.every_n_steps,
             expected="null: scored when training has ended",
@@ -397,7 +397,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
     if config.trainer.sharing is Strategy.fsdp:
         yield ConfigError(
-            "the teacher is whole in every process, and the base is in parts to save its memory",
+            "every process holds the whole teacher, which defeats sharding the base",
             where="objective",
             found=f"{config.objective.name} with trainer=fsdp",
             expected="trainer=ddp, or one process",
@@ -439,7 +439,7 @@ def _kpi(config: RunConfig) -> Iterator[ConfigError]:
     if chosen is None or chosen.direction == "none":
         choices = [_LOSS, *(other for other, one in known.items() if one.direction != "none")]
         yield ConfigError(
-            "is no KPI" if chosen is None else "neither way of it is better",
+            "is not a KPI" if chosen is None else "has no better direction",
             where="adapter.metric",
             found=name,
             expected=expected_name(name, choices),

@@ -213,7 +213,7 @@ def generate(side: Side, count: int, seed: int, repair_frac: float) -> Generated
         repair_frac: share of tasks to repair, in [0, 1].
 
     Raises:
-        DataError: the families have not so many different tasks.
+        DataError: the families do not have that many different tasks.
     """
     dropped: Counter[str] = Counter()
     tasks = list(drawn_tasks(side, count, seed, repair_frac, dropped))
@@ -239,7 +239,7 @@ def drawn_tasks(
         where: the setting that asks for so many, for messages.
 
     Raises:
-        DataError: the families have not so many different tasks.
+        DataError: the families do not have that many different tasks.
     """
     families = families_of(side)
     sources = [
@@ -249,7 +249,7 @@ def drawn_tasks(
     while made < count:
         if not sources:
             raise DataError(
-                "the families have not so many different tasks",
+                "the families do not have that many different tasks",
                 where=where,
                 found=f"{count} for {side.value}",
                 expected=f"at most {made} with the seed {seed}",

@@ -131,7 +131,7 @@ def _leak(what: str, one: Side, other: Side, count: int, first: str) -> DataErro
         f"{what} is on two sides of the split",
         where="corpus.split",
         found=f"{count} on {one} and {other}, the first {first}",
-        expected="rows of which no other side has anything",
+        expected="rows that share nothing with the other sides",
         remedy="put the step dedupe before split: rows of two groups have one content",
     )
 
@@ -265,7 +265,7 @@ def _check(corpora: Mapping[str, RowStore], unweighted: Counter[str]) -> None:
         )
     problems += [
         DataError(
-            "a weight has no source",
+            "a weight does not belong to any source",
             where=f"{_NODE}.weights.{name}",
             found=name,
             expected=expected_name(name, known),

@@ -410,7 +410,7 @@ def _items(
                 found=name,
                 expected="held-out rows, after the step split"
                 if name == _HELDOUT
-                else "one item at least",
+                else "at least one item",
                 remedy=f"take {name} out of the list, or split before",
             )
 

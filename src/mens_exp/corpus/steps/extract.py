@@ -60,7 +60,7 @@ def resolved_commit(directory: Path, commit: str) -> str:
     name = _git(directory, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}")
     if name is None:
         raise DataError(
-            "the checkout has no such commit",
+            "the checkout does not have this commit",
             where="corpus.extract.commit",
             found=commit,
             expected=f"a commit, tag or branch of {directory}",
@@ -114,7 +114,7 @@ def contents(directory: Path, wanted: Iterable[Blob]) -> Iterator[tuple[Blob, by
             header = process.stdout.readline().split()
             if len(header) != 3 or header[1] != b"blob":  # noqa: PLR2004  # name, kind, size
                 raise DataError(
-                    "git does not give the content of a file",
+                    "git cannot read the content of a file",
                     where=str(directory),
                     found=f"{blob.path} ({blob.oid})",
                     expected="a complete clone",
@@ -276,7 +276,7 @@ def projects_of(paths: Sequence[Path], config: ExtractConfig) -> list[Project]:
         if project.name in found:
             problems.append(
                 DataError(
-                    "two projects have one name",
+                    "two projects have the same name",
                     where="corpus.input",
                     found=f"{found[project.name].root} and {path}",
                     expected="names that differ, for they begin the groups of the split",
@@ -300,7 +300,7 @@ def _project(path: Path, config: ExtractConfig) -> Project:
     if config.commit is not None:
         if path.is_file():
             raise DataError(
-                "a file is not read at a commit",
+                "a single file cannot be read at a commit",
                 where="corpus.input",
                 found=str(path),
                 expected="a git checkout, because corpus.extract.commit is set",
@@ -413,7 +413,7 @@ def generate(step: StepInput) -> StepResult:
     family, its category the family's theme.
 
     Raises:
-        DataError: the families have not so many different tasks.
+        DataError: the families do not have that many different tasks.
     """
     config = step.config.generate
     dropped: Counter[str] = Counter()

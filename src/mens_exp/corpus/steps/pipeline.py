@@ -415,12 +415,12 @@ def _within_each_other(files: Sequence[Path], output: Path) -> Iterator[DataErro
         read = path.resolve()
         if written == read or read in written.parents or written in read.parents:
             yield DataError(
-                "the output lies in the input"
+                "the output is inside the input"
                 if written not in read.parents
-                else "the input lies in the output",
+                else "the input is inside the output",
                 where="corpus.output",
                 found=f"{output} and {path}",
-                expected="two places apart: a second run would read what the first one wrote",
+                expected="separate directories: a second run would read what the first one wrote",
                 remedy="choose another corpus.output",
             )
 
@@ -436,7 +436,7 @@ def _in_the_way(output: Path) -> Iterator[DataError]:
     if foreign:
         more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         yield DataError(
-            "the directory holds something else",
+            "the directory contains something else",
             where="corpus.output",
             found=f"{output}: {', '.join(foreign[:_SHOWN])}{more}",
             expected="an empty directory, a new one, or the corpus of an earlier run",

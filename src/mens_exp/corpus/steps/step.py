@@ -105,8 +105,8 @@ def read_sides(files: Iterable[Path]) -> Iterator[tuple[Side | None, TrainingPai
                     where=first.where,
                     found=first.found,
                     expected=first.expected,
-                    remedy="mend the row, or begin with the step validate, which under "
-                    "corpus.validate.on_bad_row=quarantine puts bad rows aside",
+                    remedy="fix the row, or begin with the step validate, which sets bad rows "
+                    "aside with corpus.validate.on_bad_row=quarantine",
                 ) from error
             yield side, pair
 

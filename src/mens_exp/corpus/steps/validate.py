@@ -170,7 +170,7 @@ class _BadRows:
             "bad rows are errors",
             where="corpus.validate.on_bad_row",
             found=f"error, and {self.count} bad rows",
-            remedy="mend the rows, or put them aside with quarantine",
+            remedy="fix the rows, or set them aside with quarantine",
         )
         raise Problems([*self._wrong.told((), INPUT), way])
 
@@ -308,7 +308,7 @@ class _Errors:
             "rows that are not formatted are errors",
             where="corpus.canonical.on_bad_row",
             found=f"error, and {self.count} such rows",
-            remedy="mend the rows, or choose keep or drop",
+            remedy="fix the rows, or choose keep or drop",
         )
         if self.told:
             Problems.raise_if([*self.told, *(more if hidden else []), way])

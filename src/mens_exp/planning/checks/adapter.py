@@ -69,7 +69,7 @@ def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterato
     if limited:
         kind = min(limited, key=lambda one: limited[one])
         yield ConfigError(
-            f"too large a rank for {lora.spec.name}, which then has a whole matrix and no rank",
+            f"the rank is too large for {lora.spec.name}, which would then use a whole matrix",
             where="lora.r",
             found=f"{lora.r}, and at most {limited[kind]} fits {kind}",
             expected=f"at most {limited[kind]}",
@@ -103,8 +103,8 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
     lora = config.lora
     if lora.dropout > 0:
         yield ConfigError(
-            "experts get adapters without dropout alone: PEFT adds to their weights, and drops "
-            "none of their inputs",
+            "adapters of experts cannot have dropout: PEFT adds to their weights and does not "
+            "drop inputs",
             where="lora.dropout",
             found=lora.dropout,
             expected="0, where experts are among the targets",
@@ -120,7 +120,7 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
         )
     if lora.init.spec.exchanges_weights:
         yield ConfigError(
-            "experts are not quantized, and this start takes a part out of quantized weights",
+            "experts are not quantized, and this initialization needs quantized weights",
             where="lora.init",
             found=f"{lora.init.value}, with adapters on experts",
             expected="lora.init=default",
@@ -137,7 +137,7 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
         )
     if config.trainer.sharing is Strategy.fsdp:
         yield ConfigError(
-            "PEFT adds to whole experts, and here each process holds a part of them",
+            "PEFT adds to whole experts, but here each process holds a part of them",
             where="trainer.strategy",
             found="fsdp, with adapters on experts",
             expected="a strategy under which each process holds the whole base",
@@ -149,7 +149,7 @@ def _head_problems(lora: LoraConfig) -> Iterator[MensError]:
     """Refuse settings that an adapter on the head does not support."""
     if lora.init.spec.exchanges_weights:
         yield ConfigError(
-            "the head is not quantized, and this start takes a part out of quantized weights",
+            "the head is not quantized, and this initialization needs quantized weights",
             where="lora.init",
             found=f"{lora.init.value}, with an adapter on {HEAD}",
             expected=f"lora.init=default, or targets without {HEAD}",
@@ -211,14 +211,14 @@ def _layers(config: RunConfig, adapter: StartingAdapter) -> Iterator[MensError]:
     other = sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
     if other:
         yield ConfigError(
-            "the adapter's matrices have other shapes",
+            "the adapter's matrices have different shapes",
             where="lora.init_from",
             found=_listed({f"{name} {list(found[name])}" for name in other}),
             expected=f"{other[0]} {list(expected[other[0]])}, as {config.model.name} has it",
         )
     if (ours := _alphas(config, shape)) != adapter.alphas:
         yield ConfigError(
-            "is not that of the adapter to start from",
+            "differs from that of the adapter to start from",
             where="lora.alpha_pattern",
             found=ours,
             expected=f"{adapter.alphas}, by layer, as {adapter.directory} has",

@@ -370,7 +370,7 @@ def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError
     else:
         found = f"{target}, {_what(cls)}"
     return ConfigError(
-        "is of another kind", where=f"{place}._target_", found=found, expected=kind.words
+        "has the wrong type", where=f"{place}._target_", found=found, expected=kind.words
     )
 
 

@@ -13,6 +13,7 @@ from packaging.version import Version
 from mens_exp.config.evaluation import BubblewrapSandbox, ExecutingSandbox
 from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
+from mens_exp.config.model import Kernels
 from mens_exp.config.optim import (
     MuonConfig,
     PagedAdamw8bitConfig,
@@ -22,9 +23,10 @@ from mens_exp.config.optim import (
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
-from mens_exp.planning import machine, messages
+from mens_exp.planning import kernels, machine, messages
 from mens_exp.planning.forecast import (
     attribution_memory,
+    device_of_plan,
     disk,
     documents_of,
     for_all_on_a_machine,
@@ -214,6 +216,25 @@ def check_quantizers(config: RunConfig) -> Iterator[SetupError]:
             )
 
 
+def check_kernels(config: RunConfig) -> Iterator[SetupError]:
+    """Yield an error for Liger's kernels where none of them can run."""
+    if config.model.kernels is not Kernels.liger:
+        return
+    on_gpu = device_of_plan(config).kind == "cuda"
+    reason = kernels.why_not_at_all(config, on_gpu=on_gpu)
+    if reason is None:
+        return
+    lacks = on_gpu and not kernels.is_installed()
+    yield (MissingExtra if lacks else SetupError)(
+        "Liger-Kernel cannot run",
+        where="model.kernels",
+        found=f"liger, but {reason}",
+        expected="a CUDA GPU, the package liger-kernel, and backend=qlora or backend=lora",
+        remedy=("pip install 'mens-exp[liger]', or " if lacks else "")
+        + "choose model.kernels=auto, which uses torch where Liger-Kernel cannot run",
+    )
+
+
 # Optimizers of another package: its name, and the extra that has it.
 _PACKAGES: dict[type, tuple[str, str]] = {
     ProdigyConfig: ("prodigyopt", "prodigy"),
@@ -227,7 +248,7 @@ def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
         if not 1 / _FAR <= config.optim.lr <= _FAR:
             yield (
                 f"optim.lr={config.optim.lr:g} multiplies the rate that Prodigy estimates, and is "
-                "no rate itself. Next: leave optim.lr at 1, and tune optim.d_coef"
+                "not a rate itself. Next: leave optim.lr at 1, and tune optim.d_coef"
             )
         return
     if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
@@ -249,7 +270,7 @@ _KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 def started_for_one(where: str, found: str) -> RequestError:
     """Return an error for a single-process command that torchrun started."""
     return RequestError(
-        "torchrun started several processes for what one does",
+        "torchrun started several processes for a task of one",
         where=where,
         found=found,
         expected="a training run of several processes",
@@ -307,7 +328,7 @@ def _started_otherwise(trainer: TrainerConfig, launched: Rank) -> Iterator[MensE
     ):
         if asked != started:
             yield ConfigError(
-                "is not what torchrun started",
+                "contradicts what torchrun started",
                 where=f"trainer.{name}",
                 found=asked,
                 expected=str(started),
@@ -319,7 +340,7 @@ def _torch(config: RunConfig) -> Iterator[MensError]:
     torch = machine.look("cpu").torch if is_in_parts(config) else None
     if torch is not None and Version(torch) < _KEEPS_WHOLE:
         yield SetupError(
-            "this torch cannot leave the adapter whole beside a base in parts",
+            "this torch cannot keep the adapter whole while the base is sharded",
             where="trainer.strategy",
             found=f"torch {torch}",
             expected=f"torch {_KEEPS_WHOLE} or newer",
@@ -337,7 +358,7 @@ def check_sandbox(config: RunConfig) -> Iterator[MensError]:
     missing = {name: package for name, package in needed.items() if shutil.which(name) is None}
     if missing:
         yield SetupError(
-            f"suite={config.suite.name} executes programs, and cannot here",
+            f"suite={config.suite.name} executes programs, which is not possible here",
             where="sandbox",
             found=f"no {', '.join(sorted(missing))}",
             expected=" and ".join(sorted(needed)),

@@ -181,7 +181,7 @@ def _unusable(
     known = {f"{path}.weight" for one in inside for path in (one.path, _short(one.path))}
     if coded - known:
         yield ModelFileError(
-            "unsupported: quantized modules other than linear layers of the decoder",
+            "quantized modules other than linear layers of the decoder are not supported",
             where=where,
             found=min(coded - known),
             expected="linear layers of the decoder; neither the head nor experts of a mixture",
@@ -222,10 +222,10 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
         )
     elif "--" in str(code):
         yield ModelFileError(
-            "the model's code is in another repository, which no revision pins",
+            "the model's code is in another repository, which is not pinned to a revision",
             where=f"model.id={model.id}: auto_map",
             found=str(code),
-            expected="code beside the weights",
+            expected="code in the repository of the weights",
             remedy="download both into a directory and give that as model.id",
         )
 
@@ -267,7 +267,7 @@ def check_teacher(config: RunConfig) -> Iterator[MensError]:
     top_k, vocab_size = getattr(config.objective, "top_k", None), shape_of(config.model).vocab_size
     if top_k is not None and top_k >= vocab_size:
         yield ConfigError(
-            "leaves no token out",
+            "covers the whole vocabulary",
             where="objective.top_k",
             found=top_k,
             expected=f"less than the {vocab_size:,} logits of {config.model.name}",
@@ -394,7 +394,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
     stored = quantized_modules(quant, shape)
     if config.task.name == "attribute" and not stored:
         yield ConfigError(
-            "leaves nothing quantized, and so nothing to attribute",
+            "leaves nothing quantized to attribute",
             where="quant.skip",
             found=", ".join(quant.skip),
             expected="at least one linear module that is quantized",

@@ -97,7 +97,7 @@ class Digests(Callback):
         del trainer, pl_module
         self.run.manifest.results[_BATCHES] = self._chain
         if self._chain is None:
-            reason = "the checkpoint that the run goes on from has no digest of its batches"
+            reason = "the checkpoint that the run continues from has no digest of its batches"
             self.run.manifest.unknown[f"results.{_BATCHES}"] = reason
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning import Callback
 
 from mens_exp.config.schedule import warmup_steps
+from mens_exp.planning.kernels import described, reasons
 from mens_exp.training.hosted_module import promises
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ManifestFacts(Callback):
         self._done = True
         facts = {
             **(_batch_facts(batch) if batch.index == 0 else {}),  # a resumed run has them already
+            "kernels": described(reasons(pl_module.config, on_gpu=pl_module.device.type == "cuda")),
             **pl_module.backend.facts(),
             "artifact": _artifact(pl_module.backend),
             "accumulate_grad_batches": trainer.accumulate_grad_batches * trainer.world_size,

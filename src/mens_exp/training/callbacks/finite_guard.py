@@ -44,6 +44,16 @@ class FiniteGuard(Callback):
         else:
             check(float(pl_module.pending_loss), math.nan)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Stop if the last step left weights with which the loss is not finite.
+
+        Raises:
+            TrainingError: the validation loss of a trained model is not finite.
+        """
+        loss = pl_module.validation["val/loss"]
+        if trainer.global_step and not trainer.sanity_checking and not math.isfinite(loss):
+            raise _not_finite("the validation loss", trainer.global_step)
+
 
 def _check(module: TrainingModule, step: int, loss: float, grad_norm: float) -> None:
     """Check a step's loss sum and every gradient.

@@ -1,0 +1,53 @@
+"""The formulas of benchmarks/scaling.py by hand, and the plan's memory next to published peaks."""
+
+from __future__ import annotations
+
+import pytest
+import scaling
+from scaling import PUBLISHED, Device, Job, calibrated, flops_per_token, times
+
+from mens_exp.layout.shape import shape_of
+
+# The plan states half as much again: the published peak grows by 0.23 GiB from 512 to 2,048 tokens.
+OUTSIDE = {"Llama 2 7B, 2 GPUs, fsdp, 1 × 2048"}
+PEAKS = [
+    pytest.param(job, peak, id=f"{device}: {job.name}")
+    for device, one in PUBLISHED.items()
+    for job, peak in one.peaks
+]
+
+
+@pytest.mark.parametrize(("job", "peak"), PEAKS)
+def test_the_planned_memory_of_a_gpu_is_that_of_published_runs(job, peak):
+    planned = job.memory()
+    is_inside = planned.low <= peak * 2**30 <= planned.high
+    assert is_inside is (job.name not in OUTSIDE)
+
+
+def test_a_token_takes_six_operations_a_frozen_weight():
+    """Llama 2 7B: 6.48e9 weights in layers, a head of 32,000 × 4,096, 2,048 tokens."""
+    shape = shape_of(Job(model="Llama 2 7B", gpus=1, batch=1, tokens=2048).config().model)
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    attention = 32 * 4.5 * (2 * 2048 * 4096)
+    by_hand = 6 * layers + 4 * 32000 * 4096 + attention
+    assert flops_per_token(shape, 2048) == by_hand
+
+
+def test_time_is_between_overlapped_and_not():
+    """Half of the codes come from the other process, twice; 4.127 bits a weight."""
+    job = Job(model="Llama 2 7B", gpus=2, batch=1, tokens=2048, rank=16)
+    found = times(job, Device(rate=1e14, link=1e10), gathers_head=False)
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert found.gather == pytest.approx(2 * layers * 4.127 / 8 / 2 / 1e10, rel=1e-3)
+    assert found.latency == 2 * 32 * scaling.LATENCY_S
+    adapter = 16 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    assert found.reduce == pytest.approx(adapter * 4 / 1e10)
+    assert found.best == max(found.compute, found.gather + found.latency) + found.reduce
+    assert found.worst == found.compute + found.gather + found.latency + found.reduce
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_process_waits_for_nobody(sharded):
+    job = Job(model="8B", gpus=1, batch=1, tokens=512, sharded=sharded)
+    found = times(job, calibrated(job, 0.25, link=1.0), gathers_head=True)
+    assert found.best == found.worst == pytest.approx(0.25)
