@@ -8,6 +8,7 @@ from mens_exp.config.compose import compose
 from mens_exp.config.option_files import group_options
 
 NEEDS = {
+    "lora=peft": ["lora.config={peft_type:OFT}"],
     "quant=none": ["backend=lora"],
     "trainer=fsdp": ["quant.storage_dtype=bf16"],
     "tokenizer=vox": ["backend=burn", "model=tiny_llama"],

@@ -39,6 +39,7 @@ FORMS = {
     "adalora": ["lora=adalora", "lora.alpha=24"],
     "vera": ["lora=vera", "lora.r=24"],
     "randlora": ["lora=randlora", "lora.r=24", "lora.alpha=48"],
+    "passthrough": ["lora=peft", "lora.config={peft_type:OFT,oft_block_size:16}"],
     "fp4, some left alone": ["quant.quant_type=fp4", "quant.skip=[down_proj,'*.layers.0.*']"],
 }
 MERGED = [(family, kind) for family in FAMILIES for kind in KINDS]
@@ -56,7 +57,10 @@ def graph_on(directory, config, *, std=0.05):
         elif name.endswith("lora_magnitude"):
             parameter.data.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
         elif name.endswith(
-            ("ia3_l", "hada_w2_b", "lokr_w1", "adalora_e", "vera_lambda_b", "randlora_lambda")
+            (
+                *("ia3_l", "hada_w2_b", "lokr_w1", "adalora_e"),
+                *("vera_lambda_b", "randlora_lambda", "oft_r_weight"),
+            )
         ):
             parameter.data.add_(0.1 * torch.rand(parameter.shape, generator=generator))
     return graph.eval()

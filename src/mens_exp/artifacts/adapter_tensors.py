@@ -13,7 +13,7 @@ Shapes: R rank, I inputs and O outputs of a projection, E experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -48,6 +48,7 @@ class AdapterForm:
         root_scale: whether the scale of ``B A`` is ``alpha / sqrt(r)`` instead of ``alpha / r``.
         no_delta: why the tensors are no update ``s · B A``; None if they are.
         shares: whether the update also needs random matrices that all layers share.
+        in_peft: whether a record describes the tensors, and PEFT's configuration of them.
     """
 
     name: str
@@ -55,6 +56,7 @@ class AdapterForm:
     root_scale: bool = False
     no_delta: str | None = None
     shares: bool = False
+    in_peft: bool = False
 
     @property
     def has_pair(self) -> bool:
@@ -190,8 +192,19 @@ FORMS = {
             no_delta="RandLoRA's update also has bases, which all layers share and no file holds",
             shares=True,
         ),
+        AdapterForm(
+            name="passthrough",
+            tensors={},
+            no_delta="PEFT's layers alone know what their tensors make of a weight",
+            in_peft=True,
+        ),
     )
 }
+
+
+def form_in_peft(described: Mapping[str, Sequence[str]]) -> AdapterForm:
+    """Return the form of a type of PEFT; names of sizes are free, but each has a tensor's name."""
+    return replace(FORMS["passthrough"], tensors={part: tuple(d) for part, d in described.items()})
 
 
 def foreign_form(name: str, tensors: Mapping[str, Sequence[str]]) -> AdapterForm:

@@ -28,6 +28,7 @@ from mens_exp.artifacts.adapter_tensors import (
     AdapterForm,
     TensorFile,
     foreign_form,
+    form_in_peft,
     header_problems,
     write_tensors,
 )
@@ -192,6 +193,7 @@ class _Ours(TypedDict, total=False):
     embed_key: str
     init: _Start
     lane: str
+    peft_config: dict[str, Any]
     projections: Projections
     quantizer: Quantizer
     rank_pattern: dict[str, int]
@@ -220,9 +222,10 @@ class AdapterManifest:
         provenance: origin of the base model.
         mens_exp: our additions: content hashes, `rank_pattern` and `alpha_pattern` by logical
             layer, `variant` (default lora), `scale`, `init`, the embedding's key (`embed_key`),
-            the quantizer of the base (`quantizer`), `projections` of VeRA and RandLoRA, whether an
+            the quantizer of the base (`quantizer`), `projections` of VeRA and RandLoRA, the fields
+            of PEFT's configuration (`peft_config`) if the variant is ``passthrough``, whether an
             adapted head is tied, and the sizes of each tensor of a layer (`tensors`) if the variant
-            is none of ours.
+            is ``passthrough`` or none of ours.
     """
 
     format: str = "vox_mens_adapter"
@@ -283,11 +286,13 @@ class AdapterManifest:
     @property
     def form(self) -> AdapterForm:
         """The tensors of each layer and what they stand for; LoRA's if the record is invalid."""
-        if self.variant in FORMS:
+        if self._has_known_tensors:
             return FORMS[self.variant]
         described = (self.mens_exp or {}).get("tensors")
-        if not isinstance(described, dict) or list(_size_problems(described, "")):
+        if not isinstance(described, dict) or list(self._size_problems(described, "")):
             return FORMS["lora"]
+        if self._is_in_peft:
+            return form_in_peft(described)
         return foreign_form(self.variant, described)
 
     @property
@@ -316,6 +321,24 @@ class AdapterManifest:
         return (self.mens_exp or {}).get("projections") if self.form.shares else None
 
     @property
+    def peft_config(self) -> dict[str, Any]:
+        """The fields of PEFT's configuration; empty for a method with a name here."""
+        return (self.mens_exp or {}).get("peft_config") or {}
+
+    @property
+    def shared(self) -> Mapping[str, Any]:
+        """The description of what all layers share."""
+        return self.projections or self.peft_config
+
+    @property
+    def _has_known_tensors(self) -> bool:
+        return self.variant in FORMS and not self._is_in_peft
+
+    @property
+    def _is_in_peft(self) -> bool:
+        return self.variant in FORMS and FORMS[self.variant].in_peft
+
+    @property
     def _scale_is_the_headers(self) -> bool:
         return (self.mens_exp or {}).get("scale") == "header"
 
@@ -323,14 +346,15 @@ class AdapterManifest:
         """Yield an unknown variant without a description, and a description of a known one."""
         described = (self.mens_exp or {}).get("tensors")
         if described is None:
-            if self.variant not in FORMS:
+            if not self._has_known_tensors:
+                known = [name for name, form in FORMS.items() if not form.in_peft]
                 yield DataError(
                     "unknown",
                     where=f"{where}: mens_exp.variant",
                     found=self.variant,
-                    expected=expected_name(self.variant, FORMS),
+                    expected=expected_name(self.variant, known),
                 )
-        elif self.variant in FORMS:
+        elif self._has_known_tensors:
             yield DataError(
                 "describes the tensors of a known variant",
                 where=f"{where}: mens_exp.tensors",
@@ -338,9 +362,30 @@ class AdapterManifest:
                 expected="no such key",
             )
         elif isinstance(described, dict):
-            yield from _size_problems(described, where)
+            yield from self._size_problems(described, where)
+        if ("peft_config" in (self.mens_exp or {})) != self._is_in_peft:
+            yield DataError(
+                "PEFT's configuration belongs to the variant passthrough, and to no other",
+                where=f"{where}: mens_exp.peft_config",
+                found=self.variant,
+            )
         if self.form.shares:
             yield from self._projection_problems(f"{where}: mens_exp.projections")
+
+    def _size_problems(self, described: Mapping[str, Any], where: str) -> Iterator[DataError]:
+        """Yield names that are no tensor's, and sizes that a layer does not have."""
+        for name, sizes in described.items():
+            known = {f"{name}_{place}" for place in range(9)} if self._is_in_peft else SIZES
+            is_list = isinstance(sizes, list) and sizes and {*map(str, sizes)} <= {*known}
+            if not is_list or not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
+                yield DataError(
+                    "not a tensor of a layer",
+                    where=f"{where}: mens_exp.tensors.{name}",
+                    found=sizes,
+                    expected=f"a name, and sizes among {', '.join(sorted(known))}",
+                )
+        if not described:
+            yield DataError("no tensor at all", where=f"{where}: mens_exp.tensors")
 
     def _projection_problems(self, where: str) -> Iterator[DataError]:
         """Yield projections that are missing, and a rank that is not the header's."""
@@ -381,21 +426,6 @@ class AdapterManifest:
                     DataError(f"wrong {name}", where=inside, found=value, expected="1 or more")
                 )
         return found
-
-
-def _size_problems(described: Mapping[str, Any], where: str) -> Iterator[DataError]:
-    """Yield names that are no tensor's, and sizes that a layer does not have."""
-    for name, sizes in described.items():
-        known = isinstance(sizes, list) and sizes and set(map(str, sizes)) <= set(SIZES)
-        if not known or not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
-            yield DataError(
-                "not a tensor of a layer",
-                where=f"{where}: mens_exp.tensors.{name}",
-                found=sizes,
-                expected=f"a name, and sizes among {', '.join(SIZES)}",
-            )
-    if not described:
-        yield DataError("no tensor at all", where=f"{where}: mens_exp.tensors")
 
 
 def write_adapter(

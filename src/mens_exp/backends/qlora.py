@@ -191,7 +191,7 @@ class QloraBackend(torch.nn.Module):
     @property
     def has_peft_view(self) -> bool:
         """Whether PEFT has a form of the adapter method."""
-        return self.lora.spec.peft is not None
+        return self.lora.spec.has_peft_view
 
     @property
     def peft_view_is_exact(self) -> bool:
@@ -248,10 +248,20 @@ class QloraBackend(torch.nn.Module):
             self.modules_chosen,
             residual=residual,
             quantizer=quantizer_in(self.causal_lm, config.quant, self.shape),
-            projections=self.method.shared(),
+            shared=self.method.shared(),
+            sizes=self._sizes(),
         )
         arrays = {name: values.numpy() for name, values in stacked.items()}
         return manifest, split_experts(arrays, self.stacks)
+
+    def _sizes(self) -> dict[str, list[str]]:
+        """Name the sizes of each tensor of a layer; PEFT's types have names of their own."""
+        known = self.lora.spec.form.tensors
+        found = {name: list(sizes) for name, sizes in known.items()}
+        parts = {} if known else self.method.parameters(next(iter(self.layers.values())))
+        return found | {
+            name: [f"{name}_{place}" for place in range(one.dim())] for name, one in parts.items()
+        }
 
     def load_adapter(self, tensors: dict[str, np.ndarray]) -> None:
         """Copy an adapter's tensors into the model and rebuild the base that it was trained on.

@@ -75,7 +75,8 @@ def manifest_of(
     *,
     residual: bool,
     quantizer: Quantizer | None,
-    projections: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    sizes: dict[str, list[str]],
 ) -> AdapterManifest:
     """Build the manifest of an adapter.
 
@@ -86,10 +87,10 @@ def manifest_of(
         modules: the adapted modules.
         residual: whether the initialisation subtracted something from the base.
         quantizer: the base's quantizer; None if it is unquantized.
-        projections: what all layers share, if anything.
+        shared: what all layers share, if anything.
+        sizes: names of the sizes of each tensor of a layer.
     """
     lora, family, spec = config.lora, shape.family, config.lora.spec
-    sizes = {name: list(dims) for name, dims in spec.form.tensors.items()}
     keys = read_directory(base.directory).tensors
     times = 2 if residual else 1
     ranks = pattern_values(lora.rank_pattern, modules, family, lora.r)
@@ -99,8 +100,8 @@ def manifest_of(
         "base_weights_sha256": base.weights_sha256,
         "embed_key": base_key(family.embedding, family, keys),
         "variant": spec.name,
-        "projections": dict(projections),
-        "tensors": {} if spec.name in FORMS else sizes,
+        "peft_config" if spec.form.in_peft else "projections": dict(shared),
+        "tensors": sizes if spec.name not in FORMS or spec.form.in_peft else {},
         "rank_pattern": {name_of[p]: r * times for p, r in ranks.items() if r != lora.r},
         "alpha_pattern": {name_of[p]: a * times for p, a in alphas.items() if a != lora.alpha},
         "init": {

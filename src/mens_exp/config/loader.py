@@ -77,7 +77,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "tokenizer": {"tokenizer": model.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
-    "lora": {"lora": lora.LoraConfig},
+    "lora": {"lora": lora.LoraConfig, "passthrough": lora.PassthroughConfig},
     "objective": {name: spec.schema for name, spec in objective.OBJECTIVES.built_in.items()},
     "backend": {
         "qlora": backend.QloraConfig,
@@ -412,7 +412,7 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
         added = REGISTRIES[group].known(name) if group in REGISTRIES else None
         return schemas[name] if added is None else _schema_in(added)
     if group == "lora" and (method := lora.ADAPTERS.known(values.get("variant", "lora"))):
-        return _schema_in(method)
+        return schemas.get(method.name, _schema_in(method))
     return schemas[group]
 
 

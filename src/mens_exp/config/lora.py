@@ -18,10 +18,10 @@ from omegaconf import MISSING
 from mens_exp.artifacts.adapter_tensors import FORMS, AdapterForm, factors
 from mens_exp.artifacts.adapter_v3 import PROJECTION_SEED
 from mens_exp.config.fields import Condition, Effect, setting, when
-from mens_exp.config.plugins import Registry
+from mens_exp.config.plugins import Registry, named_object
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _OF_LORA = frozenset(
     {"r", "alpha", "dropout", "rank_pattern", "alpha_pattern", "init", "loftq_iters"}
@@ -104,10 +104,44 @@ class AdapterSpec:
         del out, width
         return None
 
+    @property
+    def option(self) -> str:
+        """The option of `lora` that has its settings."""
+        return self.name
+
+    @property
+    def has_peft_view(self) -> bool:
+        """Whether a run writes a PEFT directory."""
+        return self.peft is not None
+
+    def shapes(
+        self, settings: LoraConfig, *, r: int, width: int, out: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's tensors, by the last part of their names.
+
+        Args:
+            settings: the `lora` group.
+            r: rank of the layer.
+            width: inputs of the layer.
+            out: outputs of the layer.
+        """
+        del settings
+        return self.form.shapes(r=r, width=width, out=out)
+
+    def problems(self, config: Any, modules: Sequence[Any]) -> Iterable[Any]:
+        """Return what else the method cannot do, as errors.
+
+        Args:
+            config: the whole configuration.
+            modules: the modules to adapt.
+        """
+        del config, modules
+        return ()
+
     def projections(
         self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
-    ) -> dict[str, int]:
-        """Describe the random matrices that all layers share; empty if they share none.
+    ) -> dict[str, Any]:
+        """Describe what all layers share, such as random matrices; empty if they share nothing.
 
         Args:
             settings: the `lora` group.
@@ -238,6 +272,66 @@ class _RandLora(_Vera):
         return (r * min(sides) + -(-min(sides) // r) * r * max(sides)) * width
 
 
+class _AnyPeft(_WholeUpdate):
+    """A type of PEFT by its own configuration, which PEFT alone understands.
+
+    What is asked of it imports PEFT.
+    """
+
+    @property
+    def option(self) -> str:
+        """The option that has PEFT's configuration."""
+        return "peft"
+
+    def fits(self, settings: LoraConfig) -> bool:
+        """Return whether the group has PEFT's configuration."""
+        return isinstance(settings, PassthroughConfig)
+
+    @property
+    def has_peft_view(self) -> bool:
+        """PEFT reads its own configuration."""
+        return True
+
+    def shapes(
+        self, settings: LoraConfig, *, r: int, width: int, out: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Ask PEFT."""
+        del r
+        assert isinstance(settings, PassthroughConfig)
+        found: dict[str, tuple[int, ...]] = self._asked().shapes(
+            settings.config, out=out, width=width
+        )
+        return found
+
+    def problems(self, config: Any, modules: Sequence[Any]) -> Iterable[Any]:
+        """Try the configuration on a layer."""
+        found: Iterable[Any] = self._asked().problems(config, modules)
+        return found
+
+    def projections(
+        self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
+    ) -> dict[str, Any]:
+        """Return the configuration."""
+        del sizes
+        assert isinstance(settings, PassthroughConfig)
+        return dict(settings.config)
+
+    def shared_bytes(self, projections: Mapping[str, Any], *, width: int) -> int:
+        """Return zero: layers share no tensor."""
+        del projections, width
+        return 0
+
+    def described(self, settings: LoraConfig) -> list[str]:
+        """Name the type and the fields that are set."""
+        assert isinstance(settings, PassthroughConfig)
+        fields = dict(settings.config)
+        name = str(fields.pop("peft_type", self.name))
+        return [name, *(f"{key} {value}" for key, value in fields.items())]
+
+    def _asked(self) -> Any:
+        return named_object(self.method, object, of=f"the adapter method {self.name}")
+
+
 _BUILT_IN: dict[str, AdapterSpec] = {
     spec.name: spec
     for spec in (
@@ -302,6 +396,14 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             keeps_inputs=True,
             not_sharded="all layers share RandLoRA's bases, and each process holds a part of the "
             "layers",
+        ),
+        _AnyPeft(
+            name="passthrough",
+            method="mens_exp.backends.passthrough:ANY_PEFT",
+            form=FORMS["passthrough"],
+            keeps_inputs=True,
+            not_sharded="PEFT's layers compute with whole tensors, and each process holds a part "
+            "of them",
         ),
     )
 }
@@ -402,6 +504,7 @@ class LoraVariant(Enum):
     adalora = "adalora"
     vera = "vera"
     randlora = "randlora"
+    passthrough = "passthrough"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
     @property
@@ -488,8 +591,9 @@ class LoraConfig:
         "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
         "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
         "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
-        "on random projections that all layers share (arXiv:2310.11454); or randlora, factors on "
-        "random bases of full rank (arXiv:2502.00987).",
+        "on random projections that all layers share (arXiv:2310.11454); randlora, factors on "
+        "random bases of full rank (arXiv:2502.00987); or passthrough, the type of PEFT "
+        "that lora.config of lora=peft names.",
     )
     target_r: int = setting(
         8,
@@ -575,6 +679,19 @@ class LoraConfig:
     def start_changes_base(self) -> bool:
         """Whether the base holds the residual that initialization left of its weights."""
         return self.init.spec.changes_base(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class PassthroughConfig(LoraConfig):
+    """Any type of PEFT that adapts linear layers one by one, by its own configuration."""
+
+    config: dict[str, Any] = setting(
+        {},
+        "Fields of PEFT's configuration class by PEFT's names, with peft_type: the type, such as "
+        "OFT, BOFT, C3A, FOURIERFT, MISS or WAVEFT. On the command line also the path of an "
+        "adapter_config.json, whose target_modules become lora.targets.",
+        example="{peft_type:OFT,oft_block_size:32}",
+    )
 
 
 def plain_lora(targets: list[str]) -> LoraConfig:

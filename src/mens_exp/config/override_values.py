@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import EnumMeta
+from pathlib import Path
 from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,6 +27,7 @@ from omegaconf import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
+from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.config.fields import shown
 from mens_exp.config.loader import SET_BY_OPTION, is_open
 from mens_exp.config.option_files import group_options, hydra_options
@@ -40,12 +43,13 @@ from mens_exp.config.sweep import (
     LocalLauncher,
 )
 from mens_exp.config.trainer import BY_CLASS
-from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
+from mens_exp.errors import ConfigError, DataError, MensError, NoEffectError, listed, nearest
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
 # Values that Lightning's Trainer takes in further forms.
 _ONE_FORM = {
+    "lora.config": "name an adapter_config.json that can be read, or write {peft_type:…}",
     "trainer.devices": "write the number of processes; CUDA_VISIBLE_DEVICES chooses the GPUs",
     "trainer.max_time": "write trainer.max_time=DD:HH:MM:SS",
     "trainer.val_check_interval": "write the number of micro-batches between two validations",
@@ -71,10 +75,12 @@ def spelled_out(texts: Sequence[str], *, multirun: bool = False) -> list[str]:
     ``path=a,b`` of a task that reads several paths (unless ``multirun``, where each is a cell), and
     ``experiment=null`` the ``~experiment`` that Hydra knows. A prompt needs no quotes besides those
     of the shell, whatever characters it has. ``trainer.strategy._target_=`` and arguments beside it
-    become the mapping that this setting takes.
+    become the mapping that this setting takes. ``lora.config=<adapter_config.json>`` becomes the
+    fields of the file, and PEFT's ``target_modules`` among them ``lora.targets``.
     """
     if not multirun and _OF_SEVERAL & set(texts):
         texts = [f"path=[{text[5:]}]" if _PATHS.fullmatch(text) else text for text in texts]
+    texts = [one for text in texts for one in _peft_config(text)]
     return _by_class([_question(_unset(_listed(_of_adapter(text)))) for text in texts])
 
 
@@ -83,6 +89,48 @@ _PATHS = re.compile(r"path=[^'\"\[]*,[^'\"]*")
 
 
 _INSIDE = re.compile(rf"\+{{0,2}}(trainer\.(?:{'|'.join(BY_CLASS)}))\.(\w+)=([^,]*)")
+
+
+_CONFIG = "lora.config"
+_OF_A_FILE = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version"}
+_OF_A_FILE |= {"revision", "task_type", "target_modules"}
+
+
+def _peft_config(text: str) -> Iterator[str]:
+    """Yield the fields of a file of PEFT's that a run does not set; another text is unchanged."""
+    key, _, value = text.partition("=")
+    if key == f"{_CONFIG}.target_modules":
+        yield f"lora.targets={value}"
+        return
+    fields = _fields_of(value) if key == _CONFIG and value[:1] not in {"", "{"} else None
+    if fields is None:
+        yield text  # that of a file that cannot be read is of the wrong type
+        return
+    if isinstance(fields.get("target_modules"), list):
+        yield f"lora.targets={_written(fields['target_modules'])}"
+    kept = {name: value for name, value in fields.items() if name not in _OF_A_FILE}
+    yield f"{_CONFIG}={_written(kept)}"
+
+
+def _fields_of(file: str) -> dict[str, Any] | None:
+    """Return the object of a JSON file; None of any other."""
+    path = Path(file.strip("'\"")).expanduser()
+    try:
+        fields = parse_json(read_bytes(path), str(path))
+    except DataError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _written(value: Any) -> str:
+    """Return a value of JSON as Hydra reads it."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_written(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, str):
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
+    return json.dumps(value)
 
 
 def _by_class(texts: list[str]) -> list[str]:
@@ -162,6 +210,8 @@ def exists(config: DictConfig, key: str) -> bool:
     """Return whether a key can be set, as a value or as a mapping of values."""
     node: Any = config
     for part in key.split("."):
+        if _takes_any(node):
+            return True
         if not _is_closed(node) or part not in node.keys():  # noqa: SIM118  # as in _leaves
             return False
         node = node._get_node(part)  # noqa: SLF001  # a missing value must not raise here
@@ -171,6 +221,11 @@ def exists(config: DictConfig, key: str) -> bool:
 def _is_closed(node: Any) -> bool:
     """Return whether a node is a mapping with a fixed set of keys."""
     return isinstance(node, DictConfig) and not is_open(node)
+
+
+def _takes_any(node: Any) -> bool:
+    """Return whether a node holds another library's settings, such as lora.config."""
+    return is_open(node) and node._metadata.element_type is Any  # noqa: SLF001  # of the schema
 
 
 def _leaves(config: Any, prefix: str = "") -> list[str]:
@@ -265,6 +320,8 @@ def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
         return True  # an interpolation; composing resolves and judges it
     if isinstance(node, DictConfig) and not (is_open(node) and isinstance(value, dict)):
         return False
+    if node is None:
+        return True  # a field of another library's settings, which judges it
     group, _, rest = key.partition(".")
     try:
         if isinstance(node, ValueNode) and not isinstance(value, dict | list):

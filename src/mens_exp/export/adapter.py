@@ -22,7 +22,7 @@ from mens_exp.artifacts.digest import refuse_changed_adapter
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.backend import LoraGraphConfig, QloraConfig
-from mens_exp.config.lora import ADAPTERS, LoraConfig, LoraVariant
+from mens_exp.config.lora import ADAPTERS, LoraConfig, LoraVariant, PassthroughConfig
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquantized
 from mens_exp.config.task import ExportFormat
@@ -278,7 +278,8 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
     spec = ADAPTERS.known(manifest.variant)
     assert spec is not None, "the caller has asked whether it can be merged"
     has_rank = "rank_pattern" in spec.settings
-    return (spec.schema or LoraConfig)(
+    schema = PassthroughConfig if manifest.peft_config else spec.schema or LoraConfig
+    found = schema(
         name="adapter",
         targets=list(ranks),
         r=manifest.rank,
@@ -289,6 +290,9 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
         rank_pattern=ranks if has_rank else {},
         alpha_pattern=dict(ranks) if has_rank else {},
     )
+    if isinstance(found, PassthroughConfig):
+        found.config = manifest.peft_config
+    return found
 
 
 def with_scale_one(

@@ -179,7 +179,7 @@ def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Change]:
     from mens_exp.lora.method import method_of
 
     manifest = inputs.manifest
-    method = method_of(_spec_of(manifest)).sharing(manifest.projections or {})
+    method = method_of(_spec_of(manifest)).sharing(manifest.shared)
     init = (manifest.mens_exp or {}).get("init") or {}
     found = {}
     for layer in manifest.layer_order:

@@ -374,7 +374,9 @@ def _flags(manifest: AdapterManifest) -> dict[str, bool]:
             where="mens_exp.variant",
             found=manifest.variant,
             expected="lora, rslora or dora",
-            remedy="merge it: task=merge",
+            remedy="use adapter/peft of its run"
+            if spec is not None and spec.has_peft_view
+            else "merge it: task=merge",
         )
     return {**dict.fromkeys(PEFT_FLAGS, False), **spec.peft}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.adapter_v2 import schema_in
 from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
@@ -40,6 +40,7 @@ class StartingAdapter:
         quant: quantization of that base; None if not recorded.
         quantizer: its block size and what it left out; None if not recorded.
         tensors: the method's tensors of each layer, such as ``{logical}.lora_a`` [r, in], f32.
+        peft_config: the fields of PEFT's configuration; empty for a method with a name here.
     """
 
     directory: Path
@@ -53,6 +54,7 @@ class StartingAdapter:
     quant: Quant | None
     quantizer: Quantizer | None
     tensors: dict[str, npt.NDArray[np.float32]]
+    peft_config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -141,6 +143,7 @@ def read(directory: Path, family: Family) -> StartingAdapter:
         quant=manifest.quant,
         quantizer=manifest.quantizer,
         tensors=tensors,
+        peft_config=manifest.peft_config,
     )
 
 

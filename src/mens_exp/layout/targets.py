@@ -17,7 +17,6 @@ from mens_exp.layout.shape import HEAD
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.artifacts.adapter_tensors import AdapterForm
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.quant import QuantConfig, QuantType
     from mens_exp.layout.families import Family, Projection, Slot
@@ -272,20 +271,20 @@ def adapter_tensors(lora: LoraConfig, shape: Shape) -> Iterator[tuple[int, tuple
         matrices, width = 1, one.width
         if one.slot is not None:
             matrices, width = one.slot.matrices, 0 if one.slot.part else one.width
-        shapes = lora.spec.form.shapes(r=ranks[one.path], width=width, out=one.out)
+        shapes = lora.spec.shapes(lora, r=ranks[one.path], width=width, out=one.out)
         for sizes in shapes.values():
             yield matrices, sizes
 
 
-def adapter_shapes(one: LinearModule, form: AdapterForm, r: int) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(one: LinearModule, lora: LoraConfig, r: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a module's tensors in schema v3, keyed by the last part of their names.
 
     Args:
         one: the module.
-        form: the tensors of the adapter method.
+        lora: the `lora` group.
         r: rank of its adapter.
     """
-    shapes = form.shapes(r=r, width=one.width, out=one.out)
+    shapes = lora.spec.shapes(lora, r=r, width=one.width, out=one.out)
     return {name: (*_stacked(one), *shape) for name, shape in shapes.items()}
 
 

@@ -487,15 +487,16 @@ class AdapterMethod:
 
     def change(self, tensors: Tensors, *, scale: float) -> Change:
         """Return the change that a layer's tensors, as recorded, make to its weight; see above."""
-        return _ByDefinition(self, tensors, scale)
+        return ByDefinition(self, tensors, scale)
 
 
-class _ByDefinition(Change):
+class ByDefinition(Change):
     """The change of a method that merges whole weights."""
 
     by_rows = False
 
     def __init__(self, method: AdapterMethod, tensors: Tensors, scale: float) -> None:
+        """Have a layer's tensors and their scale; see :meth:`AdapterMethod.weight`."""
         self.method, self.tensors, self.scale = method, tensors, scale
 
     def onto(self, weight_NI: torch.Tensor, first: int) -> torch.Tensor:

@@ -327,7 +327,7 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
             where="lora.variant",
             found=f"{spec.name} with lora={lora.name}",
             expected=f"an option with the schema of {spec.name}",
-            remedy=f"choose it by its option, lora={spec.name}",
+            remedy=f"choose it by its option, lora={spec.option}",
         )
     if spec.allocates:
         yield from _allocation_problems(config)

@@ -55,6 +55,7 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
             remedy="choose other targets, or lora.variant=lora",
         )
     yield from _rank_problems(lora, modules)
+    yield from lora.spec.problems(config, modules)
     if lora.init.spec.from_rows:
         yield from _inputs_problems(lora, modules, shape)
     if any(one.stack is not None for one in modules):
@@ -175,6 +176,7 @@ def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
         ("variant", lora.spec.name, adapter.variant),
         ("r", lora.spec.rank(lora), adapter.rank),
         ("alpha", lora.spec.alpha(lora), adapter.alpha),
+        ("config", dict(getattr(lora, "config", {})), adapter.peft_config),
     ):
         if ours != theirs:
             yield another_in_the_adapter(f"lora.{name}", ours, theirs, adapter.directory)
@@ -228,7 +230,7 @@ def _expected_shapes(config: RunConfig, shape: Shape) -> dict[str, tuple[int, ..
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)
     shapes: dict[str, tuple[int, ...]] = {}
     for one in modules:
-        parts = adapter_shapes(one, config.lora.spec.form, ranks[one.path])
+        parts = adapter_shapes(one, config.lora, ranks[one.path])
         shapes |= {f"{one.logical}.{part}": found for part, found in parts.items()}
     return shapes
 
