@@ -159,7 +159,7 @@ def test_a_side_without_a_learned_token_is_refused(module, side):
     """Prompts longer than the sequence leave nothing to learn; the message names the remedy."""
     long = [TrainingPair(prompt="y" * 200, response="x", group="g")]
     rows = rows_of(long, pairs(3)) if side == "train" else rows_of(pairs(3), long)
-    with pytest.raises(DataError, match=rf"data \({side}\).*no row keeps.*raise data.seq_len"):
+    with pytest.raises(DataError, match=rf"data \({side}\).*no row has.*raise data.seq_len"):
         module(rows=rows)
 
 

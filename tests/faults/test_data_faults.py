@@ -135,7 +135,7 @@ def test_targets_without_the_shift_are_caught(monkeypatch, refused):
         return dataclasses.replace(batch, predict_M=batch.predict_M + 1)
 
     monkeypatch.setattr(stream, "packed_batch", unshifted)
-    assert "what is to be predicted is not the tokens that follow" in refused()
+    assert "labels are not the tokens that follow" in refused()
 
 
 def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
@@ -259,7 +259,7 @@ def test_conversations_whose_answer_never_changes_are_caught(refused, tmp_path):
         for n in range(60)
     ]
     found = refused(written(tmp_path / "turns.jsonl", rows))
-    assert "max_repeated_answer_frac: conversations give repeat the same answer" in found
+    assert "max_repeated_answer_frac: conversations repeat the same answer" in found
 
 
 def test_rows_of_one_file_on_two_sides_are_caught(monkeypatch, refused, tmp_path):

@@ -76,8 +76,8 @@ def test_a_run_on_named_specs_is_that_on_installed_ones(own, trained, tiny_run, 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     said = own("task=evaluate", f"path={run.path}", "trainer=cpu", code=2, cwd=elsewhere).stderr
-    assert "quant.quant_type: there is no such quantizer here" in said
-    assert "lora.variant: there is no such adapter method here" in said
+    assert "quant.quant_type: unknown quantizer" in said
+    assert "lora.variant: unknown adapter method" in said
     assert "start where conf/quant/steps.yaml is" in " ".join(said.split())
 
 
@@ -112,7 +112,7 @@ def test_two_processes_train_on_named_specs(own, tiny_run):
             "there is no module no_such_torch",
         ),
         ("quant/nf3.yaml", "_target_: toy_quantizer.SPEC", "which would take precedence"),
-        ("lora/vera2.yaml", "_target_: toy_adapter.SPEC\n_partial_: true", "is no setting of"),
+        ("lora/vera2.yaml", "_target_: toy_adapter.SPEC\n_partial_: true", "is not a setting of"),
     ],
 )
 def test_a_file_that_names_no_usable_spec_is_refused(own, file, text, said):
@@ -153,4 +153,4 @@ def test_a_name_stays_with_its_directory(own):
     """
     command = [sys.executable, "-c", IN_TWO_PLACES]
     done = fork_server.run(command, cwd=own.directory, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("quant: there is no such quantizer here")
+    assert done.stdout.startswith("quant: unknown quantizer")

@@ -127,10 +127,10 @@ def test_a_seed_that_was_run_twice_does_not_count_twice(lab):
     told = json.loads(again.manifest.read_text("utf-8"))
     again.manifest.write_text(json.dumps({**told, "run_id": "99_again"}), "utf-8")
     said = lab.compare("one", ledger=True, code=2)
-    assert "seed 3 of backend=burn is there twice" in said
+    assert "seed 3 of backend=burn occurs twice" in said
     lab.compare("one")
     assert "insufficient_evidence" in lab.promote()
-    assert "seed 3 of backend=burn is there twice" in lab.denied()
+    assert "seed 3 of backend=burn occurs twice" in lab.denied()
 
 
 def test_an_exploratory_comparison_refuses_edited_runs_too(lab):

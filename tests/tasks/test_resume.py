@@ -126,7 +126,7 @@ def test_longer_cosine_says_what_becomes_of_the_rate(template):
 def test_another_number_of_processes_is_said(template):
     """A run of one goes on with two, which share its micro-batches."""
     resumption = prepare_resumption(str(template.path), {"trainer.devices": "2"})
-    assert resumption.notes == ["2 instead of 1 processes go on"]
+    assert resumption.notes == ["continued with 2 processes instead of 1"]
     assert resumption.cell.config.trainer.sharing is Strategy.ddp
     assert resumption.cell.config.trainer.world_size == 2
     assert prepare_resumption(str(template.path), {}).cell.config.trainer.sharing is Strategy.one
