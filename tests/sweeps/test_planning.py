@@ -148,7 +148,7 @@ def test_seeds_are_no_duplicates(planned):
         ("sweep.retries=1,2", "applies to the whole sweep"),
         ("hydra.sweep.subdir=x", "names one directory for several jobs"),
         ("hydra.sweeper.max_batch_size=1", "hydra.sweeper: is not read"),
-        ("hydra/launcher=ray", "there is no such launcher"),
+        ("hydra/launcher=ray", "unknown launcher"),
     ],
 )
 def test_settings_of_a_sweep_are_judged(planned, override, said):
