@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.fields import Effect
 from mens_exp.config.loader import contract_parts, effect_of
 from mens_exp.planning.contract import recorded_digest
+from mens_exp.planning.extension import extension_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +74,14 @@ def guard(
     """
     mine = without_seed(arm["contract"])
     made = applied(mine, without_seed(reference["contract"]), factors, implied)
+    extended = [" and ".join(extension_words(one["contract"])) for one in (arm, reference)]
     found = list(_other_settings(mine, made))
+    if extended[0] != extended[1]:
+        one, other = (words or "not extended" for words in extended)
+        found.append(
+            f"an extension, after which the schedule differs (the arm was {one}, the "
+            f"reference {other})"
+        )
     if not found and recorded_digest(made) != recorded_digest(mine):
         found = ["a part of the contract that no setting tells"]
     hashes = dict(arm["inputs"]), dict(reference["inputs"])
