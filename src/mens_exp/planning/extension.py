@@ -139,8 +139,8 @@ def extension_words(contract: Mapping[str, Any]) -> list[str]:
     """Return for each extension in a contract's record how the run was extended."""
     part = contract.get("exec") or {}
     found = part.get(_PART) or []
-    totals = [*(one["total"] for one in found[1:]), part.get("max_steps")]
+    totals = [*(one["total"] for one in found), part.get("max_steps")]
     return [
-        f"extended from {one['total']} to {total} steps after step {one['step']}"
-        for one, total in zip(found, totals, strict=True)
+        f"extended from {before} to {after} steps after step {one['step']}"
+        for one, (before, after) in zip(found, pairwise(totals), strict=True)
     ]
