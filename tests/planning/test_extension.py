@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
 
-from mens_exp.config.schedule import CosineConfig
+from mens_exp.config.schedule import CosineConfig, OwnSchedule
 from mens_exp.planning.contract import Extension, contract_of, recorded_digest
 from mens_exp.planning.extension import (
     ByAttempts,
@@ -101,6 +102,18 @@ def test_the_validation_at_the_end_of_the_shorter_run_may_select_an_adapter(
     config = tiny_config(*usual, "adapter.select=best", *overrides)
     assert differences(config, found) == (["validations"] if differs else [])
     assert differences(tiny_config(*usual, *overrides), found) == []
+
+
+def test_a_class_of_the_users_counts_if_it_is_given_the_number_of_steps(tiny_config):
+    """Torch's StepLR has no argument of that name, and OneCycleLR has."""
+    usual = tiny_config("trainer.max_steps=20", "schedule=constant", "schedule.warmup_steps=0")
+    found = [Extension(step=5, total=10)]
+    for name, expected in (("StepLR", []), ("OneCycleLR", ["the schedule's total_steps"])):
+        target = f"torch.optim.lr_scheduler.{name}"
+        config = dataclasses.replace(usual, schedule=OwnSchedule(_target_=target))
+        assert differences(config, found) == expected
+    own = dataclasses.replace(usual, module=dataclasses.replace(usual.module, _target_="own.Mine"))
+    assert differences(own, found) == ["the module's total_steps"]
 
 
 def test_the_digest_covers_extensions(tiny_config):
