@@ -19,6 +19,7 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Attempt, Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.errors import DataError
+from mens_exp.planning.contract import recorded_digest
 from mens_exp.tasks.study_runs import read_study
 
 WITHOUT = "quant.double_quant=false"
@@ -468,6 +469,58 @@ def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
     base = compare(f"'{again},{path / '2_runs'}'").contrasts[0]  # one arm against its own base
     (found,) = base["environment"]
     assert re.fullmatch(r"seed 2 of \w+ was run 2 times", found)
+
+
+EXTENSION = [{"step": 3, "total": 3}]
+WORDS = "extended from 3 to 60 steps after step 3"
+LABEL = f"{WORDS}, so its schedule differs from that of a run started with as many steps"
+
+
+def _extend(run):
+    """Write into a contract by hand that its run was extended."""
+    contract = Manifest.read(RunDir(run).manifest).contract
+    contract["exec"]["extensions"] = EXTENSION
+    contract["digest"] = recorded_digest(contract)
+    _edit(run, contract=contract, attempts=[_attempt(None), _attempt(3)])
+
+
+def _extend_of_old(run):
+    """Write the record of a release whose contracts say nothing of it; its notes do."""
+    contract = Manifest.read(RunDir(run).manifest).contract
+    del contract["exec"]["extensions"]
+    note = "trainer.max_steps went from 3 to 60: the cosine schedule is laid over 60 steps from "
+    note += "here on, so the rate of step 4 is 0.0002 instead of 0"
+    _edit(run, contract=contract, attempts=[_attempt(None), _attempt(3)], notes=[note])
+
+
+@pytest.mark.parametrize("extend", [_extend, _extend_of_old])
+def test_an_extended_arm_confounds_and_is_labelled(study, compare, extend):
+    """Its schedule is another than the reference's; both extended alike are a clean contrast."""
+    path = study(seeds=[1, 2])
+    runs = sorted(path.iterdir())
+    for run in runs[1::2]:
+        extend(run)
+    contrast = compare(path).contrasts[0]
+    why = f"the arm was {WORDS}, the reference not extended"
+    assert contrast["confounded_by"] == [f"the schedule before an extension ({why})"]
+    for seed in (1, 2):
+        assert f"seed {seed} of {WITHOUT} was {LABEL}" in contrast["environment"]
+    assert "resumed from" not in " ".join(contrast["environment"])
+    for run in runs[::2]:
+        extend(run)
+    contrast = compare(path).contrasts[0]
+    assert contrast["confounded_by"] == []
+    assert f"seed 2 of quant.double_quant=true was {LABEL}" in contrast["environment"]
+
+
+@pytest.mark.parametrize("extend", [_extend, _extend_of_old])
+def test_an_extended_seed_is_none_of_its_arm(study, compare, extend):
+    """The seeds of two different schedules are not averaged."""
+    path = study(seeds=[1, 2])
+    extend(max(path.iterdir()))
+    record = compare(path)
+    assert [arm["seeds"] for arm in record.arms] == [[1, 2], [1], [2]]
+    assert [bool(one["confounded_by"]) for one in record.contrasts] == [False, True]
 
 
 def _edit(run, **fields):

@@ -10,6 +10,7 @@ import pytest
 from mens_exp.artifacts.atomic import write_json
 from mens_exp.artifacts.decision_ledger import Answer, EntryKind, append, read_ledger
 from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.promotion import (
     BurnProductionPolicy,
@@ -20,6 +21,7 @@ from mens_exp.config.promotion import (
 )
 from mens_exp.errors import RequestError
 from mens_exp.evals.study import conducted
+from mens_exp.planning.contract import recorded_digest
 from mens_exp.tasks.promote import decided
 from mens_exp.tasks.promotion_evidence import comparison_files
 from mens_exp.tasks.study_runs import read_study
@@ -314,6 +316,31 @@ def test_a_confounded_contrast_is_no_evidence(lab):
     assert made["decision"] == Answer.INSUFFICIENT
     assert unmet(made) == {"contrast"}
     assert any("confounded by lora.alpha" in rule["note"] for rule in made["rules"])
+
+
+@pytest.mark.parametrize("extended", [[5, 6, 7, 8], [8]])
+def test_extended_runs_are_no_evidence(lab, extended):
+    """They had another schedule than the runs that they are compared with."""
+    lab.open("one", [1, 2, 3, 4])
+    first = lab.cycle("one", [1, 2, 3, 4])
+    lab.open("two", [5, 6, 7, 8])
+    told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE, "started": AFTER}
+    runs = lab.study("two", arms=ARMS, seeds=[5, 6, 7, 8], **told)
+    for run in map(RunDir, runs.iterdir()):
+        manifest = Manifest.read(run.manifest)
+        if manifest.choices["backend"] == "burn" and manifest.seed in extended:
+            manifest.contract["exec"]["extensions"] = [{"step": 3, "total": 3}]
+            manifest.contract["digest"] = recorded_digest(manifest.contract)
+            manifest.write(run.manifest)
+    second = lab.root / "verdicts" / "two"
+    lab.compared("two", runs, "backend")
+    made = lab.burn([first, second])
+    assert made["decision"] == Answer.INSUFFICIENT
+    if len(extended) > 1:
+        assert unmet(made) == {"contrast"}
+        assert any("extended from 3 to 60 steps" in rule["note"] for rule in made["rules"])
+    else:
+        assert "seeds" in unmet(made)
 
 
 def test_an_edited_ledger_is_refused(lab):

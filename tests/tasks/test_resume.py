@@ -114,13 +114,18 @@ def test_eight_steps_in_two_runs_are_eight_steps(
     assert "max_steps: 8" in run.config.read_text(encoding="utf-8")
     expected = Manifest.read(through.manifest).config_digest
     assert manifest.config_digest == expected
+    assert manifest.contract == Manifest.read(through.manifest).contract
 
 
 def test_longer_cosine_says_what_becomes_of_the_rate(template):
     """Half of four steps is half the peak; two of eight are cos²(π/8) of it, 0.854."""
     resumption = prepare_resumption(str(template.path), {"trainer.max_steps": "8"})
+    differs = "the run differs from one that was started with 8 steps, and so does its contract,"
     laid = "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here"
-    assert resumption.notes == [f"{laid} on, so the rate of step 3 is 0.000854 instead of 0.0005"]
+    assert resumption.notes == [
+        f"{laid} on, so the rate of step 3 is 0.000854 instead of 0.0005",
+        f"{differs} because of the learning rates of earlier steps",
+    ]
 
 
 def test_another_number_of_processes_is_said(template):

@@ -14,6 +14,7 @@ from mens_exp.config.option_files import group_options
 from mens_exp.errors import ConfigError, expected_name
 from mens_exp.evals.contrast import without_seed
 from mens_exp.planning.contract import recorded_digest
+from mens_exp.planning.extension import extension_words, extensions_of, with_extensions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -64,9 +65,9 @@ class Trial:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """The record of what the run means."""
+        """The record of what the run means, with extensions that only notes of old runs state."""
         assert self.manifest.contract is not None, "runs that train nothing are left out"
-        return self.manifest.contract
+        return with_extensions(self.manifest.contract, extensions_of(self.manifest))
 
     @property
     def metrics(self) -> list[str]:
@@ -173,7 +174,7 @@ def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
 
 
 def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
-    """List seeds of an arm that are missing, were repeated, or were resumed.
+    """List seeds of an arm that are missing, were repeated, resumed or extended.
 
     Args:
         arm: the arm.
@@ -182,16 +183,22 @@ def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
     missing = sorted(set(seeds) - set(arm.seeds))
     found = [f"seed {seed} is missing from {arm.name}" for seed in missing]
     for seed in arm.seeds:
-        runs = [trial.manifest for trial in arm.trials if trial.manifest.seed == seed]
+        runs = [trial for trial in arm.trials if trial.manifest.seed == seed]
         if len(runs) > 1:
             found.append(f"seed {seed} of {arm.name} was run {len(runs)} times")
-        steps = [one["resumed_from_step"] for run in runs for one in run.attempts]
-        found += [
-            f"seed {seed} of {arm.name} was resumed from step {step}"
-            for step in steps
-            if step is not None
-        ]
+        found += [f"seed {seed} of {arm.name} was {how}" for run in runs for how in _resumed(run)]
     return found
+
+
+def _resumed(trial: Trial) -> list[str]:
+    """Return for each resumption of a run whether it extended the run, and from where."""
+    extended = {one.step for one in extensions_of(trial.manifest)}
+    steps = [one["resumed_from_step"] for one in trial.manifest.attempts]
+    found = [f"resumed from step {step}" for step in steps if step not in {None, *extended}]
+    return found + [
+        f"{how}, so its schedule differs from that of a run started with as many steps"
+        for how in extension_words(trial.contract)
+    ]
 
 
 def measured_otherwise(trials: Sequence[Trial]) -> list[str]:

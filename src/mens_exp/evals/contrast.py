@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.fields import Effect
 from mens_exp.config.loader import contract_parts, effect_of
 from mens_exp.planning.contract import recorded_digest
+from mens_exp.planning.extension import extension_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +74,7 @@ def guard(
     """
     mine = without_seed(arm["contract"])
     made = applied(mine, without_seed(reference["contract"]), factors, implied)
-    found = list(_other_settings(mine, made))
+    found = [*_other_settings(mine, made), *_extended_apart(arm["contract"], reference["contract"])]
     if not found and recorded_digest(made) != recorded_digest(mine):
         found = ["a part of the contract that no setting tells"]
     hashes = dict(arm["inputs"]), dict(reference["inputs"])
@@ -186,6 +187,15 @@ def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Itera
         one, other = ours.get(path), theirs.get(path)
         if one != other and effect_of(path) is Effect.TRAINING:
             yield path
+
+
+def _extended_apart(arm: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterable[str]:
+    """Say how the schedules of two arms differ if not both were extended at the same steps."""
+    parts = ((one.get("exec") or {}).get("extensions") or [] for one in (arm, reference))
+    if next(parts) != next(parts):
+        words = (" and ".join(extension_words(one)) for one in (arm, reference))
+        one, other = (text or "not extended" for text in words)
+        yield f"the schedule before an extension (the arm was {one}, the reference {other})"
 
 
 def _implied_apart(

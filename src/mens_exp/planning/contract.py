@@ -99,11 +99,21 @@ class QuantPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Extension:
+    """A change of trainer.max_steps: it was ``total`` until ``step`` steps had been taken."""
+
+    step: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExecPart:
     """Execution settings of training; None leaves a choice open, or does not apply to the graph.
 
-    The last five apply to the proxy stack: strict key matching, the largest share of rows that may
-    be skipped, training the head only, the number of middle layers, and the number of last targets.
+    ``extensions`` is None unless steps that were taken before a resumption with more steps differ
+    from those of an uninterrupted run. The last five apply to the proxy stack: strict key matching,
+    the largest share of rows that may be skipped, training the head only, the number of middle
+    layers, and the number of last targets.
     """
 
     seq_len: int
@@ -114,6 +124,7 @@ class ExecPart:
     seed: int
     epochs: int | None = None
     max_steps: int | None = None
+    extensions: tuple[Extension, ...] | None = None
     require_full_proxy_stack: bool = False
     max_skip_rate: float | None = None
     lm_head_only: bool = False
@@ -206,8 +217,13 @@ def _known(part: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if value is not None}
 
 
-def contract_of(config: RunConfig) -> FineTuneContract:
-    """Build the contract of a configuration; files that can be read are hashed."""
+def contract_of(config: RunConfig, extensions: Sequence[Extension] = ()) -> FineTuneContract:
+    """Build the contract of a configuration; files that can be read are hashed.
+
+    Args:
+        config: the whole configuration.
+        extensions: those of a resumed run that change what it learns.
+    """
     settings = learned_settings(config)
     settings["lora.targets"] = sorted(set(config.lora.targets))  # their order is irrelevant
     model, data = _model_part(config), _data_part(config)
@@ -236,6 +252,7 @@ def contract_of(config: RunConfig) -> FineTuneContract:
             seed=config.seed,
             epochs=trainer.max_epochs if trainer.max_epochs > 0 else None,
             max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            extensions=tuple(extensions) or None,
             **_proxy_part(config),
         ),
         artifact=ArtifactPart(deployment_target=config.deployment_target.value),

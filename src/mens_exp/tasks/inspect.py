@@ -27,13 +27,21 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import stored_digest
 from mens_exp.config.logger import NoLogger
-from mens_exp.config.trainer import CallbackConfig, Selection
+from mens_exp.config.schedule import ScheduleConfig
+from mens_exp.config.trainer import TUNING, CallbackConfig, Selection
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import MensError, RequestError
 from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.shape import family_for
 from mens_exp.planning.contract import RECORDING_CALLBACKS
+from mens_exp.planning.extension import (
+    ByAttempts,
+    extension_words,
+    extensions_of,
+    takes_total,
+    with_extensions,
+)
 from mens_exp.planning.machine import ALONE
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
@@ -211,7 +219,8 @@ def replay(subject: RunDir, steps: int) -> Replay:
         steps: maximum number of steps; a shorter run is repeated completely.
 
     Raises:
-        RequestError: it recorded no step, or the adapter that it started from is gone.
+        RequestError: it recorded no step, the adapter that it started from is gone, or it was
+            extended and something other than its schedule depends on the number of steps.
         MensError: its base or its rows can no longer be read.
     """
     theirs = config_of(subject)
@@ -223,10 +232,12 @@ def replay(subject: RunDir, steps: int) -> Replay:
             found=str(subject.path),
             expected="step events in telemetry.jsonl",
         )
+    manifest = Manifest.read(subject.manifest)
+    _refuse_extended(theirs, manifest, subject)
     again = _Again(
         subject=subject,
         config=_bare(theirs),
-        manifest=Manifest.read(subject.manifest),
+        manifest=manifest,
         recorded=recorded,
         steps=min(steps, max(recorded)),
     )
@@ -239,6 +250,32 @@ def replay(subject: RunDir, steps: int) -> Replay:
         first_difference=described(odd[0]) if odd else None,
         checks=again.checks,
     )
+
+
+def _refuse_extended(config: RunConfig, manifest: Manifest, subject: RunDir) -> None:
+    """Refuse an extended run whose first steps depend on its first number of steps in other ways.
+
+    Raises:
+        RequestError: it is such a run.
+    """
+    depends = {
+        f"lora.variant={config.lora.spec.name}": config.lora.spec.allocates,
+        "the schedule's class": takes_total(config.schedule),
+        "the module's class": config.module._target_ != TUNING,  # Hydra's own spelling
+    }
+    names = [name for name, does in depends.items() if does]
+    if names and extensions_of(manifest):
+        raise RequestError(
+            "an extended run can be replayed only if nothing but the rates depends on its length",
+            where="inspect.replay",
+            found=f"{subject.path}, {'; '.join(_extended(manifest))}, with {', '.join(names)}",
+            remedy="check its files with inspect.verify=true, or train a run that is not extended",
+        )
+
+
+def _extended(manifest: Manifest) -> list[str]:
+    assert manifest.contract is not None, "a training run has one"
+    return extension_words(with_extensions(manifest.contract, extensions_of(manifest)))
 
 
 def recorded_steps(subject: RunDir) -> dict[int, dict[str, Any]]:
@@ -355,6 +392,11 @@ def _steps(
         )
         scratch = Run(RunDir(Path(folder)), blank)
         with scratch.telemetry:
+            schedule, extensions = again.config.schedule, extensions_of(again.manifest)
+            if extensions and isinstance(schedule, ScheduleConfig):
+                again.config.schedule = ByAttempts(
+                    kind=schedule.kind, schedule=schedule, extensions=extensions
+                )
             learned = teacher_for(again.config, scratch, teacher, data)
             module = build_module(again.config, backend, data, teacher=learned)
             trainer = build_trainer(again.config, scratch, max_steps=data.max_steps)
@@ -391,6 +433,10 @@ def _conditions(again: _Again, device: str) -> list[str]:
         found.append(f"{many} processes then, one now, whose sums need not end in the same bits")
     if len(again.manifest.attempts) > 1:
         found.append("the run was resumed; its configuration is that of its last attempt")
+    found += [
+        f"the run was {how}; its rates are those of each attempt"
+        for how in _extended(again.manifest)
+    ]
     return found
 
 

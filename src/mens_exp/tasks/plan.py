@@ -143,6 +143,8 @@ def planned(config: RunConfig, manifest: Manifest, cache: Path) -> dict[str, Any
     changed = {"differs_from_default": non_default_settings(config, overrides)}
     plan = make_plan(config, cache)
     manifest.facts |= changed | {"comparison": plan["comparison"]}
+    if manifest.contract is not None and "contract_digest" in plan:
+        plan["contract_digest"] = manifest.contract["digest"]  # of an extended run, not the plan's
     return plan | changed
 
 

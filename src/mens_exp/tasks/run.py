@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
+    from mens_exp.planning.contract import Extension
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -260,10 +261,24 @@ def run_is_there(directory: Path) -> RequestError:
 
 
 @contextmanager
-def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) -> Iterator[Run]:
+def reopen_run(
+    directory: RunDir,
+    cell: Cell,
+    *,
+    step: int,
+    notes: list[str],
+    extensions: Sequence[Extension] = (),
+) -> Iterator[Run]:
     """Reset a stopped run's record to an optimizer step and reopen it from there.
 
     A successful run stays unchanged if its continuation is refused before a step is taken.
+
+    Args:
+        directory: of the run.
+        cell: its configuration from now on.
+        step: the optimizer step.
+        notes: to add to its record.
+        extensions: for its contract.
 
     Raises:
         RequestError: a process is still working on it.
@@ -284,7 +299,7 @@ def reopen_run(directory: RunDir, cell: Cell, *, step: int, notes: list[str]) ->
         manifest.provenance = here
         manifest.config_digest = config_digest(cell.composed.values)
         # Fields that are null after this attempt are recorded again.
-        manifest.contract, manifest.unknown = _contract(cell.config)
+        manifest.contract, manifest.unknown = _contract(cell.config, extensions)
         manifest.notes += notes
         atomic.write_text(directory.config, to_yaml(cell.composed.values))
         run = Run(directory, manifest)
@@ -318,11 +333,13 @@ def _manifest(run_id: str, cell: Cell) -> Manifest:
     )
 
 
-def _contract(config: RunConfig) -> tuple[dict[str, Any] | None, dict[str, str]]:
+def _contract(
+    config: RunConfig, extensions: Sequence[Extension] = ()
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """Return the contract of a run that trains or plans to, and reasons for null fields."""
     if config.task.name not in TRAINING:
         return None, {}
-    contract = contract_of(config)
+    contract = contract_of(config, extensions)
     return contract.record(), contract.unknown
 
 

@@ -17,10 +17,11 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import Composed, from_yaml, typed
 from mens_exp.config.overrides import Cell
-from mens_exp.config.schedule import ScheduleConfig, ScheduleKind, warmup_steps
+from mens_exp.config.schedule import ScheduleConfig, ScheduleKind
 from mens_exp.config.trainer import Strategy
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError, Problems, RequestError
+from mens_exp.planning.extension import RATES, continued, differences, extensions_of
 from mens_exp.planning.preflight import preflight, writable_cache
 from mens_exp.report import plan_view, terminal
 from mens_exp.tasks.adapter_anatomy import read_state
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.planning.contract import Extension
     from mens_exp.planning.machine import Rank
     from mens_exp.tasks.fit import Fitted, Inputs
     from mens_exp.tasks.run import Run
@@ -167,6 +169,7 @@ class Resumption:
     step: int
     checkpoint: Path | None
     notes: list[str]
+    extensions: tuple[Extension, ...]
 
 
 def completed(path: str) -> RunDir | None:
@@ -239,6 +242,10 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
             found=str(directory.path),
             remedy=f"give it more steps, {_MAX_STEPS}=<more than {before.trainer.max_steps}>",
         )
+    extensions = continued(
+        extensions_of(manifest), before.trainer.max_steps, config.trainer.max_steps, step
+    )
+    reasons = differences(config, extensions)
     composed = Composed(
         overrides=(*manifest.overrides, *(f"{k}={v}" for k, v in overrides.items())),
         values=values,
@@ -249,7 +256,8 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
         cell=Cell(composed=composed, config=config),
         step=step,
         checkpoint=checkpoint,
-        notes=[*of_states, *_notes(before, config, step)],
+        notes=[*of_states, *_notes(before, config, step, reasons)],
+        extensions=extensions if reasons else (),
     )
 
 
@@ -303,35 +311,42 @@ def _count(key: str, text: str) -> int:
     return int(text)
 
 
-def _notes(before: RunConfig, after: RunConfig, step: int) -> list[str]:
+def _notes(before: RunConfig, after: RunConfig, step: int, reasons: list[str]) -> list[str]:
     """List changes: number of processes, and the effect of a longer run on the schedule."""
     many, now = before.trainer.world_size, after.trainer.world_size
     changed = [] if many == now else [f"continued with {now} processes instead of {many}"]
-    return changed + _of_schedule(before, after, step)
-
-
-def _of_schedule(before: RunConfig, after: RunConfig, step: int) -> list[str]:
     old, new = before.trainer.max_steps, after.trainer.max_steps
-    if old == new:
-        return []
+    if old != new:
+        changed.append(_of_schedule(before, after, step, reasons))
+    if old != new and reasons:
+        changed.append(
+            f"the run differs from one that was started with {new} steps, and so does its "
+            f"contract, because of {' and '.join(reasons)}"
+        )
+    return changed
+
+
+def _of_schedule(before: RunConfig, after: RunConfig, step: int, reasons: list[str]) -> str:
+    old, new = before.trainer.max_steps, after.trainer.max_steps
     schedule = after.schedule
     if not isinstance(schedule, ScheduleConfig):
-        return [
-            f"{_MAX_STEPS} went from {old} to {new}; the schedule continues as its class defines"
-        ]
+        return f"{_MAX_STEPS} went from {old} to {new}; the schedule continues as its class defines"
     kind = schedule.kind
-    warmups = {total: warmup_steps(schedule, total) or 0 for total in (old, new)}
-    if kind is ScheduleKind.constant and max(step, *warmups.values()) in {step, warmups[old]}:
-        return [f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"]
+    if kind is ScheduleKind.constant and RATES not in reasons:
+        return f"{_MAX_STEPS} went from {old} to {new}; the constant schedule is unchanged"
     was, now = (after.optim.lr * schedule.multiple(step, total) for total in (old, new))
     laid = f"the {kind.value} schedule is laid over {new} steps from here on"
     rate = f"the rate of step {step + 1} is {now:.3g} instead of {was:.3g}"
-    return [f"{_MAX_STEPS} went from {old} to {new}: {laid}, so {rate}"]
+    return f"{_MAX_STEPS} went from {old} to {new}: {laid}, so {rate}"
 
 
 def resume_training(resumption: Resumption) -> None:
     """Continue training from the checkpoint."""
     with reopen_run(
-        resumption.directory, resumption.cell, step=resumption.step, notes=resumption.notes
+        resumption.directory,
+        resumption.cell,
+        step=resumption.step,
+        notes=resumption.notes,
+        extensions=resumption.extensions,
     ) as run:
         train(resumption.cell.config, run, checkpoint=resumption.checkpoint)
