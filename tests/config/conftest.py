@@ -9,6 +9,8 @@ from mens_exp.config.option_files import group_options
 
 NEEDS = {
     "lora=peft": ["lora.config={peft_type:OFT}"],
+    "optim=apollo": ["backend=full"],
+    "optim=galore": ["backend=full"],
     "quant=none": ["backend=lora"],
     "trainer=fsdp": ["quant.storage_dtype=bf16"],
     "tokenizer=vox": ["backend=burn", "model=tiny_llama"],

@@ -99,6 +99,18 @@ def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
         assert ((ours[name] == 0) == (theirs[name] == 0)).all()
 
 
+@pytest.mark.parametrize("option", ["galore", "apollo"])
+def test_projections_are_those_of_one_process(train_in, tmp_path, option):
+    """Each process decomposes the same averaged gradient, or draws from the same seed."""
+    if option == "apollo":
+        pytest.importorskip("apollo_torch", reason="needs pip install apollo-torch, not in dev")
+    settings = (*F32, "backend=full", "quant=none", f"optim={option}", "optim.rank=8")
+    settings += ("optim.lr=1e-3", "optim.update_proj_gap=3", "trainer.max_steps=6")
+    one = train_in(tmp_path / "one", *settings)
+    both = train_in(tmp_path / "both", *settings, *TWO)
+    same_course(both, one)
+
+
 def test_one_process_keeps_the_record(two):
     """One manifest, one event a step, one file of metrics, one adapter, no word of the other."""
     manifest = Manifest.read(two.manifest)

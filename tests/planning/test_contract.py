@@ -38,6 +38,8 @@ COMMANDS = {
     "optim.adamw_8bit": ["optim=adamw_8bit"],
     "optim.paged_adamw_8bit": ["optim=paged_adamw_8bit"],
     **{f"optim.{one}": [f"optim={one}"] for one in ("lion", "muon", "prodigy", "adafactor", "sgd")},
+    "optim.galore": ["optim=galore", "backend=full"],
+    "optim.apollo": ["optim=apollo", "backend=full"],
     "optim.schedule_free": ["optim=schedule_free", "schedule=constant"],
     **{
         f"schedule.{one}": [f"schedule={one}"]

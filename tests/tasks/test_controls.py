@@ -210,6 +210,24 @@ def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
     assert series(run, "step", "train/loss") == series(through, "step", "train/loss")
 
 
+@pytest.mark.parametrize("option", ["galore", "apollo"])
+def test_full_fine_tuning_with_projections_resumes_to_the_same_bytes(
+    broken, train_in, tmp_path, option
+):
+    """Projections in use are in the checkpoint; later ones follow from gradient or seed."""
+    if option == "apollo":
+        pytest.importorskip("apollo_torch", reason="needs pip install apollo-torch, not in dev")
+    settings = ("backend=full", "quant=none", f"optim={option}", "optim.rank=8", "optim.lr=1e-3")
+    settings += ("optim.update_proj_gap=3",)
+    through = train_in(tmp_path / "through", *settings)
+    run = broken(tmp_path / "run", 13, *settings)
+    assert cli.main([f"resume={run.path}"]) == 0
+    assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 2
+    weights = [(one.weights / "model.safetensors").read_bytes() for one in (run, through)]
+    assert weights[0] == weights[1]
+    assert series(run, "step", "train/loss") == series(through, "step", "train/loss")
+
+
 def test_a_paged_optimizer_is_refused_without_a_gpu(train_in, tmp_path, capsys):
     """By the command line, before there is a run."""
     train_in(tmp_path / "run", "optim=paged_adamw_8bit", code=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from omegaconf import MISSING
 
@@ -325,6 +326,131 @@ class SgdConfig(OptimizerConfig):
         return 1 / 100
 
 
+@dataclass(kw_only=True, slots=True)
+class LowRankConfig(OptimizerConfig):
+    """Settings common to optimizers that project gradients to a low rank.
+
+    They project the decoder's linear weights whose shorter side is above `rank`. AdamW of the same
+    package trains all other parameters.
+    """
+
+    in_group: ClassVar[dict[str, str]]  # settings of the projected weights, as the package has them
+
+    rank: int = setting(MISSING, "Rank; set by the option.")
+    update_proj_gap: int = setting(
+        200, "Steps between new projections (Transformers' default).", ge=1
+    )
+    scale: float = setting(MISSING, "Factor; set by the option.")
+    betas: list[float] = setting([0.9, 0.999], "Decay of the two averages.", example="[0.9,0.95]")
+    eps: float = setting(1e-6, "Added to the denominator (the package's default).", gt=0)
+    weight_decay: float = setting(0.0, "Decoupled decay (the package's default).", ge=0)
+
+    def state_bytes(self, parameters: int, sides: int) -> float:
+        """Return the size of two moments in f32, as if nothing were projected."""
+        del sides
+        return 2.0 * _F32 * parameters
+
+    def projects(self, rows: int, columns: int) -> bool:
+        """Return whether a linear weight of the decoder is large enough to be projected."""
+        return min(rows, columns) > self.rank
+
+    def saved_bytes(self, rows: int, columns: int) -> float:
+        """Return the bytes that are saved on a projected weight: moments of the longer side."""
+        state = self.rank * (2 * max(rows, columns) + min(rows, columns))
+        return _F32 * (2.0 * rows * columns - state)
+
+
+class ProjectedSide(Enum):
+    """The side of a matrix that GaLore makes shorter."""
+
+    std = "std"
+    reverse_std = "reverse_std"
+
+
+@dataclass(kw_only=True, slots=True)
+class GaloreConfig(LowRankConfig):
+    """GaLore (arXiv:2403.03507): AdamW on gradients projected to their largest singular vectors.
+
+    Needs the pytorch-optimizer package.
+    """
+
+    in_group: ClassVar[dict[str, str]] = {
+        "rank": "rank",
+        "update_proj_gap": "update_proj_gap",
+        "scale": "scale",
+        "proj_type": "projection_type",
+    }
+
+    name: str = setting("galore", "The option's name; set by the option.")
+    rank: int = setting(
+        128, "Singular vectors that a projection keeps (Transformers' default).", ge=1
+    )
+    scale: float = setting(
+        0.25, "Multiple of the update of a projected weight (Transformers' default).", gt=0
+    )
+    proj_type: ProjectedSide = setting(
+        ProjectedSide.std,
+        "std: project the shorter side of a matrix, and keep moments of the longer one; "
+        "reverse_std: the other way round, with smaller moments and a larger projection.",
+    )
+
+    def saved_bytes(self, rows: int, columns: int) -> float:
+        """Return the bytes that are saved on a projected weight."""
+        moments, projected = max(rows, columns), min(rows, columns)
+        if self.proj_type is ProjectedSide.reverse_std:
+            moments, projected = projected, moments
+        return _F32 * (2.0 * rows * columns - self.rank * (2 * moments + projected))
+
+
+class Projection(Enum):
+    """The origin of APOLLO's projections."""
+
+    random = "random"
+    svd = "svd"
+
+
+class ScaleType(Enum):
+    """The parts of a gradient that APOLLO scales apart."""
+
+    channel = "channel"
+    tensor = "tensor"
+
+
+@dataclass(kw_only=True, slots=True)
+class ApolloConfig(LowRankConfig):
+    """APOLLO (arXiv:2412.05270): the gradient itself, scaled by AdamW's update of its projection.
+
+    Needs the apollo-torch package of the authors, whose license excludes commercial use. The
+    defaults are those of APOLLO-Mini in Transformers.
+    """
+
+    in_group: ClassVar[dict[str, str]] = {
+        "rank": "rank",
+        "update_proj_gap": "update_proj_gap",
+        "scale": "scale",
+        "proj": "proj",
+        "scale_type": "scale_type",
+    }
+
+    name: str = setting("apollo", "The option's name; set by the option.")
+    rank: int = setting(1, "Rank of the projection; 1 with scale_type=tensor is APOLLO-Mini.", ge=1)
+    scale: float = setting(
+        128.0,
+        "The update of a projected weight is multiplied by the square root of this; the authors "
+        "advise 128 for APOLLO-Mini, and 1 with scale_type=channel.",
+        gt=0,
+    )
+    scale_type: ScaleType = setting(
+        ScaleType.tensor,
+        "tensor: one factor for a matrix; channel: one for each row, or for each column if those "
+        "are longer.",
+    )
+    proj: Projection = setting(
+        Projection.random,
+        "random: normal numbers drawn from the run's seed; svd: the largest singular vectors.",
+    )
+
+
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adamw": AdamwConfig,
     "adamw_8bit": Adamw8bitConfig,
@@ -335,4 +461,6 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "prodigy": ProdigyConfig,
     "adafactor": AdafactorConfig,
     "sgd": SgdConfig,
+    "galore": GaloreConfig,
+    "apollo": ApolloConfig,
 }

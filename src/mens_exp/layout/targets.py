@@ -93,6 +93,18 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
     return (*inside, head)
 
 
+def linear_weights(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the decoder's linear weights, by transformers' names.
+
+    Experts, which transformers keep in tensors of three dimensions, are not among them.
+    """
+    return {
+        f"{one.path}.weight": (one.out, one.width)
+        for one in linear_modules(shape)
+        if one.layer is not None and one.slot is None
+    }
+
+
 def expert_modules(family: Family, layers: Iterable[int]) -> list[LinearModule]:
     """Return the experts of an inferred family, which contains their sizes.
 

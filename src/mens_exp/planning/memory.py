@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.backend import trains_base
 from mens_exp.config.model import checkpointing_wanted, teacher_of
 from mens_exp.config.objective_spec import LOGIT_BYTES, matched_layers
+from mens_exp.config.optim import LowRankConfig
 from mens_exp.config.quant import ComputeDtype, unquantized
 from mens_exp.config.trainer import Strategy
 from mens_exp.layout.shape import shape_of
@@ -24,6 +25,7 @@ from mens_exp.layout.targets import (
     chosen,
     described,
     linear_modules,
+    linear_weights,
     quantized_modules,
 )
 from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
@@ -165,6 +167,9 @@ def optimizer_bytes(config: RunConfig, shape: Shape) -> tuple[int, bool]:
     found = optim.state_bytes(parameters, _matrix_sides(config, shape))
     if found is None:
         found = _MOMENTS.get(name, _MOMENTS_UNKNOWN) * parameters
+    if isinstance(optim, LowRankConfig):
+        sizes = [one for one in linear_weights(shape).values() if optim.projects(*one)]
+        found -= sum(optim.saved_bytes(*one) for one in sizes)
     return round(found), name.startswith("Paged")
 
 

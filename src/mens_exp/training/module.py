@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.artifacts.metrics import step_metric
 from mens_exp.errors import DataError, TrainingError
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_weights
 from mens_exp.objective.causal import Objective, OverTokens, Passed
 from mens_exp.quant.binding import loaded_bindings
 from mens_exp.tokenizer.load import bits_per_byte
@@ -549,7 +551,12 @@ class TrainingModule(LightningModule):
         """Build the optimizer over the adapter, and its schedule per optimizer step."""
         names = {id(parameter): name for name, parameter in self.backend.trainable().items()}
         named = {names.get(id(one), f"added.{n}"): one for n, one in enumerate(self.trained())}
-        optimizer = build_optimizer(self.config.optim, named)
+        optimizer = build_optimizer(
+            self.config.optim,
+            named,
+            linear=linear_weights(shape_of(self.config.model)).keys() & named.keys(),
+            seed=self.config.seed,
+        )
         schedule = self.config.schedule
         scheduler = build_scheduler(schedule, optimizer, total_steps=self.total_steps)
         return {

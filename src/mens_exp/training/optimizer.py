@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class, instantiate
 
 from mens_exp.config.fields import plain
-from mens_exp.config.optim import OptimConfig, PagedAdamw8bitConfig
+from mens_exp.config.optim import (
+    ApolloConfig,
+    LowRankConfig,
+    OptimConfig,
+    PagedAdamw8bitConfig,
+)
 from mens_exp.config.schedule import ScheduleConfig
 from mens_exp.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import torch
     from torch.optim.lr_scheduler import LRScheduler
@@ -48,13 +53,22 @@ _LORA_B = "lora_b"
 
 
 def parameter_groups(
-    config: OptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]
+    config: OptimizerConfig,
+    parameters: Mapping[str, torch.nn.Parameter],
+    linear: Collection[str] = (),
 ) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
-    """Return the trained parameters; with LoRA+, in a group for each of its two rates.
+    """Return the trained parameters; in two groups if they are treated differently.
 
-    B and every vector, such as DoRA's magnitudes, learn faster: PEFT's division
-    (`peft.optimizers.create_loraplus_optimizer`).
+    With LoRA+, B and every vector, such as DoRA's magnitudes, learn faster: PEFT's division
+    (`peft.optimizers.create_loraplus_optimizer`). GaLore and APOLLO project large linear weights.
+
+    Args:
+        config: the `optim` group.
+        parameters: by name.
+        linear: names of the decoder's linear weights.
     """
+    if isinstance(config, LowRankConfig):
+        return _low_rank_groups(config, parameters, linear)
     ratio = config.loraplus_lr_ratio if isinstance(config, OptimConfig) else None
     if ratio is None:
         return [*parameters.values()]
@@ -67,14 +81,31 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+def _low_rank_groups(
+    config: LowRankConfig, parameters: Mapping[str, torch.nn.Parameter], linear: Collection[str]
+) -> list[dict[str, Any]]:
+    chosen = {name for name in linear if config.projects(*parameters[name].shape)}
+    settings = {theirs: plain(getattr(config, ours)) for ours, theirs in config.in_group.items()}
+    projected = [parameter for name, parameter in parameters.items() if name in chosen]
+    others = [parameter for name, parameter in parameters.items() if name not in chosen]
+    groups: list[dict[str, Any]] = [{"params": projected, **settings}, {"params": others}]
+    return [group for group in groups if group["params"]]
+
+
 def build_optimizer(
-    config: OptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]
+    config: OptimizerConfig,
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    linear: Collection[str] = (),
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trained parameters, which are already on their device.
 
     Args:
         config: the `optim` group.
         parameters: by name; the last part of an adapter's is that of its record.
+        linear: names of the decoder's linear weights, where they are trained.
+        seed: the run's.
 
     Raises:
         SetupError: a paged optimizer without a CUDA device. bitsandbytes would fall back to a
@@ -92,10 +123,14 @@ def build_optimizer(
     arguments = {
         field.name: plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
-        if field.name not in _OURS
+        if field.name not in _OURS | {*getattr(config, "in_group", ())}
     }
+    if isinstance(config, ApolloConfig):
+        arguments["seed"] = seed
     cls: Any = get_class(config._target_)  # Hydra's own spelling
-    optimizer: torch.optim.Optimizer = cls(parameter_groups(config, parameters), **arguments)
+    optimizer: torch.optim.Optimizer = cls(
+        parameter_groups(config, parameters, linear), **arguments
+    )
     return optimizer
 
 

@@ -57,13 +57,28 @@ def test_muon_needs_a_torch_that_has_it(monkeypatch, tiny_config):
 
 
 @pytest.mark.parametrize(
-    ("option", "extra"), [("schedule_free", "schedule-free"), ("prodigy", "prodigy")]
+    ("option", "extra"),
+    [
+        ("schedule_free", "schedule-free"),
+        ("prodigy", "prodigy"),
+        ("galore", "galore"),
+        ("apollo", "apollo"),
+    ],
 )
 def test_an_optimizer_of_another_package_needs_it(monkeypatch, tiny_config, option, extra):
     """The message has the extra's name."""
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    (problem,) = check_optimizer(tiny_config(f"optim={option}", "schedule=constant"))
+    more = ("schedule=constant", *(("optim.rank=8",) if option == "galore" else ()))
+    (problem,) = check_optimizer(tiny_config(f"optim={option}", *more))
     assert f"mens-exp[{extra}]" in (problem.remedy or "")
+
+
+@pytest.mark.parametrize(("rank", "count"), [(63, 0), (64, 1)])
+def test_a_rank_that_projects_nothing_is_refused(tiny_config, rank, count):
+    """tiny_llama's widest matrices have 64 on their shorter side; AdamW would train all."""
+    found = list(check_optimizer(tiny_config("backend=full", "optim=galore", f"optim.rank={rank}")))
+    assert len(found) == count
+    assert all("less than 64" in (one.expected or "") for one in found)
 
 
 OF_8B = ("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32")

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.backend import has_frozen_base
+from mens_exp.config.backend import FullConfig, has_frozen_base
 from mens_exp.config.fields import plain, shown
-from mens_exp.config.optim import MuonConfig, OptimConfig, ProdigyConfig, ScheduleFreeConfig
+from mens_exp.config.optim import (
+    LowRankConfig,
+    MuonConfig,
+    OptimConfig,
+    ProdigyConfig,
+    ScheduleFreeConfig,
+)
 from mens_exp.config.schedule import (
     LrRangeConfig,
     ScheduleConfig,
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 
-_WITH_BETAS = OptimConfig | MuonConfig | ProdigyConfig
+_WITH_BETAS = OptimConfig | MuonConfig | ProdigyConfig | LowRankConfig
 
 
 def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -40,6 +46,15 @@ def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _muon_problems(config)
     if isinstance(optim, ScheduleFreeConfig):
         yield from _schedule_free_problems(config, optim)
+    if isinstance(optim, LowRankConfig) and not isinstance(config.backend, FullConfig):
+        yield ConfigError(
+            "gradients of whole weights are projected to a low rank, and the matrices of an "
+            "adapter already have one",
+            where="optim",
+            found=f"{optim.name} with backend={config.backend.name}",
+            expected="backend=full",
+            remedy="choose backend=full to train every weight, or optim=adamw for an adapter",
+        )
 
 
 def _muon_problems(config: RunConfig) -> Iterator[ConfigError]:

@@ -15,6 +15,9 @@ from mens_exp.config.fields import range_problems
 from mens_exp.config.logger import TensorboardLogger
 from mens_exp.config.model import Kernels
 from mens_exp.config.optim import (
+    ApolloConfig,
+    GaloreConfig,
+    LowRankConfig,
     MuonConfig,
     PagedAdamw8bitConfig,
     ProdigyConfig,
@@ -23,6 +26,7 @@ from mens_exp.config.optim import (
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import linear_weights
 from mens_exp.planning import kernels, machine, messages
 from mens_exp.planning.forecast import (
     attribution_memory,
@@ -200,6 +204,21 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
             expected=f"the package {package}, or another optimizer, such as optim=adamw",
             remedy=f"pip install 'mens-exp[{extra}]'",
         )
+    if isinstance(config.optim, LowRankConfig) and not any(range_problems(config.model)):
+        yield from _rank_problems(config, config.optim)
+
+
+def _rank_problems(config: RunConfig, optim: LowRankConfig) -> Iterator[MensError]:
+    """Yield an error if the rank is above every side, so that AdamW would train all."""
+    largest = max(min(sides) for sides in linear_weights(shape_of(config.model)).values())
+    if not optim.projects(largest, largest):
+        yield ConfigError(
+            "no linear weight of the decoder is large enough to be projected",
+            where="optim.rank",
+            found=optim.rank,
+            expected=f"less than {largest}, the largest shorter side of such a weight",
+            remedy=f"set optim.rank={max(1, largest // 4)}, or choose optim=adamw",
+        )
 
 
 def check_quantizers(config: RunConfig) -> Iterator[SetupError]:
@@ -237,6 +256,8 @@ def check_kernels(config: RunConfig) -> Iterator[SetupError]:
 
 # Optimizers of another package: its name, and the extra that has it.
 _PACKAGES: dict[type, tuple[str, str]] = {
+    ApolloConfig: ("apollo_torch", "apollo"),
+    GaloreConfig: ("pytorch_optimizer", "galore"),
     ProdigyConfig: ("prodigyopt", "prodigy"),
     ScheduleFreeConfig: ("schedulefree", "schedule-free"),
 }
