@@ -29,12 +29,12 @@ from processes import timed as timed_process
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.corpus.source import labelling_of, load_rows
-from mens_exp.data.batch import cached_blocks, pack
 from mens_exp.model.sources import resolve
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.rows import files
 from mens_exp.rows.cache import CacheKey, encoded_parts
 from mens_exp.rows.encode import encode, encode_parts
+from mens_exp.rows.packing import cached_blocks, pack
 from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mens_exp.data.batch import blocks_of, packed_batch, padded_batch
+from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.rows.packing import blocks_of
 
 PAD = 0
 IDS = [[10, 11, 12, 13], [20, 21, 22]]

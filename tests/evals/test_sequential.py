@@ -5,6 +5,7 @@ The oracles are simulations written from the definitions, with scipy's own t tes
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -21,7 +22,56 @@ def test_the_rate_by_looks_is_that_of_scipys_t_test(looks):
     studies = rng.normal(0.0, 1.0, (20_000, max(looks)))
     found = [stats.ttest_1samp(studies[:, :n], 0.0, axis=1).pvalue < 0.05 for n in looks]
     expected = np.any(found, axis=0).mean()
-    assert sequential.false_by_looks(looks, 0.05) == pytest.approx(expected, abs=0.01)
+    sets = tuple(frozenset(range(n)) for n in looks)
+    assert sequential.false_by_looks(sets, 0.05) == pytest.approx(expected, abs=0.01)
+
+
+def best_of(size, seeds):
+    """Return every subset of this size."""
+    return [frozenset(one) for one in itertools.combinations(range(1, seeds + 1), size)]
+
+
+@pytest.mark.parametrize(
+    ("looks", "stated"),
+    [
+        (best_of(3, 4), 0.161),
+        (best_of(5, 6), 0.176),
+        ([{1, 2, 3}, {1, 2, 4}, {1, 3, 4}, {1, 2, 3, 4, 5}], None),
+        ([{1, 2, 3, 4, 5}, {6, 7, 8, 9, 10}], 1 - 0.95**2),  # apart: by hand
+        ([{7, 8, 9}], 0.05),
+    ],
+    ids=["3 of 4", "5 of 6", "mixed", "apart", "one"],
+)
+def test_the_rate_of_looks_at_subsets_is_that_of_scipys_t_test(looks, stated):
+    """Looks of equal sizes are not one look; `stated` is from 200,000 studies, or by hand."""
+    studies = np.random.default_rng(5).normal(0.0, 2.0, (30_000, 11))
+    found = [stats.ttest_1samp(studies[:, sorted(one)], 0.0, axis=1).pvalue < 0.05 for one in looks]
+    expected = np.any(found, axis=0).mean()
+    if stated is not None:
+        assert expected == pytest.approx(stated, abs=0.006)
+    rate = sequential.false_by_looks(tuple(map(frozenset, looks)), 0.05)
+    assert rate == pytest.approx(expected, abs=0.01)
+
+
+def test_the_rate_of_looks_does_not_depend_on_the_numbers_of_the_seeds_or_their_order():
+    """Seeds are exchangeable: 3, 5 and 7 of them, under any numbers."""
+    plain = tuple(frozenset(range(n)) for n in (3, 5, 7))
+    other = tuple(frozenset([40, 7, 99, 3, 12, 58, 1][:n]) for n in (7, 3, 5))
+    rates = [sequential.false_by_looks(one, 0.05) for one in (plain, other)]
+    assert rates[0] == pytest.approx(rates[1], abs=0.01)
+    # Over 200 seeds the same question is asked of fewer studies.
+    many = (frozenset(range(150)), frozenset(range(100, 400)))
+    assert 0.05 < sequential.false_by_looks(many, 0.05) < 0.1
+
+
+def test_the_always_valid_test_does_not_hold_for_chosen_seeds():
+    """The best 9 of 12 seeds are under 0.05 in 11.9 % of studies without a difference."""
+    studies = np.random.default_rng(9).normal(0.0, 1.0, (8_000, 12))
+    bound, best = sequential.critical(9, 0.05), np.zeros(len(studies))
+    for one in itertools.combinations(range(12), 9):
+        t = stats.ttest_1samp(studies[:, one], 0.0, axis=1).statistic
+        best = np.maximum(best, np.abs(t))
+    assert (best > bound).mean() == pytest.approx(0.119, abs=0.012)
 
 
 @pytest.mark.parametrize("looks", [range(2, 51), (3, 5, 10, 20)])

@@ -17,10 +17,11 @@ import torch
 from live_adapters import fill_b
 
 from mens_exp.corpus.source import labelling_of
-from mens_exp.data.batch import packed_batch, padded_batch, single
+from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.planning.machine import ALONE
 from mens_exp.rows.encode import encode
+from mens_exp.rows.packing import single
 from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import build_backend, objective_of

@@ -68,6 +68,7 @@ def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
     assert data == {
         "source": "jsonl",
         "train_rows": documents[Side.TRAIN],
+        "train_blocks": -(-documents[Side.TRAIN] // (512 // ROW_TOKENS)),
         "train_tokens": documents[Side.TRAIN] * ROW_TOKENS,
         "val_tokens": documents[Side.VAL] * ROW_TOKENS,
         "longest_tokens": ROW_TOKENS,
@@ -162,13 +163,19 @@ def test_cold_plan_of_generated_rows_generates_none(tiny_config, tmp_path, monke
     assert cold["longest_tokens"] == 512
 
 
-def test_plan_states_steps_and_tokens(on_rows, cache):
-    """512 tokens × 2 sequences × 3 micro-batches, seven times."""
+def test_plan_states_steps_and_tokens(on_rows, tiny_base, cache):
+    """Of 511 tokens × 2 sequences × 3 micro-batches, seven times; once encoded, without the room.
+
+    Four rows fill a block, so that six rows are two blocks, 21 times each.
+    """
     config = on_rows(
-        "data.micro_batch_size=2", "trainer.accumulate_grad_batches=3", "trainer.max_steps=7"
+        *("data.micro_batch_size=2", "trainer.accumulate_grad_batches=3", "trainer.max_steps=7"),
+        "data.seq_len=511",
     )
     plan = make_plan(config, cache)
-    assert (plan["tokens_per_step"], plan["steps"], plan["tokens_total"]) == (3072, 7, 21504)
+    assert (plan["tokens_per_step"], plan["steps"], plan["tokens_total"]) == (3066, 7, 21462)
+    rows = warm(config, tiny_base, cache)[Side.TRAIN]
+    assert make_plan(config, cache)["tokens_total"] == 42 * rows * ROW_TOKENS / -(-rows // 4)
     assert plan["measured"] is None
     assert (plan["format"], plan["version"]) == ("mens_exp_plan", 1)
 
@@ -277,7 +284,7 @@ def test_the_plan_says_what_ends_the_run_and_how_many_epochs_that_is(
     if bound == "trainer.max_epochs":
         assert plan["epochs"] == int(overrides[0].partition("=")[2])
     else:
-        blocks = math.ceil(plan["data"]["train_tokens"] / 512)
+        blocks = math.ceil(plan["data"]["train_rows"] / (512 // ROW_TOKENS))
         assert plan["epochs"] == plan["steps"] * 4 / blocks
 
 

@@ -8,7 +8,7 @@ import pytest
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.report import comparison_view, html, terminal
 from mens_exp.report.comparison_view import findings, verdict_table
-from mens_exp.report.document import Note, Section, Table, as_cell
+from mens_exp.report.document import Note, Section, Table, Tone, as_cell
 from mens_exp.report.study_plots import comparison_drawings
 
 pytestmark = pytest.mark.draws
@@ -60,6 +60,63 @@ def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
     record.cycle = "one"
     (said,) = [note.text for note in findings(record) if "look 3" in note.text]
     assert said.endswith("cycle one registered these seeds before any run.")
+
+
+def looked(*others, false=0.161, **fields):
+    """Return the shipped record with looks at other seeds, and what is said of them."""
+    record = Comparison.read(SHIPPED)
+    (contrast,) = record.contrasts
+    looks = [{"path": f"{n}", "seeds": seeds} for n, seeds in enumerate(others)]
+    contrast["kpis"][record.primary]["seeds"] = [2, 3, 4]
+    record.looks = {contrast["arm"]: {"others": looks, "false": false}}
+    for name, value in fields.items():
+        setattr(record, name, value)
+    number = len(others) + 1
+    (note,) = [one for one in findings(record) if f"look {number} at these runs" in one.text]
+    return record, note
+
+
+def test_looks_that_leave_out_seeds_are_never_called_allowed():
+    """Neither the rate of one look nor the always-valid test covers seeds that were chosen."""
+    subsets = [1, 2, 3], [1, 2, 4], [1, 3, 4]
+    record, note = looked(*subsets)
+    assert note.tone == Tone.WARN
+    assert "some leave out seeds that others had" in note.text
+    assert "is wrong in 16% of studies without a difference, and more often if" in note.text
+    assert note.text.endswith("fix the seeds before the first look, and leave none of them out.")
+    assert "(seeds left out)" in comparison_view.headline(record)
+    assert "seeds left out" in in_80_columns(record)
+    _, low = looked(*subsets, false=0.049)
+    assert low.tone == Tone.WARN
+    assert "allows" not in low.text
+    _, signs = looked(*subsets, false=None, test="sign_flip")
+    assert signs.text.endswith(
+        "others had; fix the seeds before the first look, and leave none of them out."
+    )
+    always, note = looked(*subsets, false=None, sequential="always_valid")
+    assert note.tone == Tone.WARN
+    assert "it leaves out 1 of their seeds, and the always-valid p-value does not hold" in note.text
+    assert "This cannot support a promotion; compare all seeds together." in note.text
+    assert "(seeds left out)" in comparison_view.headline(always)
+    _, smaller = looked([1, 2, 3, 4, 5], false=None, sequential="always_valid")
+    assert "it leaves out 2 of their seeds" in smaller.text
+
+
+def test_looks_that_only_add_seeds_are_as_they_were():
+    """Nested sets, and for the always-valid test any looks at seeds that are all in this one."""
+    record, note = looked([2, 3])
+    assert "whoever looks at 2, 3 seeds and stops at the first verdict is wrong in 16%" in note.text
+    assert note.text.endswith("or use compare.sequential=always_valid.")
+    assert "left out" not in comparison_view.headline(record)
+    for others in ([[2, 3]], [[2, 3], [2, 4]]):
+        _, note = looked(*others, false=None, sequential="always_valid")
+        assert note.text.endswith("the always-valid p-value allows for any number of looks.")
+        assert note.tone == Tone.PLAIN
+    _, note = looked([2, 3], [2, 4])
+    assert "some leave out seeds that others had" in note.text
+    record, note = looked([1, 2, 3], cycle="one")
+    assert note.text.endswith("cycle one registered these seeds before any run.")
+    assert "left out" not in comparison_view.headline(record)
 
 
 @pytest.mark.parametrize(

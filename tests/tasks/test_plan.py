@@ -13,6 +13,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.planning import machine
 from mens_exp.planning.throughput_model import Entry, append, ledger_path
+from mens_exp.rows import packing
 
 
 def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, capsys):
@@ -28,6 +29,79 @@ def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, c
     assert (manifest.task, manifest.status) == ("plan", Status.SUCCEEDED)
     assert not run.adapter.exists()
     assert not run.checkpoints.exists()
+
+
+PACKED = [
+    # A row has about 60 tokens: one fills a block of 100, three fill one of 192.
+    ("two epochs", ["data.seq_len=100", "trainer.max_epochs=2"]),
+    ("of several rows", ["data.seq_len=192", "trainer.max_epochs=2"]),
+    ("rows of many lengths", ["data.seq_len=240", "trainer.max_epochs=3", "data.path={varied}"]),
+    ("padded", ["data.seq_len=100", "trainer.max_epochs=1", "data.packing=false"]),
+    ("the steps end it", ["data.seq_len=100", "trainer.max_epochs=9", "trainer.max_steps=5"]),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides"), PACKED, ids=[name for name, _ in PACKED])
+def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(train_in, tmp_path, name, overrides):
+    """Steps, warm-up, blocks, epochs and tokens, read back from the run's own records.
+
+    Whole tokens over the length are no blocks: half of a block stays empty where rows are long.
+    """
+    varied = tmp_path / "varied.jsonl"
+    rows = [{"prompt": f"Add {n}.", "response": "x" * (10 + n * n % 170)} for n in range(80)]
+    varied.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    told = [
+        *("trainer.max_steps=-1", "schedule=linear", "schedule.warmup_steps=null"),
+        *("schedule.warmup_frac=0.3", *(one.format(varied=varied) for one in overrides)),
+    ]
+    run = train_in(tmp_path / "run", *told)
+    planned = train_in(tmp_path / "plan", *told, "task=plan")
+    plan = json.loads(planned.plan.read_text(encoding="utf-8"))
+    manifest, data = Manifest.read(run.manifest), plan["data"]
+    assert data["exact"]
+    assert plan["steps"] == manifest.results["steps"]
+    assert plan["epochs"] == manifest.facts["epochs"]
+    rates = [
+        one["payload"]["optim/lr"]
+        for one in read_events(run.telemetry)
+        if "optim/lr" in one["payload"]
+    ]
+    assert len(rates) == plan["steps"]
+    assert plan["warmup_steps"] == rates.index(max(rates)) + 1
+    seq_len = manifest.facts["seq_len"]
+    filled = manifest.facts["packing_efficiency_frac"]
+    assert data["train_blocks"] == pytest.approx(data["train_tokens"] / seq_len / filled, rel=2e-4)
+    if name != "the steps end it":
+        assert plan["tokens_total"] == manifest.results["tokens"]
+    if name in {"two epochs", "rows of many lengths"}:  # what a division would have planned
+        fewest = -(-data["train_tokens"] // seq_len)
+        assert plan["steps"] > -(-manifest.facts["epochs"] * fewest // plan["effective_batch"])
+
+
+def test_a_plan_that_cannot_count_blocks_says_about(train_in, tmp_path, capsys, monkeypatch):
+    """Too many to pack for a plan, damaged, or not encoded: the fewest, and never as exact."""
+    told = ["data.seq_len=101", "trainer.max_epochs=2", "trainer.max_steps=-1"]
+
+    def plan(name):
+        run = train_in(tmp_path / name, *told, "task=plan")
+        return json.loads(run.plan.read_text(encoding="utf-8")), capsys.readouterr().out
+
+    cold, said = plan("cold")
+    assert f"steps         ≈ {cold['steps']} of 404 tokens ≈ " in said
+    assert "train_blocks" not in cold["data"]
+    train_in(tmp_path / "run", *told)
+    capsys.readouterr()
+    warm, said = plan("warm")
+    assert warm["steps"] > cold["steps"]
+    tokens = f"{2 * warm['data']['train_tokens']:,} tokens"
+    assert f"steps         {warm['steps']} of up to 404 tokens = {tokens}" in said
+    monkeypatch.setattr(packing, "_CACHED_FROM", 1)
+    many, said = plan("many")
+    assert many["data"]["train_blocks"] is None
+    assert f"steps         ≈ {many['steps']} of 404 tokens ≈ " in said
+    train_in(tmp_path / "again", *told)
+    capsys.readouterr()
+    assert plan("packed")[0]["steps"] == warm["steps"]
 
 
 def test_a_plan_never_imports_torch(tiny_run, tmp_path):

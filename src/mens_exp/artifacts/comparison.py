@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.record import StoredRecord
@@ -140,7 +141,8 @@ class Looks(TypedDict):
     Attributes:
         others: the other looks, each set of runs once.
         false: probability that a single-look test reports a difference at any of these looks when
-            there is none; null if the test allows for several looks, or if it is unknown.
+            there is none, given the seeds of each; null if the test is for several looks, or if
+            the probability is unknown.
     """
 
     others: list[OtherLook]
@@ -273,6 +275,27 @@ class Comparison(StoredRecord):
     def contrast(self, arm: str) -> ContrastRecord | None:
         """Return the contrast of an arm; None for the reference or an unknown arm."""
         return next((one for one in self.contrasts if one["arm"] == arm), None)
+
+    def seeds_left_out(self, arm: str) -> set[int]:
+        """Return seeds of the other recorded looks at an arm that this comparison lacks."""
+        own, *others = self._looks_at(arm)
+        return set().union(*others) - own
+
+    def only_adds_seeds(self, arm: str) -> bool:
+        """Return whether each recorded look at an arm has all seeds of those before, this last."""
+        own, *others = self._looks_at(arm)
+        return all(one <= more for one, more in pairwise([*sorted(others, key=len), own]))
+
+    def sizes_of_looks(self, arm: str) -> list[int]:
+        """Return the numbers of seeds of all recorded looks at an arm, in increasing order."""
+        return sorted({len(look) for look in self._looks_at(arm)})
+
+    def _looks_at(self, arm: str) -> list[set[int]]:
+        """Return the seeds of each recorded look at an arm, those of this comparison first."""
+        own, looks = self.contrast(arm), self.looks.get(arm)
+        assert own is not None, "looks are of a contrast"
+        others = [] if looks is None else looks["others"]
+        return [set(one["seeds"]) for one in (own["kpis"][self.primary], *others)]
 
 
 def _wrong(where: str, found: object, expected: str) -> DataError:

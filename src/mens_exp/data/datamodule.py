@@ -15,11 +15,11 @@ from mens_exp.config.data import RowsData
 from mens_exp.corpus.mix import RowStream, validates_apart
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
-from mens_exp.data.batch import Blocks, blocks_of, cached_blocks, pack, single
 from mens_exp.data.stream import MicroBatches, StreamedMicroBatches, permutation
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded_parts
 from mens_exp.rows.encode import encode, encode_parts
+from mens_exp.rows.packing import Blocks, blocks_of, cached_blocks, pack, single
 from mens_exp.tokenizer.load import text_bytes
 
 if TYPE_CHECKING:

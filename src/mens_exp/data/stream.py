@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.corpus.split import Side
-from mens_exp.data.batch import Batch, Blocks, blocks_of, packed_batch, padded_batch
+from mens_exp.data.batch import Batch, packed_batch, padded_batch
 from mens_exp.errors import DataError, RequestError
 from mens_exp.rows.documents import Encoded
+from mens_exp.rows.packing import Blocks, blocks_of
 from mens_exp.rows.readers import rows_digest
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from mens_exp.planning.forecast import (
     forecast,
     shared,
     tokens_per_step,
+    trained_tokens,
 )
 from mens_exp.planning.memory import (
     compares,
@@ -44,6 +45,7 @@ from mens_exp.planning.memory import (
 from mens_exp.planning.planner import environment_of, execution_plan, readers_of_names
 from mens_exp.rows.cache import peek
 from mens_exp.rows.encode import encode
+from mens_exp.rows.packing import count_blocks
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
@@ -172,8 +174,11 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
     train, val = peek(cache, key), peek(cache, val_key)
     if train is None or val is None:
         return None
+    rows_read = train.documents // key.labelling.rows.together
+    blocks = count_blocks(cache, key, train) if config.data.packing else rows_read
     return {
-        "train_rows": train.documents // key.labelling.rows.together,
+        "train_rows": rows_read,
+        "train_blocks": blocks,
         "train_tokens": train.tokens,
         "val_tokens": val.tokens,
         "longest_tokens": train.longest,
@@ -281,7 +286,8 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     per_step = tokens_per_step(config)
     blocks = _blocks(config, data)
     steps = steps_of(config, blocks)
-    total = steps * per_step if steps is not None else None
+    total = trained_tokens(config, data, steps)
+    room = None if steps is None else steps * per_step
     device = device_of_plan(config)
     documents = documents_of(config, data)
     expected = forecast(config, shape, documents, device, cache)
@@ -304,7 +310,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,
-        "time_s": _time(config, expected, device, total, data, per_step)
+        "time_s": _time(config, expected, device, room, data, per_step)
         | {
             "quantization": throughput_model.quantization_s(shape, device.kind, config.quant.spec),
             "comparison": throughput_model.comparison_s(shape, device.kind)
@@ -435,13 +441,13 @@ def _time(
     config: RunConfig,
     expected: Forecast,
     device: machine.Machine,
-    total: int | None,
+    room: int | None,
     data: dict[str, Any],
     per_step: int,
 ) -> dict[str, Any]:
     validated = 2 * min(config.data.val_max_tokens, data["val_tokens"])
     several = expected.pace.of_several(config.trainer.world_size, device.kind)
-    made = throughput_model.time(several, expected.per_token, total, validated, per_step)
+    made = throughput_model.time(several, expected.per_token, room, validated, per_step)
     return made | {"flop_per_step": per_step * expected.per_token}
 
 
@@ -467,11 +473,12 @@ def _lora(config: RunConfig) -> str:
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
-    """Count training sequences: the minimum reachable by packing, or the rows if each is padded."""
-    if config.data.packing:
+    """Count training sequences; if not counted yet, the rows, or the fewest that packing allows."""
+    blocks: int | None = data.get("train_blocks")
+    if blocks is None and config.data.packing:
         return int(-(-data["train_tokens"] // config.data.seq_len))
     rows: int | None = data["train_rows"]
-    return rows
+    return rows if blocks is None else blocks
 
 
 def _name(model: ModelConfig) -> str:

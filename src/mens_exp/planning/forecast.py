@@ -269,6 +269,18 @@ def tokens_per_step(config: RunConfig) -> int:
     return data.seq_len * data.micro_batch_size * config.trainer.accumulate_grad_batches
 
 
+def trained_tokens(config: RunConfig, data: dict[str, Any], steps: int | None) -> int | None:
+    """Return the tokens of so many steps: exact for whole epochs, of full blocks if not counted."""
+    blocks: int | None = data.get("train_blocks")
+    if steps is None or not blocks:
+        return None if steps is None else steps * tokens_per_step(config)
+    taken = steps * config.data.micro_batch_size * config.trainer.accumulate_grad_batches
+    if config.trainer.max_epochs > 0:
+        taken = min(taken, config.trainer.max_epochs * blocks)
+    tokens: int = data["train_tokens"]
+    return round(taken * tokens / blocks)
+
+
 def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
     """Return the document lengths in the plan's data part; unknown lengths are set to the limit."""
     limit = config.data.seq_len

@@ -134,8 +134,8 @@ def headline(record: Comparison) -> str:
     said = []
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
-        confounded = " (confounded)" if one["confounded_by"] else ""
-        said.append(f"{one['arm']}: {kpi['verdict']}{confounded}, {_interval(kpi)}.")
+        marks = "".join(f" ({mark})" for mark in _marks(record, one))
+        said.append(f"{one['arm']}: {kpi['verdict']}{marks}, {_interval(kpi)}.")
     start = f"{record.primary} {about(record)}, against {record.reference}"
     return f"{start}. {' '.join(said)}"
 
@@ -213,7 +213,7 @@ def verdict_table(record: Comparison) -> Table:
     rows: list[list[Cell | str]] = []
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
-        mark = " · confounded" if one["confounded_by"] else ""
+        marks = "".join(f" · {mark}" for mark in _marks(record, one))
         rows.append(
             [
                 one["arm"],
@@ -226,7 +226,7 @@ def verdict_table(record: Comparison) -> Table:
                 wording.figure(kpi["width_ratio"]),
                 *([_look(record, one["arm"])] if record.looks else []),
                 Cell(
-                    f"{kpi['verdict']}{mark}", tone=_TONES.get(Verdict(kpi["verdict"]), Tone.PLAIN)
+                    f"{kpi['verdict']}{marks}", tone=_TONES.get(Verdict(kpi["verdict"]), Tone.PLAIN)
                 ),
             ]
         )
@@ -323,10 +323,7 @@ def findings(record: Comparison) -> Iterator[Note]:
             text = f"{one['arm']}: other conditions: {'; '.join(one['environment'])}."
             yield Note(text, Tone.WARN, item=True)
         if one["arm"] in record.looks:
-            false = record.looks[one["arm"]]["false"]
-            is_safe = false is not None and false <= record.alpha
-            tone = Tone.PLAIN if is_safe else Tone.WARN
-            yield Note(_looked(record, one["arm"], is_safe=is_safe), tone, item=True)
+            yield _looked(record, one["arm"])
     if len(record.contrasts) > 1:
         yield Note(_simultaneous(record), item=True)
     if record.exploratory is not None:
@@ -374,32 +371,57 @@ def _more(kpi: KpiRecord) -> str:
     return f"; an effect of the observed size would take {count}"
 
 
-def _looked(record: Comparison, arm: str, *, is_safe: bool) -> str:
+def _marks(record: Comparison, one: ContrastRecord) -> list[str]:
+    """Return what a verdict must not be read without."""
+    is_chosen = record.cycle is None and bool(record.seeds_left_out(one["arm"]))
+    marks = {"confounded": bool(one["confounded_by"]), "seeds left out": is_chosen}
+    return [mark for mark, holds in marks.items() if holds]
+
+
+def _looked(record: Comparison, arm: str) -> Note:
     """Say how many looks at an arm there are records of, and what follows for the verdict."""
-    looks = record.looks[arm]
+    looks, left_out = record.looks[arm], len(record.seeds_left_out(arm))
     counts = ", ".join(str(len(one["seeds"])) for one in looks["others"])
     number = len(looks["others"]) + 1
     seen = f"{arm}: look {number} at these runs, as far as there are records here"
     seen = f"{seen} (the others had {counts} seeds)"
-    if record.sequential != "none":
-        return f"{seen}; the always-valid p-value allows for any number of looks."
+    if record.sequential != "none" and not left_out:
+        return Note(f"{seen}; the always-valid p-value allows for any number of looks.", item=True)
     if record.cycle is not None:
-        return f"{seen}; cycle {record.cycle} registered these seeds before any run."
-    said = f"{seen}; the p-value is that of a single look"
-    if looks["false"] is not None:
-        own = record.contrast(arm)
-        assert own is not None, "looks are of a contrast"
-        sizes = {len(one["seeds"]) for one in (own["kpis"][record.primary], *looks["others"])}
-        bound = "up to " if len(record.contrasts) > 1 else ""
-        said += (
-            f", and whoever looks at {', '.join(map(str, sorted(sizes)))} seeds and stops at the "
-            f"first verdict is wrong in {bound}{100 * looks['false']:.2g}% of studies without a "
-            "difference"
+        text = f"{seen}; cycle {record.cycle} registered these seeds before any run."
+        return Note(text, item=True)
+    if record.sequential != "none":
+        text = (
+            f"{seen}; it leaves out {left_out} of their seeds, and the always-valid p-value does "
+            "not hold for seeds that are chosen after a look. This cannot support a promotion; "
+            "compare all seeds together."
         )
-    if is_safe:
-        return f"{said}, which α allows."
-    remedy = "fix the seeds before the first look, or use compare.sequential=always_valid"
-    return f"{said}; {remedy}."
+        return Note(text, Tone.WARN, item=True)
+    return _of_single_looks(record, arm, seen)
+
+
+def _of_single_looks(record: Comparison, arm: str, seen: str) -> Note:
+    """Say what follows from several looks with a test for one."""
+    false, adds = record.looks[arm]["false"], record.only_adds_seeds(arm)
+    said = f"{seen}; the p-value is that of a single look"
+    if not adds:
+        said += ", and the looks do not only add seeds: some leave out seeds that others had"
+    if false is not None:
+        bound = "up to " if len(record.contrasts) > 1 else ""
+        rate = f"is wrong in {bound}{100 * false:.2g}% of studies without a difference"
+        if adds:
+            sizes = ", ".join(map(str, record.sizes_of_looks(arm)))
+            said += f", and whoever looks at {sizes} seeds and stops at the first verdict {rate}"
+        else:
+            said += (
+                f". Whoever looks at these sets of seeds and stops at the first verdict {rate}, "
+                "and more often if seeds were left out because of their results"
+            )
+    if adds and false is not None and false <= record.alpha:
+        return Note(f"{said}, which α allows.", item=True)
+    remedy = "fix the seeds before the first look, "
+    remedy += "or use compare.sequential=always_valid" if adds else "and leave none of them out"
+    return Note(f"{said}; {remedy}.", Tone.WARN, item=True)
 
 
 def _simultaneous(record: Comparison) -> str:

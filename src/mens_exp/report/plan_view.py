@@ -184,16 +184,15 @@ def _file(file: Mapping[str, Any]) -> str:
 
 
 def _steps(plan: Mapping[str, Any]) -> Iterator[str]:
-    steps, tokens, total = (plan.get(k) for k in ("steps", "tokens_per_step", "tokens_total"))
-    parts = [] if steps is None else [wording.count(steps)]
-    parts += [] if tokens is None else [f"of {wording.count(tokens)} tokens"]
-    parts += [] if total is None else [f"= {wording.count(total)} tokens"]
-    yield " ".join(parts) if parts else "unknown"
+    by_epochs = plan.get("bound") == "trainer.max_epochs"
+    counted = (plan.get("data") or {}).get("train_blocks") is not None
+    about = "≈ " if by_epochs and not counted else ""
+    yield _tokens(plan, about, is_exact=counted and by_epochs)
     if (epochs := plan.get("epochs")) is not None:
         bound = f", bounded by {plan['bound']}" if plan.get("bound") else ""
-        yield f"{wording.epochs(epochs)}{bound}"
+        yield f"{'' if counted or by_epochs else '≈ '}{wording.epochs(epochs)}{bound}"
     more = [
-        f"{words} {wording.count(plan[key])}"
+        f"{words} {about if key != 'effective_batch' else ''}{wording.count(plan[key])}"
         for key, words in (
             ("effective_batch", "effective batch"),
             ("warmup_steps", "warm-up"),
@@ -202,6 +201,18 @@ def _steps(plan: Mapping[str, Any]) -> Iterator[str]:
         if plan.get(key) is not None
     ]
     yield from [", ".join(more)] if more else []
+
+
+def _tokens(plan: Mapping[str, Any], about: str, *, is_exact: bool) -> str:
+    """Say how many tokens are trained on; steps are not full where blocks have room left."""
+    steps, tokens, total = (plan.get(k) for k in ("steps", "tokens_per_step", "tokens_total"))
+    parts = [] if steps is None else [f"{about}{wording.count(steps)}"]
+    is_full = steps is None or tokens is None or steps * tokens == total
+    up_to = "" if is_full else "up to "
+    parts += [] if tokens is None else [f"of {up_to}{wording.count(tokens)} tokens"]
+    equals = "=" if is_exact or (is_full and not about) else "≈"
+    parts += [] if total is None else [f"{equals} {wording.count(total)} tokens"]
+    return " ".join(parts) if parts else "unknown"
 
 
 def _time(values: Mapping[str, Any]) -> Iterator[str]:

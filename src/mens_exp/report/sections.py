@@ -164,18 +164,22 @@ def planned(records: Records) -> Section:
     return Section("Planned and measured", [table, *said])
 
 
+_BY_EPOCHS = "trainer.max_epochs"  # the plan's ``bound`` where steps follow from blocks
+
+
 def compared(records: Records) -> Iterator[tuple[Cell | str, ...]]:
     """Yield each planned quantity next to its measurement."""
     plan = records.plan or {}
     data, time, memory = (plan.get(key) or {} for key in ("data", "time_s", "memory_bytes"))
     token_basis = "" if data.get("exact") else str(data.get("basis", ""))
+    counted, by_epochs = data.get("train_blocks") is not None, plan.get("bound") == _BY_EPOCHS
     trainable = plan.get("trainable_parameters")
     gpu = "cuda" if records.manifest.results.get("peak_cuda_bytes") is not None else "rss"
     peak, basis = f"peak_{gpu}_bytes", memory.get("basis", "")
     for dotted, planned, because, is_exact in (
-        ("results.steps", plan.get("steps"), "", True),
+        ("results.steps", plan.get("steps"), "", counted or not by_epochs),
         ("facts.epochs", plan.get("epochs"), "", False),
-        ("results.tokens", plan.get("tokens_total"), token_basis, not token_basis),
+        ("results.tokens", plan.get("tokens_total"), token_basis, counted and by_epochs),
         ("facts.trainable_parameters", trainable, "", True),
         ("results.train_s", time.get("estimate"), time.get("basis", ""), False),
         (f"results.{peak}", memory.get("estimate"), basis, False),

@@ -100,6 +100,29 @@ def peek(root: Path, key: CacheKey) -> TokenCounts | None:
     return None if meta is None else _counts_in(meta)
 
 
+def peek_units(root: Path, key: CacheKey, counts: TokenCounts) -> np.ndarray | None:
+    """Return the tokens of each cached unit of documents, without opening the documents.
+
+    A unit is the documents that stay together.
+
+    Returns:
+        None if they do not match their counts.
+    """
+    try:
+        offsets = np.load(key.directory(root) / "offsets.npy", mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    together = key.labelling.rows.together
+    if (offsets.dtype, offsets.shape) != (np.int64, (counts.documents + 1,)):
+        return None
+    lengths = np.diff(offsets)
+    found = [lengths.sum(), lengths.max(initial=0), (lengths**2).sum()]
+    if found != [counts.tokens, counts.longest, counts.squares] or lengths.min(initial=1) < 1:
+        return None
+    units: np.ndarray = lengths.reshape(-1, together).sum(axis=1)
+    return units if units.max(initial=0) <= key.labelling.seq_len else None
+
+
 def encoded(root: Path, key: CacheKey, build: Callable[[], Encoded]) -> tuple[Encoded, TokenCounts]:
     """Open the cached documents of a key; build and store them if missing or damaged."""
     return encoded_parts(root, key, lambda _: [build()])

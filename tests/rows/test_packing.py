@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.data.batch import pack, single
+from mens_exp.rows.packing import pack, single
 
 
 def lists(blocks):
