@@ -367,7 +367,7 @@ CPO = {
         1,
     ),
     "orpo": Case(("objective.beta=0.4",), {"beta": 0.4}, 1),
-    "orpo, shared prompts": Case(
+    "orpo with shared prompts": Case(
         ("objective.beta=0.4", "objective.share_prompt=true"), {"beta": 0.4}, 1
     ),
 }
