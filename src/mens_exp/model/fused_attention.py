@@ -404,7 +404,8 @@ def _blocks(of_D: _Bounds, tokens: int, window: int | None) -> tuple[_Table, _Ta
     further_S = of_D.further[of_S]
 
     def lowest(query_S: np.ndarray, least_S: np.ndarray) -> np.ndarray:
-        return np.maximum(least_S, query_S - reach + 1)[:, None]
+        found: np.ndarray = np.maximum(least_S, query_S - reach + 1)
+        return found[:, None]
 
     seen_SR = (first_R <= last_S[:, None]) & (last_R >= lowest(first_S, start_S))
     whole_SR = (last_R <= first_S[:, None]) & (first_R >= lowest(last_S, start_S))
