@@ -2,9 +2,9 @@
 
     python benchmarks/shared_prompts.py [overrides …]
 
-Tokens, seconds and processor time of a pair over whole micro-batches of `objective=dpo`: forward passes of the
-adapter and of the base, and the backward pass. Prompts and answers are of random words; both arms
-have the same rows, seeds and weights.
+Tokens, seconds and processor time of a pair over whole micro-batches of `objective=dpo`: forward
+passes of adapter and base, and the backward pass. Prompts and answers are of random words; both
+arms have the same rows, seeds and weights.
 """
 
 from __future__ import annotations

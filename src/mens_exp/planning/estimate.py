@@ -256,8 +256,9 @@ def _shared(config: RunConfig, rows: Rows, cache: Path) -> dict[str, float]:
     if documents is not None:
         found = share_prompts(documents)
         return {"shared_frac": round(1 - float(found.room.sum() / found.units.sum()), 4)}
-    prompts = sum(sum(map(len, chain(*pair.exchanges))) - len(pair.response) for pair in some)
-    answers = sum(len(pair.response) + len(dict(pair.fields).get(REJECTED, "")) for pair in some)
+    prompts = sum(len("".join(chain(*pair.exchanges))) - len(pair.response) for pair in some)
+    rejected = [str(dict(pair.fields).get(REJECTED, "")) for pair in some]
+    answers = sum(map(len, (*rejected, *(pair.response for pair in some))))
     return {"shared_frac": round(prompts / max(2 * prompts + answers, 1), 4)}
 
 

@@ -295,8 +295,8 @@ def _documents(batch: Batch) -> list[_Short]:
             places = np.append(before, np.arange(start, start + own[-1] + 1))
             mask = learned[places]
             mask[: len(before)] = False  # of the document that they are from
-            values = {name: one[places] for name, one in extra.items()}
-            found.append(_Short(ids[places], mask, values, len(before)))
+            further = {name: one[places] for name, one in extra.items()}
+            found.append(_Short(ids[places], mask, further, len(before)))
     return found
 
 
