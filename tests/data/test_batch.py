@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.rows.documents import share_prompts
 from mens_exp.rows.packing import blocks_of
 
 PAD = 0
@@ -125,3 +126,45 @@ def test_documents_that_stay_together_are_in_one_block(random_documents, packing
     assert sorted(units) == [(i, i + 1, i + 2) for i in range(0, 120, 3)]
     assert max(int(documents.lengths[block].sum()) for block in blocks) <= 100
     assert len(blocks) < 40 if packing else len(blocks) == 40
+
+
+@pytest.fixture
+def pairs(documents_of):
+    """Share two tokens, none as the first ones differ, and one less than the chosen one has."""
+    ids = [[10, 11, 12, 13], [10, 11, 22, 23], [30, 31], [40, 31, 42], [50, 51], [50, 51, 62, 63]]
+    supervised = [[0, 0, 1, 1], [0, 0, 1, 1], [0, 1], [0, 0, 1], [0, 1], [0, 0, 0, 1]]
+    return share_prompts(replace(documents_of(ids, supervised), together=2))
+
+
+def test_a_pair_has_its_prompt_once(pairs):
+    """22 follows 11, in front of the chosen answer, at position 2; so does 62 after 50."""
+    assert pairs.shared.tolist() == [0, 2, 0, 0, 0, 1]
+    assert pairs.units.tolist() == [8, 5, 6]
+    assert pairs.room.tolist() == [6, 5, 5]
+    batch = packed_batch(pairs, [[2, 3, 4, 5], [0, 1]], index=7)
+    ids = [30, 31, 40, 31, 42, 50, 51, 51, 62, 63, 10, 11, 12, 13, 22, 23]
+    assert batch.input_ids_BT.tolist() == [ids]
+    positions = [0, 1, 0, 1, 2, 0, 1, 1, 2, 3, 0, 1, 2, 3, 2, 3]
+    assert batch.position_ids_BT.tolist() == [positions]
+    assert batch.documents == ((0, 2), (2, 5), (5, 7), (7, 10), (10, 14), (14, 16))
+    assert batch.prefixes == (None, None, None, (5, 6), None, (10, 12))
+    assert batch.predict_M.tolist() == [0, 3, 5, 8, 11, 12, 11, 14]
+    assert batch.target_places.tolist() == [1, 4, 6, 9, 12, 13, 14, 15]
+    assert batch.targets_M.tolist() == [31, 42, 51, 63, 12, 13, 22, 23]
+    assert batch.document_M.tolist() == [2, 3, 4, 5, 0, 0, 1, 1]
+    assert batch.tokens == 16
+    lengths = [2, 2, 3, 3, 3, 2, 2, 4, 4, 4, *[4] * 6]
+    assert batch.document_lengths().tolist() == [lengths]
+
+
+def test_packing_uses_the_room_that_a_shared_prompt_saves(pairs):
+    """Two blocks of 10 tokens hold 6 and 5 + 5; whole, only one of them fits in each."""
+    found = [block.tolist() for block in blocks_of(pairs, packing=True, capacity=10)]
+    assert sorted(found) == [[0, 1], [2, 3, 4, 5]]
+    assert len(blocks_of(replace(pairs, shared=None), packing=True, capacity=10)) == 3
+
+
+def test_pairs_that_are_torn_apart_are_a_mistake_of_the_caller(pairs):
+    """The prompt of the second would be missing."""
+    with pytest.raises(AssertionError, match="stay together"):
+        packed_batch(pairs, [[0, 5]], index=0)

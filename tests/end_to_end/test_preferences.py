@@ -97,10 +97,13 @@ def test_a_run_in_parts_ends_with_the_bits_of_one(objective, rows, train_in, tmp
         assert mine["train/chosen_reward"] == its["train/chosen_reward"]
 
 
-@pytest.mark.parametrize("objective", REFERENCED)
-def test_two_processes_take_the_course_of_one(objective, rows, train_in, tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [("objective=dpo",), ("objective=kto",), ("objective=dpo", "objective.share_prompt=true")],
+)
+def test_two_processes_take_the_course_of_one(words, rows, train_in, tmp_path):
     """The same batches; losses, rewards and their means over pairs within rounding."""
-    settings = (f"objective={objective}", rows[objective], "quant.compute_dtype=f32")
+    settings = (*words, rows[words[0].partition("=")[2]], "quant.compute_dtype=f32")
     one = train_in(tmp_path / "one", *settings)
     two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
     assert Manifest.read(two.manifest).facts["processes"] == 2
@@ -115,16 +118,43 @@ def test_two_processes_take_the_course_of_one(objective, rows, train_in, tmp_pat
 
 
 BEFORE = "objective.precompute_ref_log_probs=true"
+ONCE = "objective.share_prompt=true"
+
+
+def test_pairs_that_share_prompts_are_validated_as_others(rows, train_in, tmp_path):
+    """In f32, the base has the same loss and rewards on fewer tokens; transformers agrees."""
+    settings = ("objective=orpo", rows["orpo"], "quant.compute_dtype=f32", "trainer.max_steps=2")
+    apart = train_in(tmp_path / "apart", *settings)
+    once = train_in(tmp_path / "once", *settings, ONCE)
+    streamed = train_in(
+        tmp_path / "streamed", *settings, ONCE, "data.streaming=true", "data.heldout_frac=0.2"
+    )
+    mine, its = (events(run, "validation")[0] for run in (once, apart))
+    assert mine["val/supervised_tokens"] == its["val/supervised_tokens"]
+    for name in ("val/loss", "val/chosen_reward", "val/rejected_reward", "val/chosen_nll"):
+        assert mine[name] == pytest.approx(its[name], rel=1e-5)
+    assert Manifest.read(once.manifest).contract["settings"][ONCE.partition("=")[0]] is True
+    assert ONCE.partition("=")[0] not in Manifest.read(apart.manifest).contract["settings"]
+    for run in (once, streamed):
+        probe = Manifest.read(run.manifest).data_contract["probe"]
+        assert probe["targets_follow"]
+        assert probe["reference"]["loss"] <= 1e-5
+        assert probe["reference"]["gradient"] <= 1e-4
+    density = [
+        one["data/supervised_tokens"] / one["data/tokens"]
+        for one in (events(run, "step")[-1] for run in (once, apart))
+    ]
+    assert density[0] > 1.2 * density[1]
 
 
 def precomputed(run):
     return Manifest.read(run.manifest).facts["reference_log_probs"]
 
 
-@pytest.mark.parametrize("objective", REFERENCED)
-def test_a_base_that_passes_before_training_changes_no_bit(objective, rows, train_in, tmp_path):
+@pytest.mark.parametrize("words", [("objective=dpo",), ("objective=kto",), ("objective=dpo", ONCE)])
+def test_a_base_that_passes_before_training_changes_no_bit(words, rows, train_in, tmp_path):
     """NF4, packed, one block in a micro-batch; in parts too, and from the cache at another rank."""
-    settings = (f"objective={objective}", rows[objective], "data.micro_batch_size=1")
+    settings = (*words, rows[words[0].partition("=")[2]], "data.micro_batch_size=1")
     usual = train_in(tmp_path / "usual", *settings)
     before = train_in(tmp_path / "before", *settings, BEFORE, "trainer.max_steps=2")
     assert precomputed(before)["from_cache"] == 0
@@ -232,6 +262,9 @@ def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path, mon
         (("objective=kto", "objective.wanted_weight=0"), "objective.wanted_weight"),
         (("objective=dpo", "data.format=unpaired"), "the row has no 'label'"),
         (("objective=cpo", BEFORE), "objective.precompute_ref_log_probs"),
+        (("objective=dpo", ONCE, "data.packing=false"), "data.packing=true"),
+        (("objective=cpo", ONCE, "backend=proxy"), "which knows no documents"),
+        (("objective=kto", ONCE), "objective.share_prompt"),
         (
             ("objective=dpo", BEFORE, "data.streaming=true", "data.heldout_frac=0"),
             "needs all rows before training",

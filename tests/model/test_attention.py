@@ -220,6 +220,68 @@ def test_learning_attends_by_the_formula(dtype, window):
         assert (mine - other).norm() <= limit * other.norm()
 
 
+# A pair whose prompt of 40 tokens is shared, a document apart, and a pair with a long one.
+TREE = ((0, 60), (60, 65), (65, 70), (70, 290), (290, 490))
+PREFIXES = (None, (0, 40), None, None, (70, 281))
+
+
+def by_dense_mask(query, key, value, window, softcap=None):
+    """Attend in f64 with one mask of all pairs of tokens; ``[1, T, H, K]``."""
+    tokens = TREE[-1][1]
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for (start, end), prefix in zip(TREE, PREFIXES, strict=True):
+        line = [*range(*(prefix or (0, 0))), *range(start, end)]  # as if it were one document
+        for place in range(end - start):
+            at = len(line) - (end - start) + place
+            first = 0 if window is None else max(at - window + 1, 0)
+            seen[start + place, line[first : at + 1]] = True
+    repeats = query.shape[1] // key.shape[1]
+    q, k, v = (x[0, :, :tokens].double() for x in (query, key, value))
+    scores = 0.3 * q @ k.repeat_interleave(repeats, 0).transpose(1, 2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ v.repeat_interleave(repeats, 0)).transpose(0, 1)[None]
+
+
+def drawn_for_the_tree(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 500, heads, 8, generator=generator) for heads in (6, 2, 2)]
+    return [x.transpose(1, 2).to(dtype).requires_grad_() for x in drawn], generator
+
+
+@pytest.mark.parametrize("window", [None, 1, 30, 210])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_that_continues_a_prefix_attends_to_both(dtype, window):
+    """Output and all gradients are those of a dense mask; padding gets zeros."""
+    leaves, generator = drawn_for_the_tree(dtype)
+    upstream = torch.randn(1, 500, 6, 8, generator=generator)
+    upstream[:, 490:] = 0
+    options = {"documents": TREE, "prefixes": PREFIXES, "sliding_window": window, "scaling": 0.3}
+    found, _ = attention._attention(Asking(), *leaves, None, **options)
+    gradients = torch.autograd.grad(found, leaves, upstream.to(dtype))
+    expected = by_dense_mask(*leaves, window)
+    theirs = torch.autograd.grad(expected, leaves, upstream[:, :490].double())
+    assert not found[:, 490:].any()
+    limit = 1e-6 if dtype == torch.float32 else 0.01
+    for mine, other in zip((found[:, :490], *gradients), (expected, *theirs), strict=True):
+        assert (mine - other).norm() <= limit * other.norm()
+
+
+@pytest.mark.parametrize(
+    "layer", [{}, {"sliding_window": 30}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 30}]
+)
+def test_a_document_continues_a_prefix_without_gradients_and_with_caps(layer):
+    """The kernels of validation, and of models that cap their scores."""
+    leaves, _ = drawn_for_the_tree()
+    options = {"documents": TREE, "prefixes": PREFIXES, "scaling": 0.3, **layer}
+    with torch.no_grad():
+        found, _ = attention._attention(Asking(), *leaves, None, **options)
+        expected = by_dense_mask(*leaves, layer.get("sliding_window"), layer.get("softcap"))
+    assert (found[:, :490] - expected).norm() <= 1e-6 * expected.norm()
+    assert not found[:, 490:].any()
+
+
 def test_learning_leaves_later_keys_out(monkeypatch):
     """A document of four blocks takes five eighths of the products of all its keys."""
     seen = []

@@ -26,19 +26,24 @@ def draw(heads, groups, tokens=TOKENS):
     return [torch.randn(one, generator=seed, requires_grad=True) for one in shapes]
 
 
-def by_formula(query, key, value, *, scale, window, softcap=None, bounds=BOUNDS):
+# Of the documents: the second continues the first, and the last one the third.
+PREFIXES = (None, (0, 4), None, None, (8, 30))
+
+
+def by_formula(query, key, value, *, scale, window, softcap=None, bounds=BOUNDS, prefixes=None):
     """Attend pair by pair of tokens; `[1, T, H, K]`."""
     query, key, value = (one.double()[0] for one in (query, key, value))
     out = torch.zeros(*query.shape[:2], value.shape[-1], dtype=torch.float64)
-    for start, end in pairwise(bounds):
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        before = list(range(*((prefixes and prefixes[number]) or (0, 0))))
         for head in range(len(query)):
             of = head * len(key) // len(query)
             for place in range(start, end):
-                first = start if window is None else max(start, place - window + 1)
-                scores = key[of, first : place + 1] @ query[head, place] * scale
+                seen = [*before, *range(start, place + 1)][-(window or TOKENS) :]
+                scores = key[of, seen] @ query[head, place] * scale
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[head, place] = torch.softmax(scores, 0) @ value[of, first : place + 1]
+                out[head, place] = torch.softmax(scores, 0) @ value[of, seen]
     return out.transpose(0, 1)[None]
 
 
@@ -109,6 +114,8 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without:Us
         (Kernel.FLEX, {"window": 5, "scale": 0.3}, None),
         (Kernel.FLEX, {"softcap": 0.7}, None),
         (Kernel.FLEX, {"softcap": 0.7, "window": 1}, None),
+        (Kernel.FLEX, {"prefixes": PREFIXES}, None),
+        (Kernel.FLEX, {"prefixes": PREFIXES, "window": 5, "softcap": 0.7}, None),
         (Kernel.CAUSAL, {"scale": 0.3}, None),
     ],
 )
@@ -119,7 +126,7 @@ def test_each_kernel_attends_within_documents(monkeypatch, kernel, layer, varlen
     one = asked(**layer)
     found = attend(kernel, *parts, DOCUMENTS, one)
     told = {"scale": one.scale, "window": one.window, "softcap": one.softcap}
-    expected = by_formula(*again, **told)
+    expected = by_formula(*again, **told, prefixes=one.prefixes)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert not found[:, BOUNDS[-1] :].any()
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
@@ -179,6 +186,49 @@ def test_blocks_are_those_that_torch_finds_pair_by_pair(seed, window):
         assert listed(ours, count, indices) == listed(theirs, count, indices), count
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_prefixes_are_those_that_torch_finds_pair_by_pair(seed, window):
+    """Of pairs with prompts of many lengths, beside documents that continue nothing."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    draws = torch.Generator().manual_seed(seed)
+    bounds, prefixes, place_T, line_T = [0], [], [], []
+    for pair in range(4):
+        prompt, *answers = torch.randint(1, 260, (3,), generator=draws).tolist()
+        start = bounds[-1]
+        prefix = None if pair == seed else (start, start + prompt)
+        for own, before in ((prompt + answers[0], None), (answers[1], prefix)):
+            begin = bounds[-1]
+            line = [*range(*(before or (0, 0))), *range(begin, begin + own)]
+            place_T += range(len(line) - own, len(line))
+            line_T += [line] * own
+            bounds.append(begin + own)
+            prefixes.append(before)
+    tokens = bounds[-1]
+    seen_TT = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for query, (place, line) in enumerate(zip(place_T, line_T, strict=True)):
+        first = 0 if window is None else max(place - window + 1, 0)
+        seen_TT[query, line[first : place + 1]] = True
+
+    theirs = create_block_mask(
+        lambda _batch, _head, query, key: seen_TT[query, key],
+        *(None, None, tokens, tokens),
+        device="cpu",
+        BLOCK_SIZE=BLOCK,
+    )
+    device = torch.device("cpu")
+    ours = fused_attention.block_mask(tuple(bounds), tokens, window, device, tuple(prefixes))
+    for count, indices in (
+        ("kv_num_blocks", "kv_indices"),
+        ("full_kv_num_blocks", "full_kv_indices"),
+    ):
+        assert listed(ours, count, indices) == listed(theirs, count, indices), count
+    every = torch.arange(tokens)
+    found_TT = ours.mask_mod(0, 0, every[:, None], every[None])
+    assert torch.equal(found_TT, seen_TT)
+
+
 def listed(mask, count, indices):
     """Name the blocks of each row; what lies behind their count is arbitrary."""
     counts, places = getattr(mask, count)[0, 0], getattr(mask, indices)[0, 0]
@@ -211,6 +261,9 @@ WITHOUT = Machine(capability=(9, 0), varlen=frozenset(), has_flex=False)
         ({}, AMD, Kernel.FLEX),
         ({}, WITHOUT, Kernel.CAUSAL),
         ({"softcap": 50.0}, WITHOUT, None),
+        ({"prefixes": PREFIXES}, HOPPER, Kernel.FLEX),
+        ({"prefixes": PREFIXES}, AMD, Kernel.FLEX),
+        ({"prefixes": PREFIXES}, TURING, None),
     ],
 )
 def test_the_kernel_is_one_that_computes_the_layer(layer, there, kernel):

@@ -16,10 +16,12 @@ import pytest
 import torch
 from live_adapters import fill_b
 
+from mens_exp.config.objective_spec import shares_prompts
 from mens_exp.corpus.source import labelling_of
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.planning.machine import ALONE
+from mens_exp.rows.documents import share_prompts
 from mens_exp.rows.encode import encode
 from mens_exp.rows.packing import single
 from mens_exp.rows.parse import parse_row
@@ -86,6 +88,7 @@ class Case:
 DPO = {
     "sigmoid": Case(("objective.beta=0.3",), {"beta": 0.3}),
     "sigmoid, padded": Case((), {}, packing=False),
+    "sigmoid, shared prompts": Case(("objective.share_prompt=true",)),
     "ipo": Case(("objective.loss=ipo",), {"loss_type": ["ipo"]}),
     "hinge": Case(("objective.loss=hinge",), {"loss_type": ["hinge"]}),
     "robust": Case(
@@ -147,6 +150,8 @@ def ours(tiny_config, tiny_base, settings):
         tokenizer = load_tokenizer(config.tokenizer, tiny_base.directory)
         pairs = [parse_row(row, "rows.jsonl:1") for row in rows]
         documents = encode(pairs, tokenizer, labelling_of(config))
+        if shares_prompts(config.objective):
+            documents = share_prompts(documents)
         everything = range(len(documents))
         if case.moved is not None:
             stream = MicroBatches(
@@ -363,6 +368,9 @@ CPO = {
         1,
     ),
     "orpo": Case(("objective.beta=0.4",), {"beta": 0.4}, 1),
+    "orpo with shared prompts": Case(
+        ("objective.beta=0.4", "objective.share_prompt=true"), {"beta": 0.4}, 1
+    ),
 }
 
 

@@ -116,6 +116,30 @@ def test_other_length_than_the_cached_one_is_cold(on_rows, tiny_base, cache):
     assert not make_plan(on_rows("data.seq_len=500"), cache)["data"]["exact"]
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_the_plan_counts_a_shared_prompt_once(
+    tiny_config, tiny_base, cache, tmp_path, monkeypatch, has_tokenizer
+):
+    """By tokens, with the template's; by characters of the rows where there is no tokenizer."""
+    rows = [{"prompt": f"{n:139d}", "chosen": "y" * 40, "rejected": "n" * 40} for n in range(10)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    if not has_tokenizer:
+        monkeypatch.setattr(estimate, "ready_directory", lambda *_: None)
+    template = len("xuser\nx\nxassistant\n"), 1  # each marker of ChatML is one token
+    prompt, answer = 139 + template[0] * has_tokenizer, 40 + template[1] * has_tokenizer
+    words = ("data=jsonl", f"data.path={path}", "data.val_frac=0.2", "objective=orpo")
+    words += ("trainer.max_steps=-1", "trainer.max_epochs=4", "data.seq_len=512")
+    apart, once = (
+        make_plan(tiny_config(*words, f"objective.share_prompt={one}"), cache)
+        for one in ("false", "true")
+    )
+    expected = prompt / (2 * prompt + 2 * answer)
+    assert once["data"].pop("shared_frac") == pytest.approx(expected, abs=1e-4)
+    assert once["data"] == apart["data"]
+    assert once["steps"] < apart["steps"]
+
+
 def test_half_warm_cache_is_cold(on_rows, tiny_base, cache):
     """Training rows alone are not all that the run will read."""
     config = on_rows("data.seq_len=300")

@@ -145,6 +145,23 @@ def test_longest_document_decides_attention(tiny_config):
     assert short["activations"] == full["activations"]
 
 
+def test_an_answer_that_shares_its_prompt_attends_to_it(tiny_config):
+    """Documents of 64 tokens, half of them the prompt, counted as triangles.
+
+    Apart, a query has 64² / 2 / 64 keys. Of the 96 of a pair, 64 have the same triangle, and 32
+    have the prompt's 32 keys and a triangle of 32.
+    """
+    config = tiny_config("data.seq_len=192")
+    apart, once = (
+        of(config, documents=Documents(longest=64, typical=64, shared_frac=frac)).components
+        for frac in (0.0, 0.25)
+    )
+    expected = (64**2 / 2 + 32 * 32 + 32**2 / 2) / 96 / 32
+    found = once["attention scores"] / apart["attention scores"]
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert once["activations"] == apart["activations"]
+
+
 def test_padding_to_the_longest_document_keeps_no_scores(
     tiny_config,
 ):

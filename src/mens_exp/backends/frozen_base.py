@@ -102,13 +102,17 @@ def layer_states(
 
 
 def _passed(causal_lm: Any, batch: Batch, **options: Any) -> Any:
-    packed = batch.documents is not None
+    packed = {}
+    if batch.documents is not None:
+        packed = {"position_ids": batch.position_ids_BT, "documents": batch.documents}
+    if batch.prefixes is not None:
+        packed["prefixes"] = batch.prefixes
     ids_BT = batch.input_ids_BT
     return backbone(causal_lm)(
         input_ids=ids_BT,
         attention_mask=attention.no_mask(ids_BT) if packed else batch.attention_mask_BT,
         use_cache=False,
-        **({"position_ids": batch.position_ids_BT, "documents": batch.documents} if packed else {}),
+        **packed,
         **options,
     )
 

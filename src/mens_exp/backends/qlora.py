@@ -18,6 +18,7 @@ from mens_exp.backends.generation import greedy, trace
 from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
 from mens_exp.config.model import checkpointing_wanted
+from mens_exp.config.objective_spec import shares_prompts
 from mens_exp.errors import ConfigError, ModelFileError, SetupError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
@@ -82,6 +83,7 @@ class QloraBackend(torch.nn.Module):
         self.compute_dtype = compute_dtype(config.quant)
         self.quant_type, self.block_size = config.quant.quant_type.value, config.quant.block
         self.lora = config.lora
+        self.shares_prompts = shares_prompts(config.objective)
         self.shape = shape_of(config.model)
         self.modules_chosen = chosen(config.lora, self.shape)
         self.stacks = stacks_of(self.modules_chosen)
@@ -370,7 +372,9 @@ class QloraBackend(torch.nn.Module):
             "adapters": "projections of an input together 1" if self.inputs else "PEFT's",
             "attention": "blocks of queries 1"
             if device.type == "cpu"
-            else fused_attention.described(device, self.compute_dtype),
+            else fused_attention.described(
+                device, self.compute_dtype, shares_prompts=self.shares_prompts
+            ),
             "dropout": SFC64 if device.type == "cpu" else "torch's generator of the device",
             "products": own,
         }

@@ -25,6 +25,7 @@ from mens_exp.config.objective_spec import (
     LABEL_METRICS,
     PAIR_METRICS,
     PRECOMPUTED,
+    SHARED,
     EveryToken,
     FromTeacher,
     Infilling,
@@ -324,7 +325,24 @@ def _precompute_ref_log_probs() -> Any:
 
 
 @dataclass(kw_only=True, slots=True)
-class PairObjective(CrossEntropyConfig):
+class OverPairs(CrossEntropyConfig):
+    """Settings common to all objectives over pairs of answers."""
+
+    share_prompt: bool = setting(
+        False,
+        "Compute the prompt of a pair once instead of once with each answer: the rejected answer "
+        "attends to the prompt in front of the chosen one. Losses and gradients are the same "
+        "within rounding, but lora.dropout and objective.neftune_alpha draw other values.",
+        only_if=(
+            when("data.packing", True, why="which puts each answer in a row of its own"),
+            unless("backend.name", "proxy", why="which knows no documents"),
+        ),
+        idle=False,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class PairObjective(OverPairs):
     """Settings common to the losses of pairs of answers."""
 
     beta: float = setting(
@@ -367,7 +385,7 @@ class CpoObjective(PairObjective):
 
 
 @dataclass(kw_only=True, slots=True)
-class SimpoObjective(CrossEntropyConfig):
+class SimpoObjective(OverPairs):
     """Simple preference optimization: mean log-likelihoods, no reference, a target margin."""
 
     name: str = "simpo"
@@ -385,7 +403,7 @@ class SimpoObjective(CrossEntropyConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class OrpoObjective(CrossEntropyConfig):
+class OrpoObjective(OverPairs):
     """Odds ratio preference optimization: imitates the chosen row, and raises its odds."""
 
     name: str = "orpo"
@@ -500,7 +518,7 @@ def _over_pairs(
         name=name,
         schema=schema,
         documents=documents,
-        of_training=frozenset({PRECOMPUTED} if needs_reference else ()),
+        of_training=frozenset({SHARED, PRECOMPUTED} if needs_reference else {SHARED}),
         in_chunks=True,
         fuses_head=True,
         needs_reference=needs_reference,

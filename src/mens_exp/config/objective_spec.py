@@ -25,6 +25,7 @@ LOGIT_BYTES = 10  # measured: 8 bytes a logit of a chunk, and 2 that a smaller c
 _CHUNK_BYTES, _MOST_POSITIONS = {False: 128 << 20, True: 1536 << 20}, {False: 512, True: 4096}
 _FEWEST_POSITIONS = 16
 PRECOMPUTED = "precompute_ref_log_probs"  # of `objective`
+SHARED = "share_prompt"  # of `objective`
 
 
 def positions_at_once(vocab_size: int, *, on_gpu: bool) -> int:
@@ -334,6 +335,11 @@ class FromTeacher(ObjectiveSpec):
                 found=f"{settings.hidden_weight} with objective.top_k={settings.top_k}",
                 expected="0, or objective.top_k=null",
             )
+
+
+def shares_prompts(settings: Any) -> bool:
+    """Return whether the `objective` group computes the prompt of a pair once."""
+    return bool(getattr(settings, SHARED, False))
 
 
 def matched_layers(settings: Any, ours: int, theirs: int) -> tuple[tuple[int, int], ...]:

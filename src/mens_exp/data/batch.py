@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens in each, M supervised tokens in all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ class Batch:
     ``document_M`` is the document number of each target, if known; documents that stay together
     have consecutive numbers. ``extra`` holds further values of each target, ``[M]``, which an
     objective asked for. ``on_host`` is the micro-batch that this one was copied from.
+    ``prefixes`` has the bounds of the prefix that each document continues, tokens at the start of
+    another one, or None; such a document has only its own tokens in ``documents``, and its first
+    target is predicted by the end of the prefix. ``places_M`` is where targets are then.
     """
 
     input_ids_BT: torch.Tensor
@@ -42,6 +45,13 @@ class Batch:
     document_M: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     on_host: Batch | None = None
+    prefixes: tuple[tuple[int, int] | None, ...] | None = None
+    places_M: torch.Tensor | None = None
+
+    @property
+    def target_places(self) -> torch.Tensor:
+        """The place of each target in the flattened ids, int64 ``[M]``."""
+        return self.predict_M + 1 if self.places_M is None else self.places_M
 
     @property
     def host(self) -> Batch:
@@ -54,8 +64,11 @@ class Batch:
         if mask_BT is not None:
             return mask_BT * mask_BT.sum(dim=1, keepdim=True)
         lengths = np.zeros(self.input_ids_BT.shape, dtype=np.int64)
-        for start, end in self.documents or ():
-            lengths[0, start:end] = end - start
+        bounds = self.documents or ()
+        prefixes = self.prefixes or (None,) * len(bounds)
+        for (start, end), prefix in zip(bounds, prefixes, strict=True):
+            before = 0 if prefix is None else prefix[1] - prefix[0]
+            lengths[0, start:end] = before + end - start
         return _sent(torch.from_numpy(lengths), self.input_ids_BT.device)
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
@@ -88,6 +101,8 @@ def packed_batch(
 ) -> Batch:
     """Concatenate the documents of all blocks into one sequence.
 
+    Tokens that a document shares with the one before it are left out; it continues them there.
+
     Args:
         documents: the encoded documents.
         blocks: document indices of each block.
@@ -96,24 +111,39 @@ def packed_batch(
             no document and is never supervised; it only limits the number of shapes.
         pad_id: token id used for padding.
     """
-    chosen = [document for block in blocks for document in block]
-    ids, supervised, lengths = _gather(documents, chosen)
+    chosen = np.array([document for block in blocks for document in block])
+    shared = np.zeros_like(chosen) if documents.shared is None else documents.shared[chosen]
+    later = np.flatnonzero(shared)
+    assert np.array_equal(chosen[later - 1], chosen[later] - 1), "pairs stay together"
+    bounds = _bounds(documents, chosen, shared)
+    ids, supervised, lengths = _gather(documents, bounds)
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    positions = np.arange(len(ids)) - np.repeat(starts, lengths)
-    predict = np.flatnonzero(supervised) - 1
+    positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
+    before = np.arange(len(ids)) - 1
+    before[starts[later]] = starts[later - 1] + shared[later] - 1
     rest = -len(ids) % multiple
     return Batch(
         input_ids_BT=torch.from_numpy(np.pad(ids, (0, rest), constant_values=pad_id))[None],
         position_ids_BT=torch.from_numpy(np.pad(positions, (0, rest)))[None],
         attention_mask_BT=None,
-        documents=tuple((int(s), int(e)) for s, e in zip(starts, ends, strict=True)),
-        predict_M=torch.from_numpy(predict),
-        targets_M=torch.from_numpy(ids[predict + 1]),
+        documents=tuple(zip(starts.tolist(), ends.tolist(), strict=True)),
+        predict_M=torch.from_numpy(before[supervised]),
+        targets_M=torch.from_numpy(ids[supervised]),
         tokens=len(ids),
         index=index,
         document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
-        extra=_extra(documents, chosen, supervised),
+        extra=_extra(documents, bounds, supervised),
+        prefixes=_prefixes(starts, shared) if len(later) else None,
+        places_M=torch.from_numpy(np.flatnonzero(supervised)) if len(later) else None,
+    )
+
+
+def _prefixes(starts: np.ndarray, shared: np.ndarray) -> tuple[tuple[int, int] | None, ...]:
+    """Return the first tokens of the document before each one, as many as it shares with it."""
+    return tuple(
+        (int(starts[i - 1]), int(starts[i - 1] + tokens)) if tokens else None
+        for i, tokens in enumerate(shared)
     )
 
 
@@ -121,8 +151,9 @@ def padded_batch(
     documents: Encoded, blocks: Sequence[Sequence[int] | np.ndarray], index: int, *, pad_id: int
 ) -> Batch:
     """Put each document in a separate sequence, right-padded to the longest."""
-    chosen = [document for block in blocks for document in block]
-    ids, supervised, lengths = _gather(documents, chosen)
+    chosen = np.array([document for block in blocks for document in block])
+    bounds = _bounds(documents, chosen, np.zeros_like(chosen))
+    ids, supervised, lengths = _gather(documents, bounds)
     width = int(lengths.max())
     inside = np.arange(width)[None] < lengths[:, None]
     ids_BT = np.full(inside.shape, pad_id, dtype=np.int64)
@@ -139,23 +170,28 @@ def padded_batch(
         tokens=len(ids),
         index=index,
         document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
-        extra=_extra(documents, chosen, supervised),
+        extra=_extra(documents, bounds, supervised),
     )
 
 
-def _extra(
-    documents: Encoded, chosen: Sequence[int], supervised: np.ndarray
-) -> dict[str, torch.Tensor]:
+_Spans: TypeAlias = "list[tuple[int, int]]"
+
+
+def _bounds(documents: Encoded, chosen: np.ndarray, shared: np.ndarray) -> _Spans:
+    """Return start and end of documents in the arrays, without the tokens that some share."""
+    starts, ends = documents.offsets[chosen] + shared, documents.offsets[chosen + 1]
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _extra(documents: Encoded, bounds: _Spans, supervised: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the further values of the targets of some documents."""
-    bounds = [(documents.offsets[i], documents.offsets[i + 1]) for i in chosen]
     return {
         name: torch.from_numpy(np.concatenate([values[s:e] for s, e in bounds])[supervised])
         for name, values in documents.extra.items()
     }
 
 
-def _gather(documents: Encoded, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    bounds = [(documents.offsets[i], documents.offsets[i + 1]) for i in chosen]
+def _gather(documents: Encoded, bounds: _Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids = np.concatenate([documents.ids[s:e] for s, e in bounds]).astype(np.int64)
     supervised = np.concatenate([documents.supervised[s:e] for s, e in bounds])
     return ids, supervised, np.array([e - s for s, e in bounds])

@@ -12,12 +12,14 @@ from lightning import LightningDataModule
 
 from mens_exp.artifacts.digest import sha256_bytes
 from mens_exp.config.data import RowsData
+from mens_exp.config.objective_spec import shares_prompts
 from mens_exp.corpus.mix import RowStream, validates_apart
 from mens_exp.corpus.source import cache_key, labelling_of
 from mens_exp.corpus.split import Side
 from mens_exp.data.stream import MicroBatches, StreamedMicroBatches, permutation
 from mens_exp.errors import DataError
 from mens_exp.rows.cache import TokenCounts, encoded_parts
+from mens_exp.rows.documents import share_prompts
 from mens_exp.rows.encode import encode, encode_parts
 from mens_exp.rows.packing import Blocks, blocks_of, cached_blocks, pack, single
 from mens_exp.tokenizer.load import text_bytes
@@ -76,7 +78,7 @@ class RowsDataModule(LightningDataModule):
             lambda: RowStream(data, val),
             self.rows.train,
             self.train_documents,
-            lambda pairs: encode(pairs, self.tokenizer, labelling),
+            lambda pairs: _shared(self.config, encode(pairs, self.tokenizer, labelling)),
             data=data,
             seed=self.config.seed,
             total=0,
@@ -90,9 +92,10 @@ class RowsDataModule(LightningDataModule):
         return cached_blocks(
             cache,
             self.train_counts.sha256,
-            documents.units,
+            documents.room,
             data.seq_len,
             together=documents.together,
+            shares=documents.shared is not None,
         )
 
     @property
@@ -134,7 +137,7 @@ class RowsDataModule(LightningDataModule):
     def packing_efficiency_frac(self) -> float:
         """Fraction of the blocks' capacity filled by training tokens."""
         room = len(self.blocks) * self.config.data.seq_len
-        return float(self.train_counts.tokens / room)
+        return float(self.train_documents.room.sum() / room)
 
     @property
     def documents_per_block(self) -> float:
@@ -235,7 +238,12 @@ def encoded_side(
             expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",
             remedy="raise data.seq_len",
         )
-    return documents, counts
+    return _shared(config, documents), counts
+
+
+def _shared(config: RunConfig, documents: Encoded) -> Encoded:
+    """Return documents that share prompts, if the objective asks for it."""
+    return share_prompts(documents) if shares_prompts(config.objective) else documents
 
 
 def sampled_stream(
@@ -243,8 +251,8 @@ def sampled_stream(
 ) -> MicroBatches:
     """Build one pass over an unbiased sample of documents with about this many tokens."""
     chosen = _sample(documents, most_tokens)
-    lengths = documents.lengths[chosen].reshape(-1, documents.together).sum(axis=1)
-    blocks = pack(lengths, data.seq_len) if data.packing else single(len(lengths))
+    rooms = documents.room[chosen[:: documents.together] // documents.together]
+    blocks = pack(rooms, data.seq_len) if data.packing else single(len(rooms))
     blocks = blocks.of_units(documents.together).of(chosen)
     stream = _stream(data, documents, blocks, seed=None, pad_id=pad_id)
     stream.total = math.ceil(len(stream.blocks) / stream.micro_batch_size)

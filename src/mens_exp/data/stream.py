@@ -360,5 +360,11 @@ def _together(picked: Sequence[_Picked]) -> tuple[Encoded, list[range]]:
             name: np.concatenate([of.extra[name][start:end] for of, start, end in bounds])
             for name in picked[0][0].extra
         },
+        shared=_shared(picked),
     )
     return documents, [range(a, b) for a, b in pairwise(ends)]
+
+
+def _shared(picked: Sequence[_Picked]) -> np.ndarray | None:
+    known = [of.shared[block] for of, block in picked if of.shared is not None]
+    return np.concatenate(known) if known else None

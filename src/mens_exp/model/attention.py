@@ -2,11 +2,13 @@
 
 Each document attends only to itself. No mask is built and no scores between documents are
 computed, so documents cannot leak into each other, and the cost of a short document is quadratic in
-its own length rather than the block's. Activation checkpointing recomputes activations in the
+its own length rather than the block's. A document may continue a prefix, the first tokens of an
+earlier document: it attends to these too. Activation checkpointing recomputes activations in the
 backward pass, layer by layer (arXiv:1604.06174).
 
 Shapes: H query heads, G key and value heads, R query heads for each of these, T tokens, K head
-width, N tokens of one document or keys of a block, S queries of a block, those of R heads.
+width, N tokens of one document or keys of a block, P keys of a prefix, S queries of a block, those
+of R heads.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.errors import ModelFileError
-from mens_exp.model.fused_attention import Request, attend, kernel_for, machine_of
+from mens_exp.model.fused_attention import Prefixes, Request, attend, kernel_for, machine_of
 from mens_exp.model.kernels import add_product, product, products_dtype
 from mens_exp.planning.activations import BUCKET, ROWS
 
@@ -71,6 +73,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
     attention_mask: torch.Tensor | None,
     *,
     documents: tuple[tuple[int, int], ...] | None = None,
+    prefixes: Prefixes | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -79,7 +82,8 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
 ) -> tuple[torch.Tensor, None]:
     """Attend; query ``[B, H, T, K]``, key and value ``[B, G, T, K]``, result ``[B, T, H, K]``.
 
-    With documents, B is 1. Without, the mask defines the visible positions, including windows.
+    With documents, B is 1, and ``prefixes`` has the bounds of what each of them continues, if any
+    does. Without, the mask defines the visible positions, including windows.
 
     Raises:
         ModelFileError: the model requests a kind of attention that is not implemented here.
@@ -103,6 +107,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
         window=sliding_window,
         softcap=softcap,
         scale=scale,
+        prefixes=prefixes,
     )
     there = machine_of(query.device)
     kernel = None if there is None else kernel_for(asked, there)
@@ -111,7 +116,7 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
     if softcap is None and query.device.type == "cpu" and torch.is_grad_enabled():
         of_products = [one.to(products_dtype(one)) for one in (query, key, value)]
         learned: torch.Tensor = _CausalBlocks.apply(  # type: ignore[no-untyped-call]
-            *of_products, documents, sliding_window, scale
+            *of_products, documents, prefixes, sliding_window, scale
         )
         return learned, None
     one = _sdpa_document
@@ -119,11 +124,12 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
         one = functools.partial(_capped_document, softcap=softcap)
     tokens = query.shape[2]
     parts = []
-    for start, end in documents:
+    for (start, end), prefix in _with_prefixes(documents, prefixes):
         stop = min(start + _bucket(end - start), tokens)
-        window = slice(start, stop)
-        bias = _bias(stop - start, sliding_window, query.dtype, query.device)
-        attended = one(query[0, :, window], key[0, :, window], value[0, :, window], bias, scale)
+        own, before = slice(start, stop), _before(prefix, tokens)
+        bias = _bias_after(prefix, before, stop - start, sliding_window, query)
+        keys, values = (_joined(x[0], before, own) for x in (key, value))
+        attended = one(query[0, :, own], keys, values, bias, scale)
         parts.append(attended[:, : end - start])
     beyond = tokens - documents[-1][1]
     if beyond:  # padding belongs to no document
@@ -181,6 +187,46 @@ def _bias(
     return _whole_bias(size, window, dtype, device)[:tokens, :tokens]
 
 
+def _bias_after(
+    prefix: tuple[int, int] | None,
+    before: slice,
+    tokens: int,
+    window: int | None,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Return the bias of tokens that continue a prefix, ``[N, P + N]``; see `_bias`.
+
+    Keys that `_before` adds to those of the prefix are masked.
+    """
+    length = 0 if prefix is None else prefix[1] - prefix[0]
+    bias = _bias(length + tokens, window, like.dtype, like.device)[length:]
+    beyond = before.stop - before.start - length
+    if not beyond:
+        return bias
+    masked = bias.new_full((tokens, beyond), torch.finfo(bias.dtype).min)
+    return torch.cat([bias[:, :length], masked, bias[:, length:]], dim=1)
+
+
+def _with_prefixes(
+    documents: Sequence[tuple[int, int]], prefixes: Prefixes | None
+) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
+    """Yield the bounds of each document, and of the prefix that it continues."""
+    return zip(documents, prefixes or (None,) * len(documents), strict=True)
+
+
+def _before(prefix: tuple[int, int] | None, tokens: int) -> slice:
+    """Return the keys of a prefix, their number rounded up like that of a document."""
+    start, end = prefix or (0, 0)
+    return slice(start, min(start + _bucket(end - start), tokens))
+
+
+def _joined(x_GTK: torch.Tensor, before: slice, own: slice) -> torch.Tensor:
+    """Return the keys or values of a prefix and of the tokens after it, ``[G, P + N, K]``."""
+    if before.start == before.stop:
+        return x_GTK[:, own]
+    return torch.cat([x_GTK[:, before], x_GTK[:, own]], dim=1)
+
+
 @functools.lru_cache(maxsize=16)
 def _whole_bias(
     size: int, window: int | None, dtype: torch.dtype, device: torch.device
@@ -200,34 +246,43 @@ class _Block:
     Attributes:
         queries: the queries; past the end of the document, they belong to the next one.
         count: the number of queries that belong to the document.
+        before: the keys of the prefix that the document continues, and those that fill it up.
         keys: from the start of the first query's window to the last query.
-        bias: added to the scores of the last keys; it would be zero for the others.
     """
 
     queries: slice
     count: int
+    before: slice
     keys: slice
-    bias: torch.Tensor
 
 
 def _blocks(
-    documents: Sequence[tuple[int, int]], window: int | None, like: torch.Tensor
-) -> Iterator[_Block]:
-    for start, end in documents:
+    documents: Sequence[tuple[int, int]],
+    prefixes: Prefixes | None,
+    window: int | None,
+    like: torch.Tensor,
+) -> Iterator[tuple[_Block, torch.Tensor]]:
+    """Yield blocks, each with a bias of the scores of its last keys; that of others is zero."""
+    for (start, end), prefix in _with_prefixes(documents, prefixes):
         stop = min(start + _bucket(end - start), like.shape[2])
-        bias_NN = _bias(stop - start, window, like.dtype, like.device)
+        before = _before(prefix, like.shape[2])
+        bias = _bias_after(prefix, before, stop - start, window, like)
+        own = before.stop - before.start - start  # the column of a key of the document, less it
         step = _bucket(-(-(stop - start) // max((stop - start) // ROWS, 1)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            seen = start if window is None else max(start, first - window + 1)
-            biased = first if window is None else seen
-            rows, columns = slice(first - start, last - start), slice(biased - start, last - start)
-            yield _Block(
+            if prefix is not None:
+                seen, biased = start, 0 if window is not None else prefix[1] - prefix[0]
+            else:
+                seen = start if window is None else max(start, first - window + 1)
+                biased = own + (first if window is None else seen)
+            block = _Block(
                 queries=slice(first, last),
                 count=min(last, end) - first,
+                before=before,
                 keys=slice(seen, last),
-                bias=bias_NN[rows, columns],
             )
+            yield block, bias[first - start : last - start, biased : own + last]
 
 
 class _CausalBlocks(torch.autograd.Function):
@@ -246,6 +301,7 @@ class _CausalBlocks(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         documents: Sequence[tuple[int, int]],
+        prefixes: Prefixes | None,
         window: int | None,
         scale: float,
     ) -> torch.Tensor:
@@ -254,15 +310,17 @@ class _CausalBlocks(torch.autograd.Function):
         query_TGRK = _by_token(query, groups)
         output_TGRK = query.new_empty((*query_TGRK.shape[:3], value.shape[3]))
         output_TGRK[documents[-1][1] :] = 0
-        blocks, saved = list(_blocks(documents, window, query)), []
-        for block in blocks:
-            query_GSK, keys = _gathered(query_TGRK, block), block.keys
-            weights_GSN = product(query_GSK, key[0, :, keys].transpose(1, 2), scale=scale)
-            rows, columns = block.bias.shape
-            weights_GSN.view(groups, -1, rows, keys.stop - keys.start)[..., -columns:] += block.bias
+        blocks, saved = [], []
+        for block, bias in _blocks(documents, prefixes, window, query):
+            query_GSK = _gathered(query_TGRK, block)
+            key_GNK, value_GNK = (_joined(x[0], block.before, block.keys) for x in (key, value))
+            weights_GSN = product(query_GSK, key_GNK.transpose(1, 2), scale=scale)
+            rows, columns = bias.shape
+            weights_GSN.view(groups, -1, rows, key_GNK.shape[1])[..., -columns:] += bias
             weights_GSN = torch.softmax(weights_GSN, -1)
+            blocks.append(block)
             saved.append(weights_GSN)
-            _scatter(product(weights_GSN, value[0, :, keys]), output_TGRK, block)
+            _scatter(product(weights_GSN, value_GNK), output_TGRK, block)
         ctx.save_for_backward(query, key, value, *saved)
         ctx.blocks, ctx.scale, ctx.end = blocks, scale, documents[-1][1]
         return output_TGRK.flatten(1, 2)[None]
@@ -281,19 +339,19 @@ class _CausalBlocks(torch.autograd.Function):
             for like in (key, value)
         )
         for block, weights_GSN in zip(ctx.blocks, saved, strict=True):
-            keys = block.keys
+            key_GNK, value_GNK = (_joined(x[0], block.before, block.keys) for x in (key, value))
             slope_GSK = _gathered(slope_TGRK, block)
-            add_product(of_value[:, keys], weights_GSN.transpose(1, 2), slope_GSK)
-            of_weights_GSN = product(slope_GSK, value[0, :, keys].transpose(1, 2))
+            _add_by_key(of_value, block, weights_GSN, slope_GSK)
+            of_weights_GSN = product(slope_GSK, value_GNK.transpose(1, 2))
             of_scores_GSN = torch._softmax_backward_data(  # noqa: SLF001  # the fused kernel
                 of_weights_GSN, weights_GSN, -1, weights_GSN.dtype
             )
             query_GSK = _gathered(query_TGRK, block)
-            add_product(of_key[:, keys], of_scores_GSN.transpose(1, 2), query_GSK, scale=ctx.scale)
-            found_GSK = product(of_scores_GSN, key[0, :, keys], scale=ctx.scale)
+            _add_by_key(of_key, block, of_scores_GSN, query_GSK, scale=ctx.scale)
+            found_GSK = product(of_scores_GSN, key_GNK, scale=ctx.scale)
             _scatter(found_GSK, of_query_TGRK, block)
         of_query = of_query_TGRK.flatten(1, 2).transpose(0, 1)[None]
-        return of_query, of_key[None], of_value[None], None, None, None
+        return of_query, of_key[None], of_value[None], None, None, None, None
 
 
 def _by_token(query: torch.Tensor, groups: int) -> torch.Tensor:
@@ -316,6 +374,22 @@ def _scatter(x_GSK: torch.Tensor, into_TGRK: torch.Tensor, block: _Block) -> Non
     groups, _, width = x_GSK.shape
     x_TGRK = x_GSK.view(groups, -1, rows, width).permute(2, 0, 1, 3)
     into_TGRK[block.queries][: block.count] = x_TGRK[: block.count]
+
+
+def _add_by_key(
+    into_GTK: torch.Tensor,
+    block: _Block,
+    weights_GSN: torch.Tensor,
+    x_GSK: torch.Tensor,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """Add ``scale · weightsᵀ x`` to the keys of a block, in both of their places."""
+    own = block.before.stop - block.before.start
+    if own:
+        before_GNS = weights_GSN[..., :own].transpose(1, 2)
+        add_product(into_GTK[:, block.before], before_GNS, x_GSK, scale=scale)
+    add_product(into_GTK[:, block.keys], weights_GSN[..., own:].transpose(1, 2), x_GSK, scale=scale)
 
 
 def _sdpa_document(
@@ -355,12 +429,12 @@ def _capped_document(
     No fused kernel of torch supports this. The capping and the softmax are in f32.
     """
     heads, tokens, width = query_HNK.shape
-    groups = key_GNK.shape[0]
+    groups, keys, _ = key_GNK.shape
     query = (query_HNK * scale).reshape(groups, -1, width)
-    scores_HNN = (query @ key_GNK.transpose(1, 2)).view(heads, tokens, tokens).float()
+    scores_HNN = (query @ key_GNK.transpose(1, 2)).view(heads, tokens, keys).float()
     capped = softcap * torch.tanh(scores_HNN / softcap) + bias_NN
     weights_HNN = torch.softmax(capped, -1).to(value_GNK.dtype)
-    return (weights_HNN.view(groups, -1, tokens) @ value_GNK).view(heads, tokens, -1)
+    return (weights_HNN.view(groups, -1, keys) @ value_GNK).view(heads, tokens, -1)
 
 
 def _capped_batch(

@@ -4,11 +4,12 @@ torch's fused kernels take no mask beside grouped heads: with one, torch compute
 in a layer of 32 heads at 8,192 tokens). These kernels get the bounds of the documents in its place:
 
 - variable-length flash attention (`torch.nn.attention.varlen`), which takes windows;
-- FlexAttention (arXiv:2412.05496), compiled by Triton, which takes capped scores too;
+- FlexAttention (arXiv:2412.05496), compiled by Triton, which takes capped scores too, and
+  documents that continue a prefix;
 - causal flash attention, document by document, where neither is there.
 
 Shapes: H query heads, G key and value heads, T tokens, K head width, D documents, R blocks of
-queries.
+queries or of keys, S parts of documents, each within one block.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ _WIDEST: Final = 256  # head width of flash attention
 _WIDTH_UNIT: Final = 8  # that it is a multiple of
 _LEAST_WIDTH: Final = 16  # head width of FlexAttention
 _AMPERE: Final = (8, 0)  # the first compute capability with bf16, which both kernels need
+
+
+# Bounds of the prefix that each document continues: the first tokens of an earlier document.
+Prefixes: TypeAlias = "tuple[tuple[int, int] | None, ...]"
 
 
 class Kernel(StrEnum):
@@ -56,6 +61,7 @@ class Request:
         window: tokens that a query sees, itself included; None sees all before it.
         softcap: bound of the scores; None leaves them.
         scale: factor of the scores.
+        prefixes: of the documents; None if none continues one.
     """
 
     dtype: torch.dtype
@@ -64,6 +70,7 @@ class Request:
     window: int | None = None
     softcap: float | None = None
     scale: float = 1.0
+    prefixes: Prefixes | None = None
 
     @property
     def is_usual_scale(self) -> bool:
@@ -98,13 +105,15 @@ def kernel_for(asked: Request, there: Machine) -> Kernel | None:
     is_wide = min(asked.width, asked.value_width) >= _LEAST_WIDTH
     if there.has_flex and is_wide and (is_recent or there.capability is None):
         return Kernel.FLEX
-    return Kernel.CAUSAL if asked.window is None and asked.softcap is None else None
+    is_plain = asked.window is None and asked.softcap is None and asked.prefixes is None
+    return Kernel.CAUSAL if is_plain else None
 
 
 def _varlen_takes(asked: Request, arguments: frozenset[str]) -> bool:
     widths = {asked.width, asked.value_width}
     return (
         asked.softcap is None
+        and asked.prefixes is None
         and asked.dtype in {torch.bfloat16, torch.float16}
         and len(widths) == 1
         and asked.width <= _WIDEST
@@ -141,14 +150,16 @@ def _arguments(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def described(device: torch.device, dtype: torch.dtype) -> str:
+def described(device: torch.device, dtype: torch.dtype, *, shares_prompts: bool = False) -> str:
     """Name the kernels that layers with plain scores, and with windows or caps, get on a device."""
     there = machine_of(device)
     if there is None:
         return "by document 1"
-    plain = Request(dtype=dtype, width=BLOCK, value_width=BLOCK, scale=BLOCK**-0.5)
-    capped = Request(dtype=dtype, width=BLOCK, value_width=BLOCK, softcap=1.0)
-    found = [kernel_for(one, there) for one in (plain, capped)]
+    prefixes = () if shares_prompts else None
+    plain = Request(
+        dtype=dtype, width=BLOCK, value_width=BLOCK, scale=BLOCK**-0.5, prefixes=prefixes
+    )
+    found = [kernel_for(one, there) for one in (plain, replace(plain, softcap=1.0))]
     return " and ".join(dict.fromkeys(f"{one or 'all scores'} 1" for one in found))
 
 
@@ -169,7 +180,7 @@ def attend(
         value: ``[1, G, T, K]``.
         documents: start and end of each, in tokens, without gaps from 0 on; what follows the last
             is padding.
-        asked: window, cap and scale of the layer.
+        asked: window, cap, scale and prefixes of the layer.
 
     Returns:
         ``[1, T, H, K]``; zeros for padding.
@@ -251,7 +262,7 @@ def _of_flex(
         key,
         value,
         score_mod=None if asked.softcap is None else _capping(asked.softcap),
-        block_mask=block_mask(bounds, tokens + room, asked.window, query.device),
+        block_mask=block_mask(bounds, tokens + room, asked.window, query.device, asked.prefixes),
         scale=asked.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -281,7 +292,11 @@ def _capping(softcap: float) -> Callable[..., torch.Tensor]:
 
 @functools.lru_cache(maxsize=8)  # the layers of a step ask for the same
 def block_mask(
-    bounds: tuple[int, ...], tokens: int, window: int | None, device: torch.device
+    bounds: tuple[int, ...],
+    tokens: int,
+    window: int | None,
+    device: torch.device,
+    prefixes: Prefixes | None = None,
 ) -> BlockMask:
     """Return the blocks of tokens that attend to each other, computed from bounds alone.
 
@@ -292,22 +307,37 @@ def block_mask(
         tokens: of the sequence.
         window: tokens that a query sees; None sees all of its document before it.
         device: of the result.
+        prefixes: of the documents; None if none continues one.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    lengths = np.diff([*bounds, tokens])
+    of_D = _Bounds.of(bounds, tokens, prefixes)
+    lengths = of_D.end - of_D.start
     document_T = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    start_T = np.repeat(np.asarray(bounds, np.int32), lengths)
     of_T = _moved(document_T, device)
 
-    def visible(
+    def within(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         del batch, head
         seen = (of_T[query] == of_T[key]) & (query >= key)
         return seen if window is None else seen & (query - key < window)
 
-    in_part, whole = _blocks(start_T, window)
+    visible = within
+    if prefixes is not None:
+        before_T = _moved(of_D.before[document_T], device)
+        until_T = _moved(of_D.until[document_T], device)
+        further_T = _moved(of_D.further[document_T], device)
+
+        def visible(
+            batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
+            seen = (key >= before_T[query]) & (key < until_T[query])
+            if window is not None:
+                seen = seen & (query - further_T[query] - key < window)
+            return within(batch, head, query, key) | seen
+
+    in_part, whole = _blocks(of_D, tokens, window)
     counts = _moved(in_part[0], device), _moved(whole[0], device)
     indices = _moved(in_part[1], device), _moved(whole[1], device)
     return BlockMask.from_kv_blocks(
@@ -321,30 +351,71 @@ def block_mask(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Bounds of documents and of their prefixes, int32 ``[D]`` each; padding is a document.
+
+    Attributes:
+        start: first token.
+        end: past the last.
+        before: first token of the prefix.
+        until: past its last; equal to ``before`` where a document continues none.
+        further: tokens between the prefix and the document.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    before: np.ndarray
+    until: np.ndarray
+    further: np.ndarray
+
+    @classmethod
+    def of(cls, bounds: tuple[int, ...], tokens: int, prefixes: Prefixes | None) -> _Bounds:
+        """Return the bounds of documents, given that one begins where another ends."""
+        start, end = np.asarray([bounds, [*bounds[1:], tokens]], np.int32)
+        pairs = [one or (0, 0) for one in prefixes or ()]
+        pairs += [(0, 0)] * (len(start) - len(pairs))
+        before, until = np.asarray(pairs, np.int32).T
+        return cls(start, end, before, until, start - until)
+
+
 _Table = tuple[np.ndarray, np.ndarray]
 
 
-def _blocks(start_T: np.ndarray, window: int | None) -> tuple[_Table, _Table]:
+def _blocks(of_D: _Bounds, tokens: int, window: int | None) -> tuple[_Table, _Table]:
     """Return the blocks of keys for each block of queries: those seen in part, and as a whole.
 
     Args:
-        start_T: first token of the document of each token.
+        of_D: bounds of the documents.
+        tokens: of the sequence.
         window: tokens that a query sees.
 
     Returns:
         Of both kinds, the number for each block of queries, ``[1, 1, R]``, and their indices in
         order, ``[1, 1, R, R]``.
     """
-    tokens = len(start_T)
     first_R = np.arange(0, tokens, BLOCK)
     last_R = np.minimum(first_R + BLOCK, tokens) - 1
     reach = tokens if window is None else window
-    lowest_R = np.maximum(start_T[first_R], first_R - reach + 1)
-    seen_RR = (first_R[None] <= last_R[:, None]) & (last_R[None] >= lowest_R[:, None])
-    within_RR = (last_R[None] <= first_R[:, None]) & (first_R[None] > last_R[:, None] - reach)
+    first_S = np.union1d(first_R, of_D.start[of_D.start < tokens])
+    last_S = np.append(first_S[1:], tokens) - 1
+    of_S = np.searchsorted(of_D.start, first_S, side="right") - 1
+    start_S, before_S, until_S = of_D.start[of_S], of_D.before[of_S], of_D.until[of_S]
+    further_S = of_D.further[of_S]
+
+    def lowest(query_S: np.ndarray, least_S: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.maximum(least_S, query_S - reach + 1)
+        return found[:, None]
+
+    seen_SR = (first_R <= last_S[:, None]) & (last_R >= lowest(first_S, start_S))
+    whole_SR = (last_R <= first_S[:, None]) & (first_R >= lowest(last_S, start_S))
+    lowest_S1 = lowest(first_S - further_S, before_S)
+    seen_SR |= (np.maximum(first_R, lowest_S1) < until_S[:, None]) & (last_R >= lowest_S1)
+    whole_SR |= (last_R < until_S[:, None]) & (first_R >= lowest(last_S - further_S, before_S))
+    begins_R = np.searchsorted(first_S, first_R)
+    seen_RR = np.logical_or.reduceat(seen_SR, begins_R)
     is_full_R = last_R - first_R == BLOCK - 1  # torch masks what is past the end in part blocks
-    whole_RR = within_RR & (first_R[None] >= start_T[last_R][:, None])
-    whole_RR &= is_full_R[None] & is_full_R[:, None]
+    whole_RR = np.logical_and.reduceat(whole_SR, begins_R) & is_full_R & is_full_R[:, None]
     return _table(seen_RR & ~whole_RR), _table(whole_RR)
 
 

@@ -35,19 +35,24 @@ class Documents:
         longest: the longest.
         typical: token-weighted mean document length.
         varied: whether the documents have many different lengths.
+        shared_frac: share of their tokens that are left out, as prompts that pairs have once.
     """
 
     longest: int
     typical: float
     varied: bool = True
+    shared_frac: float = 0.0
 
     def pairs(self, sequences: int, seq_len: int) -> float:
         """Return the pairs of query and key in the largest micro-batch, which have a weight each.
 
-        Assumes one document of the greatest length; the rest are of typical length.
+        Assumes one document of the greatest length; the rest are of typical length. An answer
+        without its prompt has fewer tokens, each of which attends to more keys.
         """
         longest, typical = min(self.longest, seq_len), min(self.typical, seq_len)
-        return pairs(longest) + (sequences * seq_len - longest) / typical * pairs(round(typical))
+        found = pairs(longest) + (sequences * seq_len - longest) / typical * pairs(round(typical))
+        answer = 1 - 2 * self.shared_frac  # of a document; of a pair, 1 + answer is computed
+        return found * (1 + 2 * answer - answer**2) / (1 + answer)
 
 
 def pairs(tokens: int) -> int:

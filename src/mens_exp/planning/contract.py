@@ -450,6 +450,7 @@ _LATER: dict[str, Any] = {
     "objective.loss_type": "grpo",
     "objective.max_completion_tokens": 256,
     "objective.neftune_alpha": 0.0,
+    "objective.share_prompt": False,
     "objective.top_k": None,
     "objective.weight_field": None,
     "objective.z_loss": 0.0,

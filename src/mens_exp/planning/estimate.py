@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import StdlibData, SyntheticData
 from mens_exp.config.model import HfModel, teacher_of
+from mens_exp.config.objective_spec import shares_prompts
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.mix import CHARS_PER_TOKEN, estimated_tokens
@@ -44,8 +46,10 @@ from mens_exp.planning.memory import (
 )
 from mens_exp.planning.planner import environment_of, execution_plan, readers_of_names
 from mens_exp.rows.cache import peek
+from mens_exp.rows.documents import share_prompts
 from mens_exp.rows.encode import encode
 from mens_exp.rows.packing import count_blocks
+from mens_exp.rows.schema import REJECTED
 from mens_exp.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
     from mens_exp.planning.forecast import Disk, Forecast
     from mens_exp.rows.cache import CacheKey, TokenCounts
+    from mens_exp.rows.documents import Encoded
+    from mens_exp.rows.schema import TrainingPair
 
 # measured: the length-weighted mean of the stdlib rows is 218, 328, 425 and 452 tokens if documents
 # are truncated at 256, 512, 1,024 and 2,048.
@@ -86,7 +92,7 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     rows = load_rows(config.data, cache, keep=True)
     if rows.streamed:
         return _of_stream(config, rows, cache)
-    about = {**rows.record(), **_lopsided(config, rows)}
+    about = {**rows.record(), **_lopsided(config, rows), **_shared(config, rows, cache)}
     exact = _cached_counts(config, rows, cache)
     if exact is not None:
         basis = "counted, from the cache"
@@ -150,6 +156,7 @@ def _of_stream(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]:
     return {
         "source": rows.source,
         **about,
+        **_shared(config, rows, cache),
         "train_rows": round(len(rows.train) * scale),
         "heldout_rows": len(rows.heldout),  # of the first rows alone, as those to validate on
         "train_tokens": round(round(sum(train)) * scale),
@@ -175,7 +182,9 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
     if train is None or val is None:
         return None
     rows_read = train.documents // key.labelling.rows.together
-    blocks = count_blocks(cache, key, train) if config.data.packing else rows_read
+    blocks: int | None = None if config.data.packing else rows_read
+    if config.data.packing and not shares_prompts(config.objective):
+        blocks = count_blocks(cache, key, train)
     return {
         "train_rows": rows_read,
         "train_blocks": blocks,
@@ -219,20 +228,45 @@ _SAMPLED_ROWS = 32  # encoded by a plan; takes hundredths of a second (a rough c
 
 def _sampled(config: RunConfig, rows: Rows, cache: Path) -> tuple[float, str]:
     """Encode some rows; return tokens per token estimated from characters, and the basis."""
-    basis = "estimated from the rows' characters; not encoded yet"
+    some = _some(rows)
+    documents = _encoded(config, some, cache)
+    if documents is None:
+        return 1.0, "estimated from the rows' characters; not encoded yet"
+    tokens, about = int(documents.lengths.sum()), sum(map(estimated_tokens, some))
+    return tokens / about, f"estimated from {len(some)} encoded rows; the others not encoded yet"
+
+
+def _some(rows: Rows) -> list[TrainingPair]:
+    step = max(-(-len(rows.train) // _SAMPLED_ROWS), 1)
+    return [rows.train[row] for row in range(0, len(rows.train), step)]
+
+
+def _encoded(config: RunConfig, some: list[TrainingPair], cache: Path) -> Encoded | None:
+    """Encode rows without cutting any; None without a tokenizer, or if the run will fail there."""
     directory = ready_directory(config.model, cache)
-    if directory is None or not len(rows.train):
-        return 1.0, basis
-    step = -(-len(rows.train) // _SAMPLED_ROWS)
-    some = [rows.train[row] for row in range(0, len(rows.train), step)]
-    about = sum(map(estimated_tokens, some))
+    if directory is None or not some:
+        return None
     try:
         tokenizer = load_tokenizer(config.tokenizer, directory)
         endless = dataclasses.replace(labelling_of(config), seq_len=_ENDLESS)
-        tokens = int(encode(some, tokenizer, endless).lengths.sum())
+        return encode(some, tokenizer, endless)
     except MensError:  # the run reports it
-        return 1.0, basis
-    return tokens / about, f"estimated from {len(some)} encoded rows; the others not encoded yet"
+        return None
+
+
+def _shared(config: RunConfig, rows: Rows, cache: Path) -> dict[str, float]:
+    """Estimate the share of the tokens that are left out because a pair has its prompt once."""
+    if not shares_prompts(config.objective):
+        return {}
+    some = _some(rows)
+    documents = _encoded(config, some, cache)
+    if documents is not None:
+        found = share_prompts(documents)
+        return {"shared_frac": round(1 - float(found.room.sum() / found.units.sum()), 4)}
+    prompts = sum(len("".join(chain(*pair.exchanges))) - len(pair.response) for pair in some)
+    rejected = [str(dict(pair.fields).get(REJECTED, "")) for pair in some]
+    answers = sum(map(len, (*rejected, *(pair.response for pair in some))))
+    return {"shared_frac": round(prompts / max(2 * prompts + answers, 1), 4)}
 
 
 _ENDLESS = 2**31  # tokens; no document is cut
@@ -390,8 +424,10 @@ def _reference(
     passes = config.objective.spec.passes_before(config.objective)
     if not passes:
         return {}
-    train = data["train_tokens"] if total is None else min(total, data["train_tokens"])
-    tokens = passes * (train + min(config.data.val_max_tokens, data["val_tokens"]))
+    once = 1 - data.get("shared_frac", 0.0)
+    train = once * data["train_tokens"]
+    train = train if total is None else min(total, train)
+    tokens = round(passes * (train + once * min(config.data.val_max_tokens, data["val_tokens"])))
     pace = expected.pace.of_several(config.trainer.world_size, device.kind)
     teacher = teacher_of(config.objective, config.model)
     if teacher is None:
@@ -476,7 +512,8 @@ def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:
     """Count training sequences; if not counted yet, the rows, or the fewest that packing allows."""
     blocks: int | None = data.get("train_blocks")
     if blocks is None and config.data.packing:
-        return int(-(-data["train_tokens"] // config.data.seq_len))
+        tokens = round((1 - data.get("shared_frac", 0.0)) * data["train_tokens"])
+        return int(-(-tokens // config.data.seq_len))
     rows: int | None = data["train_rows"]
     return rows if blocks is None else blocks
 

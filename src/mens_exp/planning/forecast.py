@@ -289,6 +289,7 @@ def documents_of(config: RunConfig, data: dict[str, Any]) -> Documents:
         longest=longest or limit,
         typical=typical or limit,
         varied=not (longest and typical) or typical < _ALIKE * longest,
+        shared_frac=data.get("shared_frac", 0.0),
     )
 
 

@@ -154,6 +154,8 @@ def _data(data: Mapping[str, Any]) -> Iterator[str]:
     ):
         if data.get(key) is not None:
             yield f"{about}{wording.count(data[key])} {words}"
+    if data.get("shared_frac"):
+        yield f"≈ {data['shared_frac']:.0%} of the tokens left out: pairs have their prompt once"
     if contract := data.get("contract"):
         for one in sections.token_cells(contract["tokens"], contract["unknown"]):
             yield f"{one.label}: {one.text or one.absent}"

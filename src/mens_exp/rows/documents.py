@@ -93,7 +93,9 @@ class Encoded:
     dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
     ``unrolled`` counts documents beyond the first of their row. ``extra`` holds further values of
     each token, which an objective asked for. Each ``together`` documents in a row, such as an
-    answer and the one to compare it with, stay in one micro-batch.
+    answer and the one to compare it with, stay in one micro-batch. ``shared`` has the number of
+    first tokens that a document has in common with the one before it, and that are computed once
+    where both are packed; None if no document shares any.
     """
 
     ids: np.ndarray  # [tokens] int32
@@ -105,6 +107,7 @@ class Encoded:
     short: int = 0
     extra: dict[str, np.ndarray] = field(default_factory=dict)  # [tokens] float32
     together: int = 1
+    shared: np.ndarray | None = None  # [documents] int64
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -120,6 +123,34 @@ class Encoded:
     def lengths(self) -> np.ndarray:
         """Number of tokens in each document, ``[documents] int64``."""
         return np.diff(self.offsets)
+
+    @property
+    def room(self) -> np.ndarray:
+        """Tokens that documents that stay together take in a block, like ``units``."""
+        if self.shared is None:
+            return self.units
+        room: np.ndarray = self.units - self.shared.reshape(-1, self.together).sum(axis=1)
+        return room
+
+
+def share_prompts(documents: Encoded) -> Encoded:
+    """Let the second document of each pair share its first tokens with the other one.
+
+    These are the tokens that both have in common before the second's first supervised one. Each
+    keeps a token of its own.
+    """
+    assert documents.together == _PAIR, "documents to compare come in pairs"
+    ids, offsets = documents.ids, documents.offsets.tolist()
+    shared = np.zeros(len(documents), np.int64)
+    for second in range(1, len(documents), _PAIR):
+        first, start, end = offsets[second - 1 : second + 2]
+        most = min(start - first - 1, int(documents.supervised[start:end].argmax()))
+        differs = ids[first : first + most] != ids[start : start + most]
+        shared[second] = differs.argmax() if differs.any() else most
+    return replace(documents, shared=shared)
+
+
+_PAIR: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,7 +77,7 @@ def blocks_of(documents: Encoded, *, packing: bool, capacity: int) -> Blocks:
         capacity: tokens of a packed block.
     """
     units = documents.units
-    blocks = pack(units, capacity) if packing else single(len(units))
+    blocks = pack(documents.room, capacity) if packing else single(len(units))
     return blocks.of_units(documents.together)
 
 
@@ -221,7 +221,13 @@ _CACHED_FROM: Final = 50_000  # documents; measured: packing fewer takes under 0
 
 
 def cached_blocks(
-    root: Path, content_sha256: str, lengths: np.ndarray, capacity: int, *, together: int = 1
+    root: Path,
+    content_sha256: str,
+    lengths: np.ndarray,
+    capacity: int,
+    *,
+    together: int = 1,
+    shares: bool = False,
 ) -> Blocks:
     """Pack documents, or open the cached result of packing them.
 
@@ -231,10 +237,11 @@ def cached_blocks(
         lengths: tokens of each document, or of each unit of documents that stay together.
         capacity: tokens per block.
         together: documents of a unit.
+        shares: whether they share prompts, which their lengths have once.
     """
     if len(lengths) < _CACHED_FROM:
         return pack(lengths, capacity).of_units(together)
-    key = _key(content_sha256, capacity, together)
+    key = _key(content_sha256, capacity, together) | ({"shares": True} if shares else {})
     directory = _directory(root, key)
     found = _open_blocks(directory)
     if found is None:

@@ -27,7 +27,7 @@ from mens_exp.data.stream import MicroBatches
 from mens_exp.lora.keyed import EmbeddingNoise, KeyedDropout
 from mens_exp.planning.machine import ALONE, look
 from mens_exp.quant.bnb import quantizes_inputs
-from mens_exp.rows.documents import Encoded
+from mens_exp.rows.documents import Encoded, share_prompts
 from mens_exp.training.distributed import StartedProcesses, keep_signals
 from mens_exp.training.module import TrainingModule
 
@@ -165,13 +165,19 @@ def _first_batches(data: RowsDataModule) -> list[Batch]:
 
 def _trial(module: TrainingModule, data: RowsDataModule, batches: Sequence[Batch]) -> _Trial:
     packed, pad_id = data.config.data.packing, data.tokenizer.pad_id
-    documents = short_documents(batches, together=data.train_documents.together)
+    documents = _short_of(data, batches)
     return _Trial(module, documents, packed=packed, pad_id=pad_id)
+
+
+def _short_of(data: RowsDataModule, batches: Sequence[Batch]) -> Encoded:
+    known = data.train_documents
+    found = short_documents(batches, together=known.together)
+    return found if known.shared is None else share_prompts(found)
 
 
 def probed_stream(data: RowsDataModule) -> MicroBatches:
     """Return the documents that `probe` passes through a model, one by one."""
-    documents = short_documents(_first_batches(data), together=data.train_documents.together)
+    documents = _short_of(data, _first_batches(data))
     return _stream(data.config, documents, 1, data.tokenizer.pad_id)
 
 
@@ -223,12 +229,12 @@ def _tolerance(config: RunConfig) -> float:
 
 def _targets_follow(batch: Batch) -> bool:
     """Return whether every target is the token after the one that it is predicted from."""
-    ids = batch.input_ids_BT.flatten()
-    inside = batch.predict_M + 1 < len(ids)
-    if not bool(inside.all()) or not torch.equal(ids[batch.predict_M + 1], batch.targets_M):
+    ids, places_M = batch.input_ids_BT.flatten(), batch.target_places
+    inside = places_M < len(ids)
+    if not bool(inside.all()) or not torch.equal(ids[places_M], batch.targets_M):
         return False
     positions = batch.position_ids_BT.flatten()
-    return torch.equal(positions[batch.predict_M] + 1, positions[batch.predict_M + 1])
+    return torch.equal(positions[batch.predict_M] + 1, positions[places_M])
 
 
 def _otherwise(config: RunConfig, first: Batch, together: int) -> list[str]:
@@ -250,16 +256,28 @@ def _otherwise(config: RunConfig, first: Batch, together: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """A document up to its last supervised token: ids, loss mask, and further values."""
+    """A document up to its last supervised token: ids, loss mask, and further values.
+
+    It continues the first ``shared`` of its tokens; they are those of the document before it.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
     extra: dict[str, np.ndarray]
+    shared: int
+
+    def cut(self, begin: int, tokens: int) -> _Short:
+        """Return some of its tokens, up to the last supervised one of them."""
+        mask = self.mask[begin : begin + tokens].copy()
+        mask[0] = False  # its predecessor is missing
+        part = slice(begin, begin + int(mask.nonzero()[0].max(initial=0)) + 1)
+        extra = {name: one[part] for name, one in self.extra.items()}
+        return _Short(self.ids[part], mask[: part.stop - begin], extra, self.shared)
 
 
 def _documents(batch: Batch) -> list[_Short]:
     """Split a batch into its documents."""
-    ids, targets = batch.input_ids_BT.flatten().numpy(), batch.predict_M.numpy() + 1
+    ids, targets = batch.input_ids_BT.flatten().numpy(), batch.target_places.numpy()
     learned = np.zeros(len(ids), bool)
     learned[targets] = True
     extra = {name: np.zeros(len(ids), np.float32) for name in batch.extra}
@@ -270,16 +288,25 @@ def _documents(batch: Batch) -> list[_Short]:
         (row * width, (row + 1) * width) for row in range(batch.input_ids_BT.shape[0])
     ]
     found = []
-    for start, end in bounds:
-        places = np.flatnonzero(learned[start:end])
-        if len(places):
-            until = start + int(places[-1]) + 1
-            begin = max(start, until - _TOKENS)
-            mask = learned[begin:until].copy()
-            mask[0] = False  # its predecessor is missing
-            own = {name: one[begin:until] for name, one in extra.items()}
-            found.append(_Short(ids[begin:until], mask, own))
+    for (start, end), prefix in zip(bounds, batch.prefixes or (None,) * len(bounds), strict=True):
+        own = np.flatnonzero(learned[start:end])
+        if len(own):
+            before = np.arange(*(prefix or (0, 0)))
+            places = np.append(before, np.arange(start, start + own[-1] + 1))
+            mask = learned[places]
+            mask[: len(before)] = False  # of the document that they are from
+            further = {name: one[places] for name, one in extra.items()}
+            found.append(_Short(ids[places], mask, further, len(before)))
     return found
+
+
+def _cut(unit: Sequence[_Short]) -> list[_Short]:
+    """Cut documents that stay together; those that share a prompt go on sharing its end."""
+    shared = unit[-1].shared
+    if shared and unit[-1].mask[shared]:
+        begin = max(shared - _TOKENS // 2, 0)
+        return [one.cut(begin, _TOKENS) for one in unit]
+    return [one.cut(max(len(one.ids) - _TOKENS, 0), _TOKENS) for one in unit]
 
 
 def short_documents(batches: Sequence[Batch], *, together: int = 1) -> Encoded:
@@ -290,7 +317,7 @@ def short_documents(batches: Sequence[Batch], *, together: int = 1) -> Encoded:
         together: documents that stay together.
     """
     documents = [one for batch in batches for one in _documents(batch)]
-    units = [documents[i : i + together] for i in range(0, len(documents), together)]
+    units = [_cut(documents[i : i + together]) for i in range(0, len(documents), together)]
     whole = [unit for unit in units if all(one.mask.any() for one in unit)]
     whole.sort(key=lambda unit: sum(len(one.ids) for one in unit))
     chosen = [one for unit in whole[: max(_DOCUMENTS // together, 1)] for one in unit]
@@ -336,7 +363,7 @@ class _Trial:
     def peek(self) -> float | None:
         """Change the last token of a document, and measure whether other positions change."""
         batch = self.batch(units_of(self.documents)[0])
-        place = int(batch.predict_M[-1]) + 1
+        place = int(batch.target_places[-1])
         ids = batch.input_ids_BT.clone()
         flat = ids.view(-1)
         others = flat[flat != flat[place]]

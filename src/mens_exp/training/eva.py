@@ -97,7 +97,7 @@ def _passes(backend: Any, stream: MicroBatches, found: dict[str, _Directions]) -
             if not left:
                 return number
             batch = stream.batch(number % stream.total).to(device)
-            places_N = batch.predict_M + 1  # of the supervised tokens themselves, as in PEFT
+            places_N = batch.target_places  # of the supervised tokens themselves, as in PEFT
             handles = [
                 backend.layers[logical].register_forward_pre_hook(_watch(one, places_N))
                 for logical, one in left.items()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mens_exp.artifacts.digest import sha256_bytes
-from mens_exp.config.objective_spec import PRECOMPUTED
+from mens_exp.config.objective_spec import PRECOMPUTED, SHARED, shares_prompts
 from mens_exp.errors import ConfigError
 from mens_exp.objective.preference import KnownReference, OfAnswers
 from mens_exp.training.cached_pass import CachedPass, surroundings
@@ -111,6 +111,7 @@ def _key(
         "lora": repr(replace(config.lora, **off)),
         "chunk_tokens": module.objective.chunk_tokens,
         "packing": config.data.packing,
+        **({SHARED: True} if shares_prompts(config.objective) else {}),
     }
 
 

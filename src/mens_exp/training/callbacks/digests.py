@@ -115,6 +115,8 @@ def _chained(chain: str, batch: Batch) -> str:
     batch = batch.host
     sha256 = hashlib.sha256(chain.encode())
     sha256.update(repr(batch.documents).encode())
+    if batch.prefixes is not None:
+        sha256.update(repr(batch.prefixes).encode())
     for part in (
         batch.input_ids_BT,
         batch.position_ids_BT,
