@@ -31,6 +31,7 @@ COMMANDS = {
     "objective.distillation": ["objective=distillation", "objective.teacher=somewhere/absent"],
     **{f"objective.{one}": [f"objective={one}"] for one in ("dpo", "cpo", "simpo", "orpo", "kto")},
     "objective.grpo": ["objective=grpo"],
+    "lora.passthrough": ["lora=peft", "lora.config.peft_type=OFT"],
     "backend.proxy": ["backend=proxy"],
     "backend.lora": ["backend=lora"],
     "backend.full": ["backend=full"],
@@ -73,6 +74,7 @@ OTHER = {
     "data.val_path": "validation.jsonl",
     "model.id": "elsewhere/absent",
     "lora.init_from": "a run",
+    "lora.config": {"peft_type": "OFT", "oft_block_size": 16},
     "tokenizer.chat_template": "template.jinja",
 }
 
