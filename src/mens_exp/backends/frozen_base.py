@@ -105,8 +105,8 @@ def _passed(causal_lm: Any, batch: Batch, **options: Any) -> Any:
     packed = {}
     if batch.documents is not None:
         packed = {"position_ids": batch.position_ids_BT, "documents": batch.documents}
-    if batch.prefixes is not None:
-        packed["prefixes"] = batch.prefixes
+        if batch.prefixes is not None:
+            packed["prefixes"] = batch.prefixes
     ids_BT = batch.input_ids_BT
     return backbone(causal_lm)(
         input_ids=ids_BT,
