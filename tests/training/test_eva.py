@@ -111,7 +111,7 @@ def test_directions_that_do_not_settle_end_the_run(tiny_backend, documents, monk
     """PEFT would go on for ever, as it would where no micro-batch has enough tokens."""
     monkeypatch.setattr(eva, "_MOST", 1)
     backend = tiny_backend(*EVA)
-    with pytest.raises(TrainingError, match="do not settle"):
+    with pytest.raises(TrainingError, match="do not converge"):
         start_from_inputs(backend, stream(documents, packing=True))
     assert not any(layer._forward_pre_hooks for layer in backend.layers.values())
 
