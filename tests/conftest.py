@@ -11,6 +11,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -390,6 +391,31 @@ def finished_with(shelf, train_in):
         return RunDir(place / "run")
 
     return taken
+
+
+@pytest.fixture(scope="session")
+def installed(shelf):
+    """Install packages that the environment leaves out, and return their directory."""
+
+    def install(name, *packages):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        constraints = ["--constraint", str(Path(__file__).parents[1] / "constraints.txt")]
+
+        def into(place):
+            subprocess.run([*pip, str(place), *constraints, *packages], check=True)
+
+        return shelf(name, into)
+
+    return install
+
+
+@pytest.fixture
+def apollo(installed, monkeypatch):
+    """Make apollo-torch importable here and in child processes; its license keeps it out of dev."""
+    place = str(installed("apollo", "apollo-torch==1.0.3"))
+    monkeypatch.syspath_prepend(place)
+    paths = filter(None, [place, os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture(scope="session")

@@ -100,10 +100,10 @@ def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["galore", "apollo"])
-def test_projections_are_those_of_one_process(train_in, tmp_path, option):
+def test_projections_are_those_of_one_process(train_in, tmp_path, request, option):
     """Each process decomposes the same averaged gradient, or draws from the same seed."""
     if option == "apollo":
-        pytest.importorskip("apollo_torch", reason="needs pip install apollo-torch, not in dev")
+        request.getfixturevalue("apollo")
     settings = (*F32, "backend=full", "quant=none", f"optim={option}", "optim.rank=8")
     settings += ("optim.lr=1e-3", "optim.update_proj_gap=3", "trainer.max_steps=6")
     one = train_in(tmp_path / "one", *settings)

@@ -5,28 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 # Triton's interpreter that these tests were written for; a CUDA build of torch brings its own.
 PACKAGES = ("liger-kernel==0.8.5", "triton==3.9.0")
 
 
-@pytest.fixture(scope="session")
-def liger(shelf):
-    """Install Liger-Kernel and Triton apart from the environment, which has no Triton."""
-
-    def install(place):
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]
-        constraints = ["--constraint", HERE.parents[1] / "constraints.txt"]
-        subprocess.run([*pip, *constraints, *PACKAGES], check=True)
-
-    return shelf("liger", install)
-
-
-def test_the_kernels_agree_with_torch_in_tritons_interpreter(liger):
+def test_the_kernels_agree_with_torch_in_tritons_interpreter(installed):
     """Every test of interpreted_liger.py, in f32."""
-    paths = [str(liger), os.environ.get("PYTHONPATH", "")]
+    paths = [str(installed("liger", *PACKAGES)), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     file = str(HERE / "interpreted_liger.py")
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", file]

@@ -360,10 +360,12 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(("option", "more"), OPTIMIZERS.items(), ids=OPTIMIZERS)
-def test_the_planned_state_is_that_of_the_optimizer(on_rows, cache, tiny_backend, option, more):
+def test_the_planned_state_is_that_of_the_optimizer(
+    on_rows, cache, tiny_backend, request, option, more
+):
     """After one step over a real graph, to the counters of a step."""
     if option.startswith("apollo"):
-        pytest.importorskip("apollo_torch", reason="needs pip install apollo-torch, not in dev")
+        request.getfixturevalue("apollo")
     overrides = (f"optim={option.split()[0]}", *more)
     config, backend = on_rows(*overrides), tiny_backend(*overrides)
     parameters = backend.trainable()

@@ -390,7 +390,7 @@ def _import_everything():
     import mens_exp
 
     for found in pkgutil.walk_packages(mens_exp.__path__, "mens_exp."):
-        if not found.name.endswith(("__main__", "vllm_engine")):
+        if not found.name.endswith(("__main__", "vllm_engine", "training.apollo")):
             importlib.import_module(found.name)
     _spare_the_forks()
 

@@ -212,11 +212,11 @@ def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
 
 @pytest.mark.parametrize("option", ["galore", "apollo"])
 def test_full_fine_tuning_with_projections_resumes_to_the_same_bytes(
-    broken, train_in, tmp_path, option
+    broken, train_in, tmp_path, request, option
 ):
     """Projections in use are in the checkpoint; later ones follow from gradient or seed."""
     if option == "apollo":
-        pytest.importorskip("apollo_torch", reason="needs pip install apollo-torch, not in dev")
+        request.getfixturevalue("apollo")
     settings = ("backend=full", "quant=none", f"optim={option}", "optim.rank=8", "optim.lr=1e-3")
     settings += ("optim.update_proj_gap=3",)
     through = train_in(tmp_path / "through", *settings)

@@ -18,13 +18,6 @@ FULL = ("backend=full", "quant=none")
 GALORE = (*FULL, "optim=galore", "optim.rank=4", "optim.lr=1e-2", "optim.weight_decay=0.1")
 APOLLO = (*FULL, "optim=apollo", "optim.lr=1e-2", "optim.weight_decay=0.1")
 OPTIONS = ("galore", "apollo")
-WHY = "the extra `apollo` is not in dev because of its license: pip install apollo-torch"
-
-
-def there(option):
-    """Skip without the package of APOLLO, which the development environment leaves out."""
-    if option == "apollo":
-        pytest.importorskip("apollo_torch", reason=WHY)
 
 
 def drawn(*shape, seed):
@@ -70,10 +63,10 @@ def test_galore_s_steps_are_those_of_the_package(tiny_config, side):
     assert same(found, expected) == [*SHAPES]
 
 
+@pytest.mark.usefixtures("apollo")
 @pytest.mark.parametrize(("scale_type", "proj"), [("tensor", "random"), ("channel", "svd")])
 def test_apollo_s_steps_are_those_of_the_package(tiny_config, scale_type, proj):
     """Four steps with a new projection in the third, from the seeds that the run drew."""
-    there("apollo")
     from apollo_torch import APOLLOAdamW
 
     chosen = ("optim.rank=4", f"optim.scale_type={scale_type}", f"optim.proj={proj}")
@@ -119,12 +112,12 @@ def test_galore_follows_the_paper(tiny_config):
         assert (parameters[name].detach() - expected).norm() < 1e-4 * moved
 
 
+@pytest.mark.usefixtures("apollo")
 def test_apollo_follows_the_paper(tiny_config):
     """One step by hand: algorithm 1 of arXiv:2412.05270, with the projection that was drawn.
 
     The whole gradient moves the weight, so its update has full rank.
     """
-    there("apollo")
     config = tiny_config(*APOLLO, "optim.rank=4", "optim.scale_type=channel", "optim.scale=4")
     parameters = start()
     optimizer = ours(config, parameters)
@@ -147,9 +140,10 @@ def test_apollo_follows_the_paper(tiny_config):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_state_survives_a_file_that_executes_nothing(tiny_config, option):
+def test_state_survives_a_file_that_executes_nothing(tiny_config, request, option):
     """Three steps, a file read with weights_only, and three more are the six of one optimizer."""
-    there(option)
+    if option == "apollo":
+        request.getfixturevalue("apollo")
     settings = (*FULL, f"optim={option}", "optim.rank=4", "optim.update_proj_gap=5")
     config = tiny_config(*settings, "optim.lr=1e-2")
     through, stopped = start(), start()
@@ -166,9 +160,9 @@ def test_state_survives_a_file_that_executes_nothing(tiny_config, option):
     steps(before, stopped, [6])  # saving left its own state as it was
 
 
+@pytest.mark.usefixtures("apollo")
 def test_projections_are_drawn_from_the_run_s_seed(tiny_config):
     """From it alone: equal for equal seeds whatever the global stream, and another for another."""
-    there("apollo")
     config = tiny_config(*APOLLO)
     ends = []
     for seed, noise in ((7, 0), (7, 1), (8, 0)):
