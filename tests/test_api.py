@@ -217,7 +217,7 @@ def test_a_run_without_a_model_says_so(tiny_run):
     for part in (found.model, found.tokenizer):
         with pytest.raises(MensError, match="trained nothing"):
             part()
-    with pytest.raises(MensError, match="no such side"):
+    with pytest.raises(MensError, match="unknown side"):
         found.rows("test")
 
 

@@ -14,6 +14,7 @@ from mens_exp.errors import ConfigError, Problems, SetupError
 from mens_exp.model.kernels import has_bf16
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
+from mens_exp.planning.kernels import Part
 from mens_exp.quant.bnb import keep_trainable, quantization_config
 
 F32 = "quant.compute_dtype=f32"
@@ -161,6 +162,7 @@ def test_facts_are_what_was_built(tiny_backend):
         "lora_modules": "q, k, v, o, gate, up, down in 2 of 2 layers: 14 modules",
         "lora_variant": "lora",
         "lora_init": "default",
+        "kernels": dict.fromkeys(map(str, Part), "torch: the device is not a CUDA GPU"),
         "numerics": {
             "adapters": "projections of an input together 1",
             "attention": "blocks of queries 1",

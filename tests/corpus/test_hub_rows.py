@@ -208,7 +208,7 @@ def test_dataset_that_is_not_cached_needs_a_network(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     problem = refusal(tmp_path)
     assert isinstance(problem, SetupError)
-    assert "the dataset is not whole in the cache" in str(problem)
+    assert "the dataset is incomplete in the cache" in str(problem)
     assert f"hf download --repo-type dataset {NAME}; or give files instead" in str(problem)
 
 

@@ -36,7 +36,7 @@ def test_auto_asks_for_all_kernels_on_a_gpu_and_for_none_on_a_cpu(tiny_config):
     """The default; on the CPU, torch computes what it always has."""
     config = tiny_config()
     assert reasons(config, on_gpu=True) == dict.fromkeys(Part)
-    assert reasons(config, on_gpu=False) == dict.fromkeys(Part, "the device is no CUDA GPU")
+    assert reasons(config, on_gpu=False) == dict.fromkeys(Part, "the device is not a CUDA GPU")
 
 
 @pytest.mark.usefixtures("installed")
@@ -113,7 +113,7 @@ def test_liger_is_refused_where_it_cannot_run(tiny_config, monkeypatch):
     asked = tiny_config("model.kernels=liger")
     (error,) = check_kernels(asked)
     assert isinstance(error, SetupError)
-    assert "liger, but the device is no CUDA GPU" in str(error)
+    assert "liger, but the device is not a CUDA GPU" in str(error)
     assert "model.kernels=auto" in error.remedy
     monkeypatch.setattr("mens_exp.planning.forecast.machine.look", lambda _: GPU)
     monkeypatch.setattr(kernels, "find_spec", lambda _: None)

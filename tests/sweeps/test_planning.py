@@ -54,7 +54,7 @@ def test_one_bad_cell_stops_all_and_is_named(planned):
     """With the way to run the others."""
     said = str(refusal(planned, "lora.r=8,0", "seed=1,2"))
     assert "lora.r: out of range" in said
-    assert "2 of 4 cells cannot run, so none does" in said
+    assert "2 of 4 cells cannot run, so none was started" in said
     assert "2 (lora.r=0, seed=1); 3 (lora.r=0, seed=2)" in said
     assert "sweep.invalid=skip" in said
 
@@ -101,7 +101,7 @@ def test_a_knob_without_effect_collapses_its_cells(planned):
     assert same["why"] == "the same as cell 2: lora.r has no effect there"
     kept = sweep.jobs[2]
     assert not any(text.startswith("lora.r=") for text in kept.cell.composed.overrides)
-    assert "stands for cell 3 (backend=full, lora.r=8) as well" in kept.notes
+    assert "also represents cell 3 (backend=full, lora.r=8)" in kept.notes
 
 
 def test_a_value_that_one_option_refuses_alone_collapses(planned):

@@ -91,7 +91,7 @@ def test_plugins_run_what_local_runs(pairs, tiny_run, tmp_path, capsys):
     pairs.write_text(PAIRS.replace("[4, 8]", "[4, 16]"), "utf-8")
     capsys.readouterr()
     assert cli.main([f"sweep.resume={theirs}"]) == 2
-    assert "another cell 1 than when it was launched" in capsys.readouterr().err
+    assert "another cell 1 than at its launch" in capsys.readouterr().err
     assert adapters(theirs) == singles
 
 

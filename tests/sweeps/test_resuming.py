@@ -267,8 +267,9 @@ def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path,
     found = json.loads(path.read_text("utf-8"))
     path.write_text(json.dumps({**found, "version": 1}), "utf-8")
     assert cli.main([f"sweep.resume={place}"]) == 0
-    assert "launched with hydra/launcher=joblib, and goes on with hydra/launcher=local" in " ".join(
-        capsys.readouterr().err.split()
+    assert (
+        "launched with hydra/launcher=joblib and continues with hydra/launcher=local"
+        in " ".join(capsys.readouterr().err.split())
     )
     record = begun[0]
     assert (record.launcher, record.n_jobs) == ("local", 5)

@@ -60,7 +60,7 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked):
         "n_trials: out of range",
         "unknown KPI · found val_los",
         "the nearest is val_loss",
-        "more tokens are neither better nor worse",
+        "more tokens is neither better nor worse",
         "objectives: names one twice",
         "startup_trials: has no effect with sampler=random",
         "pruner_min_steps: has no effect with pruner=none",

@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_before_a_run_is_opened_says_so(tmp_path, monkeypatc
 
     monkeypatch.setattr(utils, "_save_config", full)
     assert cli.main(["task=plan", "model=tiny_llama", f"hydra.run.dir={tmp_path / 'run'}"]) == 3
-    assert "then go on with: the same command" in capsys.readouterr().err
+    assert "then continue with: the same command" in capsys.readouterr().err
 
 
 def test_what_a_killed_run_left_half_written_is_removed(cell, tmp_path):

@@ -150,7 +150,7 @@ def test_a_number_beyond_f16_is_refused(ones, capsys):
         (["merge.meta=-"], r"merge\.meta: is required with adapter="),
         (
             ["merge.base_shard=-"],
-            r"merge\.base_shard: is needed.*add merge\.base_shard=\[a\.safetensors",
+            r"merge\.base_shard: is required.*add merge\.base_shard=\[a\.safetensors",
         ),
         (["out=-"], r"out: is required.*add out=<file>"),
         (["base=x/y"], r"base: has no effect with adapter="),

@@ -64,7 +64,7 @@ def test_changed_first_rows_are_refused_on_resume(broken, tmp_path, rows_file, c
     ("overrides", "told"),
     [
         (["trainer.max_steps=-1", "trainer.max_epochs=1"], ["trainer.max_steps", "max_epochs"]),
-        (["trainer.max_epochs=2"], ["trainer.max_epochs: cannot be told"]),
+        (["trainer.max_epochs=2"], ["trainer.max_epochs: cannot be computed"]),
     ],
 )
 def test_epochs_of_a_stream_are_refused(tiny_run, overrides, told, capsys):
@@ -94,7 +94,7 @@ def test_a_mix_streams_no_source(rows_file, capsys):
     """It draws by weight from rows that it knows all of."""
     source = f"{{path:{rows_file},weight:1,streaming:true}}"
     assert cli.main(["data=mix", f"data.sources=[{source}]", "task=plan"]) == 2
-    assert "data.sources[0].streaming: is no key of jsonl in a mix" in capsys.readouterr().err
+    assert "data.sources[0].streaming: is not a key of jsonl in a mix" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("split", ["train[:10]", "train+test"])

@@ -157,7 +157,7 @@ def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
     wandb_service.refuses = lambda _: False
     wandb_service.operations.clear()
     assert sync(sweep.path) == 0
-    assert "already exists" in capsys.readouterr().out
+    assert "was sent before" in capsys.readouterr().out
     for name in ("runs_0_runs", "runs_1_runs"):
         assert steps(wandb_service, name) == [(1, 1.75), (2, 1.5), (3, 1.25)]
         assert len(wandb_service.versions(f"adapter-{name}")) == 1

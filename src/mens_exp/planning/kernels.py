@@ -56,7 +56,7 @@ def why_not_at_all(config: RunConfig, *, on_gpu: bool) -> str | None:
     if config.backend.name not in _BACKENDS:
         return f"backend={config.backend.name} has a step of its own"
     if not on_gpu:
-        return "the device is no CUDA GPU"
+        return "the device is not a CUDA GPU"
     if not is_installed():
         return f"{PACKAGE} is not installed"
     return None
