@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -303,3 +305,10 @@ def test_a_type_that_records_or_merges_cannot_hold_is_refused(tiny_config, field
     config = tiny_config("lora=peft", f"lora.config={{{fields}}}", *DENSE)
     (problem,) = [one for one in preflight(config) if str(one.where).startswith("lora.config")]
     assert said in str(problem)
+
+
+def test_the_import_of_peft_says_nothing():
+    """A process that imports it first, as a plan does: bitsandbytes has a notice about kernels."""
+    text = "from mens_exp.backends import passthrough as p; list(p._field_problems({}))"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from mens_exp.layout.targets import LinearModule
     from mens_exp.lora.method import Tensors
 
+with quiet():  # bitsandbytes, which PEFT imports, writes a notice about kernels for CPUs
+    import peft  # noqa: F401  # imported here first
+
 _ADAPTER = "default"
 _NAME = "layer"
 _TYPE = "peft_type"
