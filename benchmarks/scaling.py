@@ -6,13 +6,13 @@ Nothing is measured on a GPU here. Memory is what a plan states. Time has two bo
 weights are gathered entirely while the device computes, or entirely before. A device computes at
 one rate, calibrated on one published run of it, and every other published run is then a test of
 the formula. Published runs are of other programs: their rows, kernels and head differ from ours.
-Not in the formula: kernels that small batches leave idle, and the start of a collective operation
-(`LATENCY_S` for each process that a ring passes), which was assumed.
+Not in the formula: units of the GPU that small batches leave idle. Assumed, not measured: what it
+takes to start a collective operation (`LATENCY_S`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import record
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 QUESTION = "What do memory, time and communication come to on 1 to 512 GPUs, by formula?"
 GIB, F32 = 2**30, 4
 NEAR = 1.2
-LATENCY_S = 10e-6  # for each process that a ring passes; unverified guess
+LATENCY_S = 10e-6  # for each process that a ring passes; assumed
 # Layers, hidden size, MLP, query heads, key and value heads, vocabulary: of their config.json.
 SIZES = {
     "Llama 2 7B": (32, 4096, 11008, 32, 32, 32000),
@@ -200,7 +200,7 @@ class Published:
     rate_from: tuple[Job, float]
     link_from: tuple[Job, float] | None = None
     others: tuple[tuple[Job, float], ...] = ()
-    peaks: tuple[tuple[Job, float], ...] = field(default=())
+    peaks: tuple[tuple[Job, float], ...] = ()
 
     def device(self) -> Device:
         """Return the device, by the published runs that calibrate it."""

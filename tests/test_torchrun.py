@@ -91,7 +91,7 @@ def test_a_task_that_an_experiment_chooses_is_refused_as_well(started_as, tmp_pa
     started_as(0)
     assert cli.main(["experiment=mine", f"path={tmp_path}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "torchrun started several processes for a task of one" in said
+    assert "torchrun started several processes for a task that runs in one" in said
     assert "found inspect" in said
 
 
@@ -108,5 +108,5 @@ def test_torchrun_itself_ends_at_once(tmp_path):
         check=False,
     )
     assert ended.returncode == 1
-    assert "torchrun started several processes for a task of one" in ended.stderr
+    assert "torchrun started several processes for a task that runs in one" in ended.stderr
     assert "exitcode: 2" in ended.stderr

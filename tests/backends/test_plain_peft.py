@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers_models import of_transformers
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.model import attention
@@ -28,27 +29,11 @@ def batch(documents):
 
 
 def loaded(base, directory, dtype, kernel):
-    """Load the 4-bit base and a PEFT directory as PEFT's documentation says.
-
-    bitsandbytes' own inference kernel for AVX512-BF16 is left out; it rounds otherwise.
-    """
-    from bitsandbytes.nn import Linear4bit
+    """Load the 4-bit base and a PEFT directory as PEFT's documentation says."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    model = of_transformers(base, dtype, quant="nf4", attn_implementation=kernel)
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            base, quantization_config=nf4, dtype=dtype, attn_implementation=kernel
-        )
-        for module in model.modules():
-            if isinstance(module, Linear4bit):
-                module.support_avx512bf16_for_cpu = False
         return PeftModel.from_pretrained(model, directory).eval()
 
 

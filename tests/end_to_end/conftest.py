@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers_models import of_transformers
 
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import from_yaml, typed
@@ -20,30 +21,13 @@ CHATML = (
 
 
 def peft_model(run, base):
-    """Load the quantized base and the adapter with transformers and PEFT alone.
-
-    bitsandbytes' own inference kernel for AVX512-BF16 is left out: SmolLM2's loss is 2.2206 with
-    it, and 2.2223 without it, in f32, and by ours (12 documents, experiments/LOG.md).
-    """
-    from bitsandbytes.nn import Linear4bit
+    """Load the quantized base and the adapter with transformers and PEFT alone."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quant = typed(from_yaml(run.config)).quant
     dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[quant.compute_dtype.value]
-    int8 = BitsAndBytesConfig(load_in_8bit=True)
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    model = of_transformers(base, dtype, quant=quant.quant_type.value)
     with quiet():
-        stored = {"nf4": nf4, "int8": int8}[quant.quant_type.value]
-        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=stored, dtype=dtype)
-        for module in model.modules():
-            if isinstance(module, Linear4bit):
-                module.support_avx512bf16_for_cpu = False
         return PeftModel.from_pretrained(model, run.peft).eval()
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -139,6 +140,23 @@ def test_the_judge_sees_what_a_fault_may_leave(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("blocks", "is_seen"), [((None, None), True), ((40, 40), True), ((None, 40), False)]
+)
+def test_the_tokens_of_a_plan_differ_only_if_one_is_an_estimate(tmp_path, blocks, is_seen):
+    """The rows may be in the cache when the next command plans."""
+    plans = [
+        {"data": {"train_blocks": count}, "tokens_total": total, "steps": 4}
+        for count, total in zip(blocks, (768, 698), strict=True)
+    ]
+    expected, found = (json.dumps(plan).encode() for plan in plans)
+    (tmp_path / "plan.json").write_bytes(found)
+    problems = list(after_faults.differences(tmp_path, {"plan.json": expected}, ""))
+    assert bool(problems) is is_seen
+    (tmp_path / "plan.json").write_bytes(found.replace(b'"steps": 4', b'"steps": 5'))
+    assert list(after_faults.differences(tmp_path, {"plan.json": expected}, ""))
+
+
+@pytest.mark.parametrize(
     ("said", "code", "wrong"),
     [
         ("the disk is full\n  next      make room on it", 3, None),
@@ -184,19 +202,40 @@ def test_the_page_is_drawn_from_the_results():
 @pytest.mark.parametrize(
     ("action", "place", "problem", "is_kept"),
     [
-        ("kill", "cache/.#.lock", "left over: cache/.d76de11ab3d9df347e5ad2869e8581ef.lock", True),
         ("error", "own#/#.safetensors", "own1/5.safetensors is there", True),
-        ("kill", "own#/#.safetensors", "own1/5.safetensors is there", False),
         ("error", "own#/#.safetensors", "own1/report.html is there", False),
+        ("error", "own#/#.safetensors", "left over: own1/.manifest.lock", False),
+        ("kill", "own#/#.safetensors", "own1/5.safetensors is there", False),
         ("error", "cache/.#.lock", "run/weights is missing", False),
     ],
 )
-def test_a_fault_at_a_deletion_keeps_locks_and_the_file_of_the_disk_alone(
-    action, place, problem, is_kept
+def test_a_deletion_that_failed_keeps_a_file_like_it_alone(
+    tmp_path, action, place, problem, is_kept
 ):
     fault = Fault(Site("unlink", place), 1, action)
-    assert campaign._is_what_the_fault_kept(fault, problem) is is_kept
-    assert not campaign._is_what_the_fault_kept(Fault(Site("write", place), 1, action), problem)
+    assert campaign._is_what_the_fault_kept(tmp_path, fault, problem) is is_kept
+    elsewhere = Fault(Site("write", place), 1, action)
+    assert not campaign._is_what_the_fault_kept(tmp_path, elsewhere, problem)
+
+
+def test_a_killed_process_keeps_a_lock_that_nobody_holds(tmp_path):
+    """Not one that is held, names its holder, is another's, or is not there."""
+    lock = tmp_path / ".d76de11ab3d9df347e5ad2869e8581ef.lock"
+    killed = Fault(Site("unlink", ".#.lock"), 1, "kill")
+    problem = f"left over: {lock.name}"
+
+    def is_kept(fault=killed):
+        return campaign._is_what_the_fault_kept(tmp_path, fault, problem)
+
+    assert not is_kept()
+    lock.touch()
+    assert is_kept()
+    assert not is_kept(Fault(Site("unlink", "cache/.#.lock"), 1, "kill"))
+    with lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not is_kept()
+    lock.write_text("4711")
+    assert not is_kept()
 
 
 def test_a_case_can_be_played_again_by_its_name():

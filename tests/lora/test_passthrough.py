@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers_models import of_transformers
 
 from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch
@@ -16,7 +17,6 @@ from mens_exp.errors import RequestError
 from mens_exp.export.adapter import config_of_adapter
 from mens_exp.layout.targets import adapter_parameters
 from mens_exp.lora.method import method_of
-from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.contract import contract_of
@@ -54,23 +54,9 @@ def words(name, **others):
 
 def of_peft(name, directory, *, quantized):
     """Return PEFT's model, built as its documentation says."""
-    from bitsandbytes.nn import Linear4bit
     from peft import get_peft_config, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, quantization_config=nf4 if quantized else None
-        )
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    model = of_transformers(directory, torch.float32, quant="nf4" if quantized else None)
     fields = {"peft_type": name, "task_type": "CAUSAL_LM", "target_modules": TARGETS}
     return get_peft_model(model, get_peft_config({**fields, **FIELDS[name]}))
 

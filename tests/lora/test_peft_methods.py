@@ -8,13 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from transformers_models import of_transformers
 
 from mens_exp.artifacts.adapter_tensors import disagreements
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import DataError
 from mens_exp.export.adapter import config_of_adapter, with_scale_one
 from mens_exp.lora.peft_methods import RANDLORA, VERA
-from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.activations import Documents
@@ -67,23 +67,9 @@ def own_config(name, **others):
 
 def of_peft(name, directory, *, quantized=False, **others):
     """Return PEFT's model of the same base, attention and dtype as its documentation says."""
-    from bitsandbytes.nn import Linear4bit
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, quantization_config=nf4 if quantized else None
-        )
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    model = of_transformers(directory, torch.float32, quant="nf4" if quantized else None)
     return get_peft_model(model, own_config(name, **others))
 
 

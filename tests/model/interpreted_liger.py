@@ -187,7 +187,7 @@ def test_a_gelu_and_a_quantized_or_trained_head_stay_with_torch():
     assert facts[Part.MLP] == "torch: the model's code is not Llama's, with SiLU"
     assert facts[Part.HEAD] == "torch: the head is trained"
     model.lm_head = torch.nn.Identity()
-    assert kernels_on(model).facts()[Part.HEAD] == "torch: the head is a Identity"
+    assert kernels_on(model).facts()[Part.HEAD] == "torch: the head has the class Identity"
 
 
 def gradients_of(backend, batch, loss_of):

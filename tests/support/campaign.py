@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -237,7 +238,7 @@ class Place:
         problems += after_faults.believed(self.case)
         said = hit.stdout + hit.stderr
         problems += after_faults.differences(self.case, expected, _own_of(ended), said)
-        return [one for one in problems if not _is_what_the_fault_kept(case.fault, one)]
+        return [one for one in problems if not _is_what_the_fault_kept(self.case, case.fault, one)]
 
     def _hit(self, case, more):
         """Run a case's command with its fault; None where it ended before the fault came."""
@@ -343,17 +344,28 @@ class Place:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _is_what_the_fault_kept(fault, problem):
-    """Whether it is a lock that nobody holds, or the very file that the disk did not delete.
+def _is_what_the_fault_kept(root, fault, problem):
+    """Whether it is a file like the one that was not deleted: any, or a lock that nobody holds.
 
-    The next process that needs such a lock takes it, and a cache that is complete needs none.
+    If the disk fails to delete a file, that file stays. A process that is killed may leave a lock
+    alone: who needs it next takes it, and a cache that is complete needs none.
     """
     if not isinstance(fault, Fault) or fault.site.kind != "unlink":
         return False
-    if re.fullmatch(r"left over: .*lock", problem) and fault.site.place.endswith("lock"):
-        return True
     name = problem.removeprefix("left over: ").removesuffix(" is there")
-    return fault.action == "error" and disk_faults.place_of(name) == fault.site.place
+    if disk_faults.place_of(name) != fault.site.place:
+        return False
+    return fault.action == "error" or (name.endswith(".lock") and _is_free(root / name))
+
+
+def _is_free(lock):
+    """Whether a lock names no process, and can be taken at once."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file.read() == b""
+    except OSError:  # not there, or held
+        return False
 
 
 def _own_of(command):

@@ -113,7 +113,7 @@ def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkey
     """No jobs at a time, and a machine without Slurm."""
     assert "n_jobs: out of range" in refusal(asked, "hydra.launcher.n_jobs=0")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SetupError, match="Slurm's commands are not installed"):
+    with pytest.raises(SetupError, match="Slurm's commands were not found"):
         asked("hydra/launcher=slurm", "hydra.launcher.array_parallelism=2")
 
 

@@ -80,7 +80,7 @@ def test_without_slurm_the_launcher_is_refused(tiny_run, tmp_path, monkeypatch, 
     given = [f"hydra/launcher={name}", "task=plan", f"hydra.sweep.dir={place}"]
     assert cli.main(["-m", *tiny_run, *given]) == 3
     said = " ".join(capsys.readouterr().err.split())
-    assert "Slurm's commands are not installed" in said
+    assert "Slurm's commands were not found" in said
     assert "no sbatch, squeue, scancel, scontrol on the PATH" in said
     assert "hydra/launcher=local" in said
     assert not place.exists()

@@ -341,7 +341,7 @@ def test_a_truncated_adapter_is_found_and_the_rest_verified(run, inspect, typed)
     """It has no layers to show; without inspect.verify=true it is refused."""
     whole = (run.path / TENSORS).read_bytes()
     (run.path / TENSORS).write_bytes(whole[:100])
-    assert "the safetensors file is incomplete" in typed("task=inspect", f"path={run.path}", code=2)
+    assert "not a valid safetensors file" in typed("task=inspect", f"path={run.path}", code=2)
     found = inspect(run.path, "inspect.verify=true", code=4)
     assert differing(found) == ["layers", f"outputs.{TENSORS}", "adapter"]
     assert "layers" in found.unknown

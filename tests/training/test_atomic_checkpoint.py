@@ -51,7 +51,7 @@ def test_a_checkpoint_that_was_written_over_is_refused(tmp_path):
     content[at + 3] ^= 0x80
     path.write_bytes(bytes(content))
     assert float(torch.load(path, weights_only=True)["weights"][0]) == -1
-    with pytest.raises(DataError, match="has changed since the training state was written"):
+    with pytest.raises(DataError, match="has changed since it was written"):
         plugin.load_checkpoint(path)
 
 

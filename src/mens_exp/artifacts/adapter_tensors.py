@@ -442,7 +442,7 @@ def _wrong_shape(where: str, shape: tuple[int, ...], expected: str) -> DataError
 
 def _not_whole(path: Path, error: Exception) -> DataError:
     return DataError(
-        "the safetensors file is incomplete",
+        "not a valid safetensors file",
         where=str(path),
         found=str(error),
         remedy="copy the adapter again, or write it again from a checkpoint of its run",

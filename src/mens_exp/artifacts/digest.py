@@ -216,7 +216,7 @@ def refuse_damaged_checkpoint(path: Path) -> None:
     found = sha256_file(path)
     if found not in expected:
         raise DataError(
-            "has changed since the training state was written",
+            "has changed since it was written",
             where=str(path),
             found=found,
             expected=expected[-1],

@@ -547,10 +547,8 @@ class LoraConfig:
     targets: list[str] = setting(
         MISSING,
         "Modules that get an adapter: groups (attention, qkv, qv, o_proj, mlp, experts, "
-        "all_linear, "
-        "lm_head), "
-        "last names of modules (q_proj, self_attn.q_proj), or globs over a module's whole path "
-        "('*.layers.1?.mlp.*').",
+        "all_linear, lm_head), last names of modules (q_proj, self_attn.q_proj), or globs over a "
+        "module's whole path ('*.layers.1?.mlp.*').",
         aliases={
             "lora_target": "LLaMA-Factory",
             "lora_target_modules": "Axolotl and TRL",
@@ -649,11 +647,10 @@ class LoraConfig:
         LoraInit.default,
         "default: A random, B zero (PEFT's); eva: A the principal directions of the layer's "
         "inputs (arXiv:2410.07170); lora_ga: singular directions of the gradient of the run's "
-        "first step "
-        "by the weight (arXiv:2407.05000, with PEFT's factors), the base quantizes what is left; "
-        "pissa: the first r singular directions of a weight, "
-        "the base quantizes what is left (arXiv:2404.02948); loftq: those of the quantization "
-        "error (arXiv:2310.08659).",
+        "first step by the weight (arXiv:2407.05000, with PEFT's factors), the base quantizes "
+        "what is left; pissa: the first r singular directions of a weight, the base quantizes "
+        "what is left (arXiv:2404.02948); loftq: those of the quantization error "
+        "(arXiv:2310.08659).",
     )
     loftq_iters: int = setting(
         1,  # with one, the base stays plainly quantized, and the adapter fits it exactly

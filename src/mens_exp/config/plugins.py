@@ -164,7 +164,7 @@ class Registry(Generic[SpecT]):
             ) from error
         if not isinstance(spec, self.spec) or spec.name != offer.name:
             raise SetupError(
-                f"an installed {self.kind} has the wrong type",
+                f"an installed {self.kind} has the wrong type or name",
                 where=where,
                 found=repr(spec),
                 expected=f"a {self.spec.__name__} with the name {offer.name}",

@@ -206,7 +206,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
                 "is not supported",
                 where=f"task {request.task_name}: generation_kwargs",
                 found=", ".join(sorted(name for name, _ in odd)),
-                expected=f"of {', '.join(sorted(_KNOWN))}",
+                expected=f"one of {', '.join(sorted(_KNOWN))}",
             )
         temperature = float(options.get("temperature") or 0.0)
         if not options.get("do_sample", temperature > 0):

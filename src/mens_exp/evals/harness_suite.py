@@ -209,7 +209,7 @@ def files_of(config: LmEvalSuite, *, calls_functions: bool) -> str:
             "is not in any task file",
             where="suite.tasks",
             found=", ".join(unknown),
-            expected=f"of {', '.join(sorted(files.names)[:20])}",
+            expected=f"one of {', '.join(sorted(files.names)[:20])}",
         )
     chosen = sorted(config.tasks) if config.tasks else list(files.tasks)
     settings = {

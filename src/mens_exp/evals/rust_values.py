@@ -69,7 +69,7 @@ class Signature:
     result: str
 
 
-class _Other(Exception):  # noqa: N818  # no error: the signature has the wrong type
+class _Other(Exception):  # noqa: N818  # ends the reading, and is no error
     """A type in the signature is not a plain value."""
 
 

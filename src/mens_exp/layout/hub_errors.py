@@ -171,7 +171,7 @@ def _refused(repo_id: str, error: Exception, kind: Kind) -> MensError:
             remedy=f"correct {kind.group}.id; for a private {kind.name} run: {_LOGIN}",
         )
     return SetupError(
-        f"the hub refused the {kind.name}",
+        f"the hub did not provide the {kind.name}",
         where=f"{kind.group}.id",
         found=f"{repo_id}: {' '.join(str(error).split())}",
         remedy=f"try again later, or {kind.instead}",

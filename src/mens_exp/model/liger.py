@@ -153,7 +153,7 @@ def _fused_head(
     """Return the head, or why torch computes it."""
     layer = causal_lm.get_output_embeddings()
     if type(layer) is not torch.nn.Linear or not layer.weight.is_floating_point():
-        return f"the head is a {type(layer).__name__}"
+        return f"the head has the class {type(layer).__name__}"
     if layer.weight.requires_grad:
         return "the head is trained"
     softcap = getattr(causal_lm.config, "final_logit_softcapping", None)

@@ -116,7 +116,7 @@ def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
     if missing:
         return [
             SetupError(
-                "Slurm's commands are not installed",
+                "Slurm's commands were not found",
                 where="hydra/launcher",
                 found=f"no {', '.join(missing)} on the PATH",
                 expected="the machine that jobs are submitted from",

@@ -48,7 +48,7 @@ def doctor(config: RunConfig, run: Run) -> None:
             "this machine cannot run the task",
             found=", ".join(bad),
             expected="no line marked ✗",
-            remedy="follow the lines marked ✗",
+            remedy="follow the advice on the lines marked ✗",
         )
     terminal.say_next([Step(wording.command(), "fine-tune a model")])
 

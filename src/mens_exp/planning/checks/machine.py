@@ -291,7 +291,7 @@ _KEEPS_WHOLE = Version("2.7")  # fully_shard's ignored_params
 def started_for_one(where: str, found: str) -> RequestError:
     """Return an error for a single-process command that torchrun started."""
     return RequestError(
-        "torchrun started several processes for a task of one",
+        "torchrun started several processes for a task that runs in one",
         where=where,
         found=found,
         expected="a training run of several processes",
