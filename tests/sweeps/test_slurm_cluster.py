@@ -118,8 +118,11 @@ def is_asked_to_end(process):
 
 
 @pytest.mark.usefixtures("forked_by_slurm")
-def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(tiny_run, whole, tmp_path):
+def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(
+    tiny_run, whole, tmp_path, monkeypatch
+):
     """One array, a task for each cell; Slurm's numbers and nodes are on record."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))  # no other runs' memory
     place = tmp_path / "sweep"
     given = [*SLURM, "seed=1,2", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=0.75"]
     assert cli.main(command(tiny_run, place, *given)) == 0

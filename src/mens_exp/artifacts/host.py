@@ -381,6 +381,13 @@ def reset_peak() -> bool:
     return reset_peak_rss()
 
 
+def held_bytes() -> dict[str, int]:
+    """Return the memory in use now, by kind of device: resident pages and the GPU allocator's."""
+    torch = sys.modules.get("torch")
+    of_gpu = torch is not None and torch.cuda.is_available()
+    return {"cpu": rss_bytes(), "cuda": int(torch.cuda.memory_allocated()) if of_gpu else 0}
+
+
 def load() -> dict[str, float]:
     """Return the load of the machine and of this process's GPU, under their metric names.
 

@@ -18,7 +18,7 @@ from mens_exp.report import plan_view, terminal, wording
 from mens_exp.report.document import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from rich.text import Text
@@ -104,10 +104,19 @@ def _documents(
         yield plan_view.dropped_row(title, made.dropped, labelling.seq_len)
 
 
-def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> None:
+def keep_measurement(
+    manifest: Manifest, plan: dict[str, Any], cache: Path, held: Mapping[str, int]
+) -> None:
     """Add a run to the ledger; a failure becomes a note and never fails the run.
 
     Runs of several processes are omitted, because they do not show the cost of a single process.
+
+    Args:
+        manifest: the record of the run.
+        plan: its plan.
+        cache: the directory of the ledger.
+        held: bytes in use before the run, by kind of device. What the process of a notebook held
+            for other purposes is not memory of the run.
     """
     if (plan.get("processes") or {}).get("processes", 1) > 1:
         return
@@ -115,6 +124,12 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
     measured = step_s(results)
     on_cpu = plan["device"]["kind"] == "cpu"
     rate = plan["time_s"].get("flop_per_step")
+    peak = results.get("peak_rss_bytes" if on_cpu else "peak_cuda_bytes")
+    others = held.get(plan["device"]["kind"], 0)
+    if on_cpu:
+        others = max(0, others - plan["memory_bytes"]["components"]["framework"])
+    if len(manifest.attempts) > 1:  # the peak may be that of an earlier process
+        others = 0
     entry = Entry(
         utc=utc_now(),
         device=plan["device"]["name"],
@@ -125,7 +140,7 @@ def keep_measurement(manifest: Manifest, plan: dict[str, Any], cache: Path) -> N
         parameters=plan["parameters"],
         tokens_per_step=plan["tokens_per_step"],
         predicted_peak_bytes=plan["memory_bytes"]["formula"],
-        measured_peak_bytes=results.get("peak_rss_bytes" if on_cpu else "peak_cuda_bytes"),
+        measured_peak_bytes=None if peak is None else peak - others,
         flop_per_step=rate,
         predicted_step_s=plan["time_s"]["step_s"],
         measured_step_s=measured,

@@ -67,6 +67,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     from mens_exp.training.distributed import is_sharded
 
     host.reset_peak()
+    held = host.held_bytes()
     inputs = read_inputs(config, run, cache)
     rows, tokenizer = inputs.rows, inputs.tokenizer
     certify_rows(config, run, rows, inputs.data, tokenizer, cache)
@@ -77,6 +78,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
     if not is_sharded(config, rank):  # a base in parts is not put together to be read from
         sample(config, run, backend, rows.heldout, tokenizer)
     _results(run, trained, inputs.data, plan)
+    keep_measurement(run.manifest, plan, writable_cache(), held)
 
 
 def _to_be_scored(config: RunConfig, inputs: Inputs, trained: Fitted, rank: Rank) -> Backend:
@@ -127,7 +129,6 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
             run.unknown(f"results.{name}", reason)
     measured = {"time_s": results.get("train_s"), "peak_bytes": results["peak_rss_bytes"]}
     atomic.write_json(run.dir.plan, {**plan, "measured": measured})
-    keep_measurement(run.manifest, plan, writable_cache())
 
 
 def _higher(earlier: int | None, now: int | None) -> int | None:
