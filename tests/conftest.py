@@ -416,12 +416,22 @@ def installed(shelf):
 
 
 @pytest.fixture
-def apollo(installed, monkeypatch):
-    """Make apollo-torch importable here and in child processes; its license keeps it out of dev."""
-    place = str(installed("apollo", "apollo-torch==1.0.3"))
-    monkeypatch.syspath_prepend(place)
-    paths = filter(None, [place, os.environ.get("PYTHONPATH")])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+def importable(installed, monkeypatch):
+    """Make a package that the environment leaves out importable here and in child processes."""
+
+    def make(name, package):
+        place = str(installed(name, package))
+        monkeypatch.syspath_prepend(place)
+        paths = filter(None, [place, os.environ.get("PYTHONPATH")])
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    return make
+
+
+@pytest.fixture
+def apollo(importable):
+    """Make apollo-torch importable; its license keeps it out of dev."""
+    importable("apollo", "apollo-torch==1.0.3")
 
 
 @pytest.fixture(scope="session")

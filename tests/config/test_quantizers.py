@@ -124,7 +124,7 @@ def test_a_weight_takes_the_bits_of_the_papers():
     assert bits("nf4", double_quant=True) == pytest.approx(4.127, abs=5e-4)
     assert bits("int8") == 8 + 32 / 512
     assert bits("none") == 16
-    assert (bits("nf2"), bits("nf3"), bits("int4")) == (2.5, 4.5, 4.5)  # as they are stored
+    assert (bits("nf2"), bits("nf3"), bits("int4")) == (2.5, 3.5, 4.5)
     assert (bits("uint2"), bits("uint4"), bits("uint8")) == (3, 5, 9)  # with a zero point
 
 

@@ -383,9 +383,11 @@ def reset_peak() -> bool:
 
 def held_bytes() -> dict[str, int]:
     """Return the memory in use now, by kind of device: resident pages and the GPU allocator's."""
+    found = {"cpu": rss_bytes()}
     torch = sys.modules.get("torch")
-    of_gpu = torch is not None and torch.cuda.is_available()
-    return {"cpu": rss_bytes(), "cuda": int(torch.cuda.memory_allocated()) if of_gpu else 0}
+    if torch is not None and torch.cuda.is_available():
+        found["cuda"] = int(torch.cuda.memory_allocated())
+    return found
 
 
 def load() -> dict[str, float]:

@@ -182,9 +182,9 @@ class _Codebook(QuantizerSpec):
         return self.code_bits + self.scale_bits / block
 
 
-def _codebook(name: str, stored_bits: int, **more: Any) -> _Codebook:
+def _codebook(name: str, code_bits: int, **more: Any) -> _Codebook:
     own = {"binding": f"mens_exp.quant.codebook:{name.upper()}"}
-    return _Codebook(name=name, code_bits=stored_bits, **(own | more))
+    return _Codebook(name=name, code_bits=code_bits, **(own | more))
 
 
 _OF_FORMAT = frozenset({"skip", *PATTERNS})  # the format has its own block
@@ -224,25 +224,37 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _FourBit(name="fp4"),
         _EightBit(name="int8"),
         _codebook("nf2", 2),
-        _codebook("nf3", 4),
+        _codebook("nf3", 3),
         _codebook("nf8", 8),
         _codebook("int2", 2),
-        _codebook("int3", 4),
+        _codebook("int3", 3),
         _codebook("int4", 4),
-        *(
-            _codebook(f"uint{bits}", stored, scale_bits=2 * _F32)
-            for bits, stored in ((2, 2), (3, 4), (4, 4), (8, 8))
-        ),
+        *(_codebook(f"uint{bits}", bits, scale_bits=2 * _F32) for bits in (2, 3, 4, 8)),
         *(
             _codebook(
                 f"hqq{bits}",
-                stored,
+                bits,
                 scale_bits=2 * _F32,
                 binding=f"mens_exp.quant.hqq:HQQ{bits}",
                 package="hqq",
                 weights_per_core_s=None,
             )
-            for bits, stored in ((2, 2), (3, 4), (4, 4), (8, 8))
+            for bits in (2, 3, 4, 8)
+        ),
+        _codebook(
+            "torchao4",
+            4,
+            binding="mens_exp.quant.torchao:TORCHAO4",
+            package="torchao",
+            weights_per_core_s=None,
+        ),
+        QuantizerSpec(
+            name="torchao8",
+            binding="mens_exp.quant.torchao:TORCHAO8",
+            code_bits=8,
+            is_made_again=True,
+            settings=_OF_FORMAT,
+            package="torchao",
         ),
         _codebook("mxfp4", 4, settings=_OF_FORMAT, usual_block=32),
         _codebook("nvfp4", 4, settings=_OF_FORMAT, usual_block=16),
@@ -303,6 +315,8 @@ class QuantType(Enum):
     hqq3 = "hqq3"
     hqq4 = "hqq4"
     hqq8 = "hqq8"
+    torchao4 = "torchao4"
+    torchao8 = "torchao8"
     mxfp4 = "mxfp4"
     nvfp4 = "nvfp4"
     prequantized = "prequantized"
@@ -364,9 +378,9 @@ class QuantConfig:
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
         "nf3, nf8, int2, int3, int4, uint2, uint3, uint4, uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), "
         "references in plain torch for comparisons; hqq2, hqq3, hqq4 or hqq8, integers whose zero "
-        "points the hqq package finds; prequantized keeps the codes of a quantized checkpoint "
-        "(GPTQ, AWQ, FP8, bitsandbytes, compressed-tensors); none leaves the weights in the "
-        "compute format.",
+        "points the hqq package finds; torchao4 or torchao8, torchao's own integers; prequantized "
+        "keeps the codes of a quantized checkpoint (GPTQ, AWQ, FP8, bitsandbytes, "
+        "compressed-tensors); none leaves the weights in the compute format.",
         contract=("quant.base",),
         read_by=_READ,
         aliases={"quantize": "LitGPT", "bnb_4bit_quant_type": "Transformers and bitsandbytes"},

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# Of torchao, which PEFT imports where it is installed: kernels that it does not find here.
+_LOUD = ("bitsandbytes", "gguf", "torchao", "torch.utils._pytree")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and notices in the context; errors still propagate.
@@ -20,7 +24,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    loggers = [logging.getLogger(name) for name in ("bitsandbytes", "gguf")]
+    loggers = [logging.getLogger(name) for name in _LOUD]
     before = [logger.level for logger in loggers]
     if level != logging.ERROR:
         hf_logging.set_verbosity_error()

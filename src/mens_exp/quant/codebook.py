@@ -30,7 +30,10 @@ _E2M1_EXPONENT: Final = 2  # of the largest level, 1.5 · 2²
 _MOST_E4M3: Final = 448.0
 _LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
 _BITS_OF_BYTE: Final = 8
-_CODE_BITS: Final = (2, 4, 8)
+_CODE_BITS: Final = (2, 3, 4, 8)
+_THREE: Final = 3  # bits: eight codes take three bytes, and four a word of twelve bits
+_BITS_OF_WORD: Final = 12
+_CODES_OF_THREE_BYTES: Final = 8
 _PIECE: Final = 1 << 20  # weights computed at once, each of which takes some 40 bytes
 
 
@@ -91,7 +94,7 @@ class Codebook:
 
     @property
     def stored_bits(self) -> int:
-        """Bits that a code takes: 2, 4 or 8, so that whole codes are in a byte."""
+        """Bits that a code takes: 2, 4 or 8, so that whole codes are in a byte, or 3."""
         bits = (len(self.levels) - 1).bit_length()
         return next(size for size in _CODE_BITS if bits <= size)
 
@@ -138,7 +141,12 @@ class Codebook:
         return self.packed(codes.flatten(1).to(torch.uint8)), scales_ON
 
     def packed(self, codes_OI: torch.Tensor) -> torch.Tensor:
-        """Put codes into bytes, uint8 ``[O, I / C]``, the first in the highest bits."""
+        """Put codes into bytes, uint8 ``[O, I / C]``, the first in the highest bits.
+
+        Eight codes of three bits take three bytes, so that 8 has to divide I.
+        """
+        if self.stored_bits == _THREE:
+            return _packed_by_eight(codes_OI)
         together = codes_OI.reshape(len(codes_OI), -1, _BITS_OF_BYTE // self.stored_bits)
         packed = together[..., 0]
         for place in range(1, together.shape[-1]):
@@ -165,9 +173,10 @@ class Codebook:
 
     def unpacked(self, packed: torch.Tensor) -> torch.Tensor:
         """Take codes out of bytes, uint8 ``[O, I]``."""
-        bits = self.stored_bits
-        shifts = range(_BITS_OF_BYTE - bits, -1, -bits)
-        return torch.stack([(packed >> shift) & (2**bits - 1) for shift in shifts], -1).flatten(1)
+        bits, words, size = self.stored_bits, packed, _BITS_OF_BYTE
+        if bits == _THREE:
+            words, size = _words_of_four(packed), _BITS_OF_WORD
+        return _codes_of_words(words, size, bits).flatten(1).to(torch.uint8)
 
     def dequantize(
         self,
@@ -176,13 +185,16 @@ class Codebook:
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Return the values that codes and scales stand for, ``[O, I]``, rounded from f32."""
-        table = _levels_of_bytes(self, packed.device)
+        table = _levels_of_words(self, packed.device)
         rows, bytes_of_row = packed.shape
-        width = bytes_of_row * table.shape[1]
+        width = bytes_of_row * _BITS_OF_BYTE // self.stored_bits
         values_OI = torch.empty((rows, width), dtype=dtype, device=packed.device)
         for first, last in _pieces(rows, width):
             scales = scales_ON[first:last]
-            levels = _looked_up(table, packed[first:last])
+            words = packed[first:last]
+            if self.stored_bits == _THREE:
+                words = _words_of_four(words)
+            levels = _looked_up(table, words)
             piece = self.valued(levels.reshape(*scales.shape[:2], -1), scales)
             values_OI[first:last] = piece.flatten(1)
         return values_OI
@@ -220,21 +232,43 @@ def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the levels of bytes; an embedding of single numbers is the slower one."""
+def _packed_by_eight(codes_OI: torch.Tensor) -> torch.Tensor:
+    """Put codes of three bits into three bytes for eight of them, uint8 ``[O, 3 I / 8]``."""
+    together = codes_OI.int().reshape(len(codes_OI), -1, _CODES_OF_THREE_BYTES)
+    number = together[..., 0]
+    for place in range(1, _CODES_OF_THREE_BYTES):
+        number = (number << _THREE) | together[..., place]
+    return torch.stack([number >> 16, number >> 8, number], -1).flatten(1).to(torch.uint8)
+
+
+def _words_of_four(packed: torch.Tensor) -> torch.Tensor:
+    """Return three bytes as two numbers of twelve bits, int32 ``[O, I / 4]``: four codes each."""
+    high, middle, low = packed.int().reshape(len(packed), -1, 3).unbind(-1)
+    return torch.stack([(high << 4) | (middle >> 4), ((middle & 15) << 8) | low], -1).flatten(1)
+
+
+def _codes_of_words(words: torch.Tensor, size: int, bits: int) -> torch.Tensor:
+    """Take numbers of ``size`` bits apart into codes, the first in the highest bits."""
+    shifts = range(size - bits, -1, -bits)
+    return torch.stack([(words >> shift) & (2**bits - 1) for shift in shifts], -1)
+
+
+def _looked_up(table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Return the levels of words; an embedding of single numbers is the slower one."""
     if table.shape[1] == 1:
-        return table[:, 0].index_select(0, packed.flatten().long())
-    return torch.nn.functional.embedding(packed.int(), table)
+        return table[:, 0].index_select(0, words.flatten().long())
+    return torch.nn.functional.embedding(words.int(), table)
 
 
 @functools.lru_cache(maxsize=16)
-def _levels_of_bytes(book: Codebook, device: torch.device) -> torch.Tensor:
-    """Return the levels of the codes in each byte, f32 ``[256, C]``."""
+def _levels_of_words(book: Codebook, device: torch.device) -> torch.Tensor:
+    """Return the levels of the codes in each byte, f32 ``[256, C]``; or in twelve bits."""
+    size = _BITS_OF_WORD if book.stored_bits == _THREE else _BITS_OF_BYTE
     with torch.inference_mode(mode=False):  # a step may use it later
         levels = torch.tensor(book.levels, dtype=torch.float32)
-        every = torch.arange(1 << _BITS_OF_BYTE)[:, None]
-        # No byte holds a code beyond the last one.
-        return levels[book.unpacked(every).clamp(max=len(levels) - 1)].to(device)
+        codes = _codes_of_words(torch.arange(1 << size), size, book.stored_bits)
+        # No word holds a code beyond the last one.
+        return levels[codes.clamp(max=len(levels) - 1)].to(device)
 
 
 def normal_float(bits: int) -> tuple[float, ...]:
