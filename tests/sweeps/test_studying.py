@@ -323,7 +323,10 @@ def test_a_study_over_its_budget_is_not_started(here, rows_file, refused, make_s
     [
         (["study=rank"], "study: unknown option found rank"),
         (["study=ranks", "lora.r=4"], "lora.r: is determined by the study's file"),
+        (["study=ranks", "study.seeds=[1]"], "study.seeds: is determined by the study's file"),
+        (["study=ranks", "ledgers=a"], "ledgers: is determined by the study's file"),
         (["study=ranks", "task=compare"], "task: a study only trains and compares"),
+        (["-m", "study.seeds=[1]", "seed=1,2"], "study.seeds: unknown key"),
         (["-m", "study=ranks"], "study: a study defines its own runs"),
         (["study=none.yaml"], "none.yaml: cannot be read found No such file"),
     ],

@@ -212,8 +212,9 @@ def _composed_sweeper(texts: Sequence[str]) -> dict[str, Any]:
     plain = [_line(override) for override in parsed if not override.is_sweep_override()]
     try:
         return compose([plain])[0].sweeper
-    except (HydraException, OmegaConfBaseException, ValueError):
-        return {"name": IN_ORDER}  # reported when the command is checked
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError):
+        # Reported when the command is checked; OmegaConf asserts that a group is not null.
+        return {"name": IN_ORDER}
 
 
 def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:

@@ -38,10 +38,13 @@ if TYPE_CHECKING:
     from mens_exp.evals.arms import Arm
     from mens_exp.sweeps.plan import PlannedSweep
 
-_MAY_BE_GIVEN = (
-    *("hydra/launcher", "hydra.launcher.", "hydra.sweep.dir", "sweep.retries", "sweep.changes"),
-    *("ledger", "study", "task"),
+_MAY_BE_GIVEN = frozenset(
+    {
+        *("hydra/launcher", "hydra.sweep.dir", "sweep.retries", "sweep.changes"),
+        *("ledger", "study", "task"),
+    }
 )
+_OF_LAUNCHER = "hydra.launcher."
 HOUR_S = 3600.0
 
 
@@ -97,7 +100,8 @@ def requested(overrides: Sequence[str]) -> Request:
     for text in overrides:
         given.setdefault(text.lstrip("+~").partition("=")[0], []).append(text)
     named = str(_value(given["study"][-1]))
-    Problems.raise_if([_not_beside(key) for key in given if not key.startswith(_MAY_BE_GIVEN)])
+    refused = [key for key in given.keys() - _MAY_BE_GIVEN if not key.startswith(_OF_LAUNCHER)]
+    Problems.raise_if([_not_beside(key) for key in sorted(refused)])
     task = str(_value(given["task"][-1])) if "task" in given else "train"
     if task not in {"train", "plan"}:
         raise ConfigError(
@@ -142,12 +146,14 @@ def _value(text: str) -> Any:
 
 
 def _not_beside(key: str) -> ConfigError:
+    _, _, inside = key.partition("study.")
     return ConfigError(
         "is determined by the study's file",
         where=key,
         expected="hydra/launcher, hydra.launcher.…, hydra.sweep.dir, sweep.retries, "
         "sweep.changes, ledger or task=plan with study=…",
-        remedy=f"write {key} into a study of your own, ./conf/study/<name>.yaml, under shared",
+        remedy=f"write {inside or key} into a study of your own, ./conf/study/<name>.yaml"
+        + ("" if inside else ", under shared"),
     )
 
 
