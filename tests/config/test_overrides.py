@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
+import random
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -9,10 +11,10 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mens_exp.config.data import JsonlData
-from mens_exp.config.option_files import config_directory
+from mens_exp.config.option_files import config_directory, group_options
 from mens_exp.config.overrides import check, spelled_out
 from mens_exp.config.schedule import ScheduleKind
-from mens_exp.errors import ConfigError
+from mens_exp.errors import ConfigError, MensError
 
 # Override, the place its message names, and what the message holds besides.
 REFUSED = [
@@ -151,6 +153,99 @@ def test_refused_override_is_told_among_all_others(text, where, parts):
     assert mine.where == where
     assert all(part in str(mine) for part in parts)
     assert mine.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "parts"),
+    [
+        ("eval=${seed}", "eval", ["wrong type", "found ${seed}", "a mapping with engine"]),
+        ("++adapter=${seed}", "adapter", ["wrong type", "a mapping with file"]),
+        ("optim.betas=${seed}", "optim.betas", ["wrong type", "a list of numbers"]),
+        ("quant.type_pattern=${seed}", "quant.type_pattern", ["wrong type", "a mapping"]),
+        ("quant.skip=[[1]]", "quant.skip", ["wrong type", "found [[1]]", "a list of texts"]),
+        ("lora.alpha_pattern={a:{b:1}}", "lora.alpha_pattern", ["wrong type", "whole numbers"]),
+        ("quant.type_pattern={a:{b:1}}", "quant.type_pattern.a", ["unknown value"]),
+        ("trainer.deterministic=[[1]]", "trainer.deterministic", ["is not a valid value"]),
+        ("hydra/help=1_000", "hydra/help", ["unknown option", "found 1000"]),
+        ("study={a:1}", "study", ["no option is chosen", "expected study=…"]),
+    ],
+)
+def test_a_value_of_another_shape_is_refused(text, where, parts):
+    """OmegaConf accepts these, and what reads the setting would fail."""
+    mine = problem(text)
+    assert mine.where == where
+    assert all(part in str(mine) for part in parts)
+
+
+def test_a_range_without_a_step_is_refused():
+    """Hydra would raise while it expands the sweep, of options too."""
+    for text in ("seed=range(0,4,0)", "trainer=range(0,1,0)"):
+        assert "a range needs a step other than 0" in str(problem(text, multirun=True))
+
+
+def test_whole_lists_may_be_interpolated():
+    """If they have the type of the setting."""
+    told = config("lora.targets=[q_proj,v_proj]", "quant.skip=${lora.targets}")
+    assert told.quant.skip == ["q_proj", "v_proj"]
+
+
+VALUES = (
+    *("null", "0", "-1", "1", "1e30", "nan", "inf", "true", "''", "' '", "[]", "{}", "[1,2]"),
+    *("[a]", "{a:1}", "{a:{b:c}}", "x", "../x", "/", "~", "${seed}", "${x}", "1_000", "1.5"),
+    *("'a,b'", "a=b", "[null]", "{a:null}", "[[1]]", "99999999999999999999", "é", "1,2", "???"),
+    *("choice(1,2)", "range(1,3)", "range(0,1,0)", "range(1,0)", "interval(0,1)", "glob(*)"),
+    *("\\,", "[1,", "'", "choice()", "tag(a,1)", "int(1)", "float(x)", "json_str({a:1})"),
+)
+
+
+@functools.cache
+def settings():
+    """Name every setting and group of a run."""
+
+    def inside(values, prefix=""):
+        for name, value in values.items():
+            yield f"{prefix}{name}"
+            if isinstance(value, dict):
+                yield from inside(value, f"{prefix}{name}.")
+
+    return [one for one in inside(dataclasses.asdict(config())) if "_target_" not in one]
+
+
+def drawn(seed):
+    """Draw a few overrides, of which most are wrong, and whether they are a sweep."""
+    draw = random.Random(seed)
+
+    def one():
+        if draw.random() < 0.3:
+            group = draw.choice(sorted(group_options()))
+            options = sorted(group_options()[group]) if draw.random() < 0.8 else VALUES
+            return f"{group}={draw.choice(options)}"
+        key = draw.choice(settings())
+        if draw.random() < 0.1:
+            key += draw.choice((".x", ".0", ".a-b", "._target_"))
+        key = draw.choice(("+", "++", "~")) + key if draw.random() < 0.06 else key
+        return key if draw.random() < 0.02 else f"{key}={draw.choice(VALUES)}"
+
+    return [one() for _ in range(draw.randint(1, 4))], draw.random() < 0.4
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(40), pytest.param(range(40, 4000), marks=pytest.mark.soak)],
+    ids=["a few", "thousands"],
+)
+def test_random_overrides_compose_or_are_refused(seeds):
+    """None ends in an error of Hydra, of OmegaConf, or of a rule that expects another type."""
+    refused = 0
+    for seed in seeds:
+        texts, multirun = drawn(seed)
+        try:
+            refused += bool([str(one) for one in check(texts, multirun=multirun).problems])
+        except MensError as error:
+            refused += bool(str(error))
+        except Exception as error:
+            raise AssertionError(f"{seed}: check({texts}, {multirun=})") from error
+    assert refused > len(seeds) / 2
 
 
 def test_refused_overrides_leave_the_others_in_force():

@@ -6,8 +6,8 @@ import copy
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any, get_origin
@@ -195,14 +195,16 @@ def _problems(override: Override, reference: DictConfig, unsure: set[str]) -> It
     key, line = override.key_or_group, str(override.input_line)
     if not exists(reference, key):
         group, _, field = key.partition(".")
-        if group not in unsure or not options_with(group, field):
+        if group in MAY_BE_UNSET and not field:
+            yield ConfigError("no option is chosen", where=group, found=line, expected=f"{group}=…")
+        elif group not in unsure or not options_with(group, field):
             yield unknown_key(key, line, _leaves(reference))
     elif override.is_delete():
         yield from _deletion_problems(key)
     elif override.is_add():
         yield ConfigError("already exists", where=key, found=line, remedy=f"write {key}=…")
     else:
-        for value in _values(override):
+        for value in values_of(override):
             yield from _assignment_problems(key, value, reference)
 
 
@@ -243,7 +245,7 @@ def _deletion_problems(key: str) -> Iterator[ConfigError]:
         yield ConfigError("cannot be removed", where=key, found=f"~{key}", expected="a value")
 
 
-def _values(override: Override) -> list[Any]:
+def values_of(override: Override) -> list[Any]:
     """Return every value that the override assigns to its key."""
     if not override.is_sweep_override():
         return [override.value()]
@@ -317,11 +319,15 @@ def _no_such_value(key: str, value: Any, choices: Mapping[str, Any]) -> ConfigEr
 
 def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
     if isinstance(value, str) and "${" in value:
-        return True  # an interpolation; composing resolves and judges it
+        if isinstance(node, ValueNode) or node is None:
+            return True  # an interpolation; composing resolves and judges it
+        value = _resolved(key, value, reference)  # but not that of a mapping or a list
     if isinstance(node, DictConfig) and not (is_open(node) and isinstance(value, dict)):
         return False
     if node is None:
         return True  # a field of another library's settings, which judges it
+    if _nests(value, node):
+        return False
     group, _, rest = key.partition(".")
     try:
         if isinstance(node, ValueNode) and not isinstance(value, dict | list):
@@ -333,6 +339,31 @@ def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
     except (OmegaConfBaseException, OverflowError):  # an int beyond f64
         return False
     return True
+
+
+def _resolved(key: str, text: str, reference: DictConfig) -> Any:
+    """Return the value of an interpolation at its key; the text if it has none."""
+    config = reference.copy()
+    try:
+        OmegaConf.update(config, key, text, merge=True, force_add=True)
+        value = OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return text
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def _nests(value: Any, node: Any) -> bool:
+    """Return whether a list or mapping of plain values contains a list or a mapping.
+
+    OmegaConf accepts that, whatever the type of the elements.
+    """
+    if not (isinstance(node, ListConfig) or is_open(node)):
+        return False
+    element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
+    if not isinstance(element, type) or get_origin(element) is not None or is_dataclass(element):
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return isinstance(entries, Iterable) and any(isinstance(one, dict | list) for one in entries)
 
 
 def _node_at(config: DictConfig, key: str) -> Any:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -32,6 +33,7 @@ from mens_exp.config.override_values import (
     spelled_out,
     sweep_override_problems,
     value_problems,
+    values_of,
     with_moved_keys,
     with_nodes,
     without_joblib,
@@ -212,8 +214,7 @@ def _composed_sweeper(texts: Sequence[str]) -> dict[str, Any]:
     plain = [_line(override) for override in parsed if not override.is_sweep_override()]
     try:
         return compose([plain])[0].sweeper
-    except (HydraException, OmegaConfBaseException, ValueError, AssertionError):
-        # Reported when the command is checked; OmegaConf asserts that a group is not null.
+    except Exception:  # noqa: BLE001  # whatever is wrong is reported when the command is checked
         return {"name": IN_ORDER}
 
 
@@ -244,6 +245,11 @@ def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Ove
         return []
     if override.is_sweep_override():
         problems += _sweep_problems(override, multirun=multirun)
+    if "/" in override.key_or_group:
+        for value in values_of(override):
+            if isinstance(value, int | float | dict):
+                where, found = override.key_or_group, shown(value)
+                problems.append(ConfigError("unknown option", where=where, found=found))
     return [override]
 
 
@@ -261,6 +267,11 @@ def parsed_override(text: str, problems: list[MensError]) -> Override | None:
         problems.append(
             ConfigError("not an override", found=text, expected=expected, remedy=remedy)
         )
+        return None
+    value = override.value()
+    if isinstance(value, RangeSweep) and value.step == 0:
+        where = override.key_or_group
+        problems.append(ConfigError("a range needs a step other than 0", where=where, found=text))
         return None
     return override
 
@@ -433,7 +444,7 @@ def _without_refused_hydra(
     theirs = [o for o in overrides if _is_hydra(o)]
     try:
         compose(_split(theirs)[:1])
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         problems.append(_refused_by_hydra(error))
         return tuple(o for o in overrides if not _is_hydra(o))
     return overrides

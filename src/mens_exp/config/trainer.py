@@ -351,7 +351,7 @@ class TrainerConfig:
     def is_single_device(self) -> bool:
         """Whether the strategy is given as Lightning's class for one device."""
         given = self.strategy.get("_target_") if isinstance(self.strategy, dict) else None
-        return given in SINGLE_DEVICE
+        return isinstance(given, str) and given in SINGLE_DEVICE
 
     @property
     def sharing(self) -> Strategy:

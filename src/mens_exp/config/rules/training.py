@@ -107,7 +107,7 @@ def _arguments(config: RunConfig) -> Iterator[ConfigError]:
                 found=plugin,
                 expected="a mapping with _target_",
             )
-    if trainer.deterministic not in {None, True, False, "warn"}:
+    if trainer.deterministic not in (None, True, False, "warn"):
         yield ConfigError(
             "is not a valid value",
             where="trainer.deterministic",
