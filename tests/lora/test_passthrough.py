@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers_models import of_transformers
 
+from mens_exp import cli
 from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch
 from mens_exp.errors import RequestError
@@ -291,6 +292,24 @@ def test_a_type_that_records_or_merges_cannot_hold_is_refused(tiny_config, field
     config = tiny_config("lora=peft", f"lora.config={{{fields}}}", *DENSE)
     (problem,) = [one for one in preflight(config) if str(one.where).startswith("lora.config")]
     assert said in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["lora.variant=passthrough"], "has settings of its own"),
+        (["lora=peft", "lora.config.peft_type=OFT", "lora.variant=dora"], "has no effect"),
+    ],
+)
+def test_a_configuration_needs_its_option_and_the_option_a_configuration(texts, said, capsys):
+    """Together with another problem too, when everything is checked at once."""
+    usual = ["task=plan", "model=tiny_llama", "trainer=cpu", "logger=none"]
+    for more in ([], ["data.contract.max_nothing_frac=16"]):
+        assert cli.main([*usual, *texts, *more]) == 2
+        stated = capsys.readouterr().err
+        assert said in stated
+        assert stated.count("found") <= 2
+        assert all(one.partition("=")[0] in stated for one in more)
 
 
 def test_the_import_of_peft_says_nothing():

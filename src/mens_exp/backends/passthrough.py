@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from mens_exp.artifacts.record import check_type
-from mens_exp.config.lora import ADAPTERS
+from mens_exp.config.lora import ADAPTERS, PassthroughConfig
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, RequestError, SetupError, expected_name
 from mens_exp.layout.shape import shape_of
@@ -89,7 +89,9 @@ class AnyPeft(AdapterMethod):
             config: the whole configuration.
             modules: the modules to adapt.
         """
-        found = list(_field_problems(config.lora.config))  # type: ignore[attr-defined]
+        if not isinstance(config.lora, PassthroughConfig):
+            return  # the rules of the group report it
+        found = list(_field_problems(config.lora.config))
         if not found:
             found += _Trial(config, modules).problems()
         yield from found

@@ -688,6 +688,7 @@ class PassthroughConfig(LoraConfig):
         "OFT, BOFT, C3A, FOURIERFT, MISS or WAVEFT. On the command line also the path of an "
         "adapter_config.json, whose target_modules become lora.targets.",
         example="{peft_type:OFT,oft_block_size:32}",
+        only_if=when("lora.variant", "passthrough"),
     )
 
 
