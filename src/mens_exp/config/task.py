@@ -391,9 +391,10 @@ class MergeConfig:
     )
     base: MergeBase | None = setting(
         None,
-        "original: the published weights; dequantized: the 4-bit values that the adapter was "
-        "trained against. null is dequantized for an adapter of a quantized base, else original, "
-        "as for merge.base_shard where the adapter does not say what quantized its base.",
+        "original: the published weights; dequantized: the quantized values that the adapter was "
+        "trained against. null is dequantized for an adapter of a quantized base, but original "
+        "for int8, which has no dequantized form here, and for merge.base_shard where the adapter "
+        "does not say what quantized its base.",
     )
     untie: bool = setting(
         True,  # the value of the setting, named by its position in the schema
