@@ -62,7 +62,7 @@ class Binding:
     def loading_config(
         self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
     ) -> Any:
-        """Return the configuration for transformers' loader; None loads weights as they are.
+        """Return the configuration for transformers' loader; None loads weights unquantized.
 
         Args:
             quant: the `quant` group.

@@ -158,7 +158,7 @@ class _FourBit(_OfBitsandbytes):
         }
 
     def dequantized(self, layer: Any) -> torch.Tensor:
-        """Return what the codes stand for, f32 ``[O, I]``."""
+        """Return the dequantized weight, f32 ``[O, I]``."""
         return dequantized(layer.weight)
 
     def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
@@ -245,7 +245,7 @@ class _EightBit(_OfBitsandbytes):
         return {"quant": "int8", "double_quant": False, "int8_inputs": inputs}
 
     def dequantized(self, layer: Any) -> torch.Tensor:
-        """Return what the codes stand for, f32 ``[O, I]``."""
+        """Return the dequantized weight, f32 ``[O, I]``."""
         return dequantized(layer.weight)
 
     def multiplies(self, layer: Any) -> bool:

@@ -79,7 +79,7 @@ Reference: TypeAlias = "tuple[ReferencePart | None, str | None]"
 
 # Relative differences caused by rounding; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
-# Of loss and gradient against transformers alone, in f32. Measured: at most 1e-6 of either in every
+# For loss and gradient against plain transformers, in f32. Measured: at most 1e-6 each in every
 # family that trains (docs/measured/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
 _REFERENCE, _REFERENCE_INT8 = (1e-5, 1e-4), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from

@@ -131,7 +131,7 @@ class RecordLogger(Logger):
         return None
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Record hyperparameters that a module or a callback saves, besides the configuration."""
+        """Record hyperparameters of a module or a callback, in addition to the configuration."""
         del args, kwargs
         values = vars(params) if hasattr(params, "__dict__") else dict(params)
         if not values:

@@ -303,7 +303,7 @@ class EventFeed:
 
 
 def is_point(payload: Mapping[str, Any]) -> bool:
-    """Return whether what was validated is a point of the tuned model's curve.
+    """Return whether a validation is a point of the tuned model's curve.
 
     The base model is only its starting point; the PEFT view is in the results.
     """
