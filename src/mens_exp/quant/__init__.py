@@ -1,1 +1,1 @@
-"""Quantized base weights: one binding for each quantizer."""
+"""Quantized base weights with bitsandbytes."""
