@@ -1,4 +1,4 @@
-"""Adapted layers on a frozen base: placement and initialisation, whatever the method.
+"""Adapted layers on a frozen base: placement and initialisation, for every method.
 
 Some initialisations (PiSSA, LoftQ, LoRA-GA) change the base. The component that they subtract from
 each layer is kept, so that the plain base can be restored.
@@ -216,7 +216,7 @@ class Residuals:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Use the plainly quantized weights inside the block, which may be inside of another."""
+        """Use the plainly quantized weights inside the block; such blocks may be nested."""
         layers = [(one.module.get_base_layer(), one.plain) for one in self.layers.values()]
         before = [layer.weight for layer, _ in layers]
         try:
@@ -275,7 +275,7 @@ def start_all(
         module = layers[one.logical]
         if isinstance(one, Stack) or not config.lora.init.spec.from_weights:
             method.draw(module, seed=config.seed, logical=one.logical)
-            if config.lora.init.spec.from_gradients:  # nothing yet, until these are known
+            if config.lora.init.spec.from_gradients:  # zeros until the gradients are known
                 A_RI, B_OR = (method.parameters(module)[name] for name in ("lora_a", "lora_b"))
                 nothing = (torch.zeros_like(A_RI.data), torch.zeros_like(B_OR.data))
                 residuals.take(one.logical, module, nothing)
@@ -304,7 +304,7 @@ def _from_weights(
 
 
 def start_from(residuals: Residuals, logical: str, module: Any, pair: Pair) -> QuantizationError:
-    """Give an adapter its initial values, which are taken out of the base."""
+    """Set an adapter's initial values and subtract their product from the base."""
     weight_OI = residuals.weights.read(residuals.paths[logical], pair[0].device)
     before = _error(weight_OI, dequantized(residuals.layers[logical].plain))
     residuals.take(logical, module, pair)

@@ -55,7 +55,7 @@ def backbone(causal_lm: Any) -> Any:
     Raises:
         ModelFileError: there is no such part.
     """
-    modules = causal_lm._modules  # noqa: SLF001  # of one level
+    modules = causal_lm._modules  # noqa: SLF001  # direct children
     if causal_lm.base_model_prefix in modules:
         return modules[causal_lm.base_model_prefix]
     from transformers import PreTrainedModel
@@ -79,10 +79,9 @@ def hidden_states(causal_lm: Any, batch: Batch) -> torch.Tensor:
 def layer_states(
     causal_lm: Any, batch: Batch, layers: Sequence[int]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return what `hidden_states` does, and the states after each of some layers, from 1.
+    """Return the result of `hidden_states`, and the states after the given layers, from 1.
 
-    Those after the last layer are the ones that the head reads, as in transformers' own
-    ``hidden_states``.
+    As in transformers' own ``hidden_states``, the states after the last layer are the head's input.
 
     Raises:
         ModelFileError: the model's code does not return them.
@@ -350,15 +349,14 @@ def load_base(
 
 
 class Teacher:
-    """A frozen model without an adapter, unquantized in the compute format, to learn from.
+    """A frozen, unquantized teacher in the compute format, without an adapter.
 
-    It is no module of the trained one, whose checkpoints and processes do not need it.
-    ``matched`` holds the layers, from 1, of the student and of the teacher whose hidden states are
-    compared.
+    It is not a submodule of the student, so checkpoints and sharding leave it out. ``matched``
+    holds pairs of layers of student and teacher, from 1, whose hidden states are compared.
     """
 
     def __init__(self, config: RunConfig, base: BaseModel, device: torch.device) -> None:
-        """Load it.
+        """Load the teacher.
 
         Args:
             config: the run's configuration; ``objective.teacher`` is the model.
@@ -366,7 +364,7 @@ class Teacher:
             device: where to put it.
 
         Raises:
-            ModelFileError: its code does not support what the run needs.
+            ModelFileError: the teacher's code does not support what the run needs.
         """
         named = teacher_of(config.objective, config.model)
         assert named is not None, "the objective has a teacher"
@@ -379,7 +377,7 @@ class Teacher:
         base.refuse_changed()
 
     def passed(self, batch: Batch) -> Passed:
-        """Pass a micro-batch through it, without gradients."""
+        """Pass a micro-batch through the teacher, without gradients."""
         with torch.no_grad():
             if not self.matched:
                 return Passed(batch, hidden_states(self.causal_lm, batch), self.head)
@@ -450,10 +448,10 @@ def _attention_implementation(model_config: Any, *, packing: bool) -> str | None
 
 @contextmanager
 def _clear_about_packing(model_config: Any) -> Iterator[None]:
-    """Explain the remedy if a model's code looks attention up in its own table.
+    """Name the remedy if a model's code looks attention up in its own table.
 
     Raises:
-        ModelFileError: it does.
+        ModelFileError: the table lacks our implementation.
     """
     try:
         yield
@@ -487,13 +485,13 @@ def _refuse_random(missing: Collection[str], base: BaseModel) -> None:
 def _check_and_finish(
     model: Any, config: RunConfig, weights: StoredWeights, stored: Mapping[str, QuantConfig]
 ) -> None:
-    """Prepare quantized layers for training, and apply what the loader has no setting for.
+    """Prepare quantized layers for training, and apply the settings that the loader lacks.
 
     Args:
-        model: as it was loaded.
+        model: the model as loaded.
         config: the whole configuration.
         weights: the base's weights on disk.
-        stored: the settings that each module is quantized with, by path.
+        stored: the quantization settings of each module, by path.
 
     Raises:
         SetupError: nothing was quantized.
@@ -506,7 +504,7 @@ def _check_and_finish(
         binding = binding_of(settings.spec)
         if kind != usual or binding.loading_config(settings, (), weights) is None:
             paths = [path for path, one in kind_of.items() if one == kind]
-            binding.quantize(model, paths, settings)  # the loader has not
+            binding.quantize(model, paths, settings)  # the loader skipped them
     layers = quantized_linears(model)
     if not layers:
         raise SetupError(
@@ -524,14 +522,14 @@ def _check_and_finish(
 
 
 class FrozenWeights:
-    """The weights that linear layers of a frozen base multiply with, for `lora.linear`.
+    """The weights of linear layers of a frozen base, for `lora.linear`.
 
-    A layer is known if it is a plain linear layer, or quantized by a binding that says so.
+    A layer is known if it is a plain linear layer, or if its binding's ``multiplies`` is true.
     """
 
     def __init__(self) -> None:
-        """Know no layer yet."""
-        self._bindings: dict[Any, Binding | None] = {}  # looking one up again takes too long
+        """Start without a cached layer."""
+        self._bindings: dict[Any, Binding | None] = {}  # a lookup in each forward is too slow
 
     def are_known(self, layer: Any) -> bool:
         """Return whether a layer computes ``W x + b`` with the weight of :meth:`of`."""
@@ -549,7 +547,7 @@ class FrozenWeights:
         return weight if isinstance(layer, torch.nn.Linear) else weight.t()
 
     def take_over(self, model: torch.nn.Module) -> None:
-        """Replace the forward pass of linear layers, which is ours if products are rounded.
+        """Replace the forward of linear layers with one that uses `frozen_linear` where it helps.
 
         ``del module.forward`` undoes it.
         """
@@ -566,7 +564,7 @@ class FrozenWeights:
 
 
 class _FrozenForward:
-    """The forward pass of a frozen linear layer: ours where it is faster, otherwise its own."""
+    """Forward of a frozen linear layer: `frozen_linear` if products are rounded, else its own."""
 
     def __init__(self, layer: Any, weights: FrozenWeights) -> None:
         self.layer, self.weights = layer, weights

@@ -118,7 +118,7 @@ class StopWatch:
 
 @dataclass(kw_only=True)
 class Answers:
-    """Answers that are being made; a backend gives the logits of each next token.
+    """Answers in progress; the backend supplies the logits of each next token.
 
     Attributes:
         count: number of prompts.
@@ -190,9 +190,9 @@ def greedy(
 ) -> list[list[int]]:
     """Continue prompts until an end id, a stop text or the limit.
 
-    Prompts of like length are read together, and an answer that has ended makes room for the next
-    prompt, so that no answer waits for a longer one. Dropout is off in any mode of the model.
-    Generation settings in the model's files (a repetition penalty, for example) are ignored.
+    Prompts of similar length are prefilled together, and an answer that has ended makes room for
+    the next prompt, so that no answer waits for a longer one. Dropout is off in any mode of the
+    model. Generation settings in the model's files (such as a repetition penalty) are ignored.
 
     Args:
         model: a transformers model.
@@ -201,9 +201,9 @@ def greedy(
         end_ids: ids that end an answer.
         sampling: sampling settings; None is greedy decoding.
         stops: texts that end an answer.
-        batch_size: answers under way at a time; None is all of them.
-        on_end: called with the index of a prompt whose answer has ended, and the seconds since it
-            was first read.
+        batch_size: answers in progress at a time; None is all of them.
+        on_end: called with the index of a prompt whose answer has ended, and the seconds since its
+            prefill began.
 
     Returns:
         The new ids of each prompt, including the end id or stop text that ended it.
@@ -237,18 +237,18 @@ def greedy(
     return answers.made
 
 
-# Room is made for new prompts when a quarter of a batch has ended: each reading costs one pass over
-# the weights, and each change of the rows a copy of the cache.
+# New prompts enter when a quarter of a batch has ended: each prefill costs one pass over the
+# weights, and each change of the rows a copy of the cache.
 _REFILL = 4
 _GROWTH = 64  # columns by which a cache grows
-_PREFIX = 16  # tokens that all prompts must share before they are read once
+_PREFIX = 16  # tokens; a shorter common prefix is not prefilled separately
 
 
 class _Batch:
-    """The prompts whose answers are under way: their keys and values, aligned at the last token.
+    """The key-value cache of the answers in progress, left-padded to align their last tokens.
 
     Attributes:
-        rows: the prompt of each row; some of them may have ended.
+        rows: the prompt of each row; its answer may have ended.
     """
 
     def __init__(self, model: Any, prompts: Sequence[list[int]]) -> None:
@@ -264,7 +264,7 @@ class _Batch:
         self.rows: list[int] = []
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only some of the rows, and the columns that they need."""
+        """Keep only the given rows, and the columns that they need."""
         if rows == self.rows:
             return
         at = [self.rows.index(row) for row in rows]
@@ -279,7 +279,7 @@ class _Batch:
             layer.keep(at, width)
 
     def read(self, rows: list[int]) -> torch.Tensor:
-        """Read new prompts, and add them; return the logits of their next tokens, ``[B, V]``."""
+        """Prefill and add new prompts; return the logits of their next tokens, ``[B, V]``."""
         unique = list(dict.fromkeys(tuple(self._prompts[row]) for row in rows))
         which = [unique.index(tuple(self._prompts[row])) for row in rows]
         shared = self._shared
@@ -308,7 +308,7 @@ class _Batch:
         return logits_BV[which]
 
     def step(self, last: list[int]) -> torch.Tensor:
-        """Read one more token of every row; return the logits of the next one, ``[B, V]``."""
+        """Append a token to every row; return the logits of the next one, ``[B, V]``."""
         ids_B1 = torch.tensor(last, device=self._model.device)[:, None]
         columns_T = torch.arange(self._cache.get_seq_length() + 1, device=self._model.device)
         mask_BT = (columns_T >= self._starts_B[:, None]).long()
@@ -346,7 +346,7 @@ class _Batch:
 
 
 def _shared_prefix(prompts: Sequence[list[int]]) -> int:
-    """Return the length of what all prompts begin with, short of their last tokens; 0 if little."""
+    """Return the length of the common prefix, which leaves each prompt a token; 0 if short."""
     first, last = min(prompts, default=[]), max(prompts, default=[])
     same = next(
         (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
@@ -357,7 +357,7 @@ def _shared_prefix(prompts: Sequence[list[int]]) -> int:
 
 
 def _has_windows(model: Any) -> bool:
-    """Return whether attention is bounded by a distance in columns, which padding would stretch."""
+    """Return whether a layer's attention is not full: padding would stretch a window's columns."""
     config = model.config
     kinds = getattr(config, "layer_types", None) or []
     return bool(getattr(config, "sliding_window", None)) or any(
@@ -380,7 +380,7 @@ class _Layer:
         self.length = 0
 
     def update(self, keys: Any, values: Any, *rest: Any, **named: Any) -> Any:
-        """Append columns; under autocast, values come in another dtype than keys."""
+        """Append columns; under autocast, keys and values may differ in dtype."""
         del rest, named
         new = self.length + keys.shape[-2]
         if not self.is_initialized:
@@ -400,10 +400,10 @@ class _Layer:
         return self.length
 
     def get_mask_sizes(self, new: int | torch.Tensor) -> tuple[int, int]:
-        """Return the columns that new tokens attend to, and the first of them.
+        """Return the number of columns that new tokens attend to, and the first column.
 
         Args:
-            new: their number, or, as transformers 5.0 has it, their places.
+            new: number of new tokens or, in transformers 5.0, their positions.
         """
         return self.length + (new.shape[0] if isinstance(new, torch.Tensor) else new), 0
 
@@ -413,7 +413,7 @@ class _Layer:
         self.length = width
 
     def start_with(self, prefix: Any, rows: int) -> None:
-        """Begin each of several rows with a prefix of one row."""
+        """Start every row with a copy of a one-row prefix."""
         shape = (rows, -1, -1, -1)
         self.update(
             prefix.keys[:, :, : prefix.length].expand(shape),
@@ -421,11 +421,11 @@ class _Layer:
         )
 
     def close_gaps(self, rows: list[int], gaps: list[int], shared: int) -> None:
-        """Take rows, with repeats, and move the shared prefix of each to the rest of it.
+        """Select rows, with repeats, and move the shared prefix of each next to its other tokens.
 
         Args:
-            rows: of this cache.
-            gaps: columns of padding between prefix and rest.
+            rows: rows of this cache.
+            gaps: columns of padding between the prefix and the other tokens of each row.
             shared: columns of the prefix.
         """
 
@@ -456,9 +456,9 @@ class _Layer:
 
 
 def _wider(all_BHTD: torch.Tensor, width: int) -> torch.Tensor:
-    """Return a copy with room for more columns than ``width``; what is not written is zero.
+    """Return a copy with spare columns beyond ``width``; unwritten columns are zero.
 
-    Masked columns count with weight zero, which would not cancel what is not finite.
+    Attention gives masked columns a weight of zero, but zero times NaN or infinity is NaN.
     """
     rows, heads, filled, size = all_BHTD.shape
     made_BHTD = all_BHTD.new_zeros((rows, heads, width + _GROWTH, size))

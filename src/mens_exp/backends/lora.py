@@ -54,7 +54,7 @@ class PeftLora(AdapterMethod):
     def place(
         self, model: Any, lora: LoraConfig, modules: Sequence[LinearModule], family: Family
     ) -> tuple[Any, dict[str, Any]]:
-        """Wrap the model in PEFT's; see `AdapterMethod.place`.
+        """Wrap the model in a PEFT model; see `AdapterMethod.place`.
 
         Raises:
             ConfigError: PEFT refuses the targets.
@@ -88,7 +88,7 @@ class PeftLora(AdapterMethod):
         return peft, {one.logical: layers[f"{_PREFIX}{one.path}"] for one in sites}
 
     def base_model(self, model: Any) -> Any:
-        """Return transformers' model inside of PEFT's."""
+        """Return the transformers model inside the PEFT model."""
         return model.get_base_model()
 
     def parameters(self, layer: Any) -> dict[str, torch.nn.Parameter]:
@@ -103,7 +103,7 @@ class PeftLora(AdapterMethod):
 
     @contextmanager
     def disabled(self, model: Any, layers: Collection[Any]) -> Iterator[None]:
-        """Switch the adapter off inside the block."""
+        """Disable the adapter inside the block."""
         del layers
         with model.disable_adapter():
             yield
@@ -111,21 +111,21 @@ class PeftLora(AdapterMethod):
     def dropouts(
         self, config: RunConfig, layers: Sequence[tuple[LinearModule, Any]]
     ) -> list[KeyedDropout]:
-        """Return the dropout streams, which take the place of PEFT's."""
+        """Replace PEFT's dropout modules and return the new ones."""
         return share_dropout(layers, p=config.lora.dropout, seed=config.seed, adapter=ADAPTER)
 
     def take_over(
         self, layers: Sequence[tuple[LinearModule, Any]], weights: Weights, *, together: bool
     ) -> list[SharedInput]:
-        """Compute layers in training as in :mod:`mens_exp.lora.linear`."""
+        """Replace the training forward of layers with that of :mod:`mens_exp.lora.linear`."""
         return take_over(layers, adapter=ADAPTER, weights=weights, together=together)
 
     def accumulate_in_f32(self, layers: Collection[Any], *, learns: bool) -> None:
-        """Let autocast convert inputs while the adapter learns, and PEFT otherwise.
+        """Let autocast cast the inputs while the adapter learns, and PEFT otherwise.
 
         PEFT checks only CUDA's autocast. When training on CPU, it would give each projection an f32
-        copy of the input, and each copy would draw its dropout mask again. Layers change together,
-        so that one is asked for all: this is called for each chunk of the head.
+        copy of the input, and each copy would draw its dropout mask again. All layers switch
+        together, so only the first is checked: this runs for each chunk of the head.
         """
         if all(one.cast_input_dtype_enabled is learns for one in itertools.islice(layers, 1)):
             for layer in layers:
@@ -137,7 +137,7 @@ class PeftLora(AdapterMethod):
         initialise(found["lora_a"], found["lora_b"], seed=seed, layer=logical)
 
     def set_start(self, layer: Any, start: Start) -> None:
-        """Set A and B, and DoRA's magnitudes to the initial weights' norms (an identity)."""
+        """Set A and B, and DoRA's magnitudes to the norms of the initial weights, so W is kept."""
         found, (A_RI, B_OR) = self.parameters(layer), start.pair
         with torch.no_grad():
             found["lora_a"].copy_(A_RI)
@@ -165,10 +165,10 @@ class PeftLora(AdapterMethod):
     def saved_form(
         self, model: Any, lora: LoraConfig, layers: Mapping[str, Any], taken: Tensors
     ) -> Iterator[None]:
-        """Give PEFT's model, inside the block, the matrices of its saved directory.
+        """Give the PEFT model, inside the block, the matrices of its saved directory.
 
-        Doubling both rank and alpha keeps ``alpha / r``. A scale with a root would change, so it is
-        folded into the matrices there, and the saved form is plain LoRA.
+        Doubling both rank and alpha keeps ``alpha / r``. rsLoRA's ``alpha / sqrt(r)`` would change,
+        so the difference is folded into B, and the saved form is plain LoRA.
         """
         if not taken:
             yield
@@ -196,7 +196,7 @@ class PeftLora(AdapterMethod):
                 layer.scaling[ADAPTER] = scales[name]
 
     def weight(self, weight_OI: torch.Tensor, tensors: Tensors, *, scale: float) -> torch.Tensor:
-        """Return ``W + s · B A``; in DoRA rows get their lengths (arXiv:2402.09353, eq. 5)."""
+        """Return ``W + s · B A``; DoRA then rescales its rows (arXiv:2402.09353, eq. 5)."""
         merged_OI = weight_OI + scale * (tensors["lora_b"] @ tensors["lora_a"])
         if "lora_magnitude" in tensors:
             magnitude_O = tensors["lora_magnitude"].flatten()
@@ -206,14 +206,14 @@ class PeftLora(AdapterMethod):
     def expert_weights(
         self, weight_EOI: torch.Tensor, tensors: Tensors, *, scale: float
     ) -> torch.Tensor:
-        """Return ``W + s · B A`` of each expert, which has every E-th column of B."""
+        """Return ``W + s · B A`` for each expert, whose B is every E-th column of ``lora_b``."""
         A, B, many = tensors["lora_a"], tensors["lora_b"], len(weight_EOI)
         r = len(A) // many
         deltas = [B[:, one::many] @ A[one * r : (one + 1) * r] for one in range(many)]
         return weight_EOI + scale * torch.stack(deltas)
 
     def change(self, tensors: Tensors, *, scale: float) -> Delta:
-        """Return the delta, which is added to any rows of a weight."""
+        """Return the delta, which can be merged into any rows of a weight."""
         return Delta(
             A_RI=tensors["lora_a"],
             B_OR=tensors["lora_b"],
@@ -279,7 +279,7 @@ def lora_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora.layer import ParamWrapper
 
     for path, module in model.named_modules():
-        if isinstance(module, ParamWrapper):  # one around the other where a module has several
+        if isinstance(module, ParamWrapper):  # nested if several parameters of a module are adapted
             yield f"{path.replace('.base_layer', '')}.{module.parameter_name}", module
         elif isinstance(module, LoraLayer):
             yield path, module

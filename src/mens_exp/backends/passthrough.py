@@ -1,9 +1,9 @@
 """Any adapter type of PEFT, from the fields of its own configuration class (`lora=peft`).
 
-PEFT puts its layer around one linear layer at a time, so that a layer's start depends on the seed
-and its name alone. `inject_adapter_in_model` refuses types that have no layers, or whose layers
-share state. What else the records, a resumed run and a merge need is found by :class:`_Trial`, on a
-layer of the run's own size and quantizer, before a model is loaded.
+PEFT wraps one linear layer at a time, so that a layer's initial values depend only on the seed and
+its name. `inject_adapter_in_model` refuses types that have no layers, or whose layers share state.
+Before a model is loaded, :class:`_Trial` checks the other requirements of records, resumed runs and
+merges on a layer of the run's smallest size and its quantizer.
 
 Shapes: T tokens, I inputs and O outputs of a projection.
 """
@@ -62,7 +62,7 @@ _REFUSED = {
     **dict.fromkeys(("bias", "modules_to_save", "trainable_token_indices"), _BEYOND),
 }
 _TARGETS = "set lora.targets=[…], which takes names of modules and globs over their paths"
-_NEAR = 1e-4  # of f32 sums in another order, relative to the largest output
+_NEAR = 1e-4  # for f32 sums in another order, relative to the largest output
 _TOKENS, _MOVED = 4, 0.05
 _SET_TO = re.compile(r"Setting (\w+) to ([\w.]+)")  # PEFT's words, where it changes a value
 
@@ -71,7 +71,7 @@ class AnyPeft(AdapterMethod):
     """PEFT's layers of one configuration."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        """Have the fields of one configuration; `sharing` gives them."""
+        """Store the fields of one configuration, which `sharing` passes."""
         self._config = dict(config or {})
 
     def sharing(self, projections: Mapping[str, Any]) -> AdapterMethod:
@@ -83,7 +83,7 @@ class AnyPeft(AdapterMethod):
         return dict(self._config)
 
     def problems(self, config: RunConfig, modules: Sequence[LinearModule]) -> Iterator[ConfigError]:
-        """Yield what is wrong with a configuration, and what PEFT or the records cannot do.
+        """Yield errors of a configuration, and what PEFT or the records do not support.
 
         Args:
             config: the whole configuration.
@@ -97,7 +97,7 @@ class AnyPeft(AdapterMethod):
         yield from found
 
     def shapes(self, config: Mapping[str, Any], *, out: int, width: int) -> dict[str, Any]:
-        """Return the shapes of a layer's tensors as PEFT makes them; none of what it refuses.
+        """Return the shapes of PEFT's tensors of a layer; none if PEFT refuses the configuration.
 
         Args:
             config: the fields of a configuration.
@@ -122,7 +122,7 @@ class AnyPeft(AdapterMethod):
 
     @contextmanager
     def disabled(self, model: Any, layers: Collection[Any]) -> Iterator[None]:
-        """Switch the adapter off inside the block; PEFT's own switch would also freeze it."""
+        """Disable the adapter inside the block; PEFT's own method would also freeze it."""
         del model
         for layer in layers:
             layer._disable_adapters = True  # noqa: SLF001
@@ -133,7 +133,7 @@ class AnyPeft(AdapterMethod):
                 layer._disable_adapters = False  # noqa: SLF001
 
     def draw(self, layer: Any, *, seed: int, logical: str) -> None:
-        """Let PEFT draw a start from the seed and the layer's name."""
+        """Let PEFT draw the initial values, seeded by the run's seed and the layer's name."""
         fresh = _made(self._config, layer.get_base_layer(), seed=key_of(seed, logical))
         _fill(layer, {part: one.data for part, one in self.parameters(fresh).items()})
 
@@ -159,7 +159,7 @@ class AnyPeft(AdapterMethod):
     # ---- merge
 
     def weight(self, weight_OI: torch.Tensor, tensors: Tensors, *, scale: float) -> torch.Tensor:
-        """Return the weight: what PEFT's layer makes of the identity, transposed."""
+        """Return the merged weight: the output of PEFT's layer for the identity, transposed."""
         del scale
         layer = _around(self._config, weight_OI)
         held = {layer.trained_parts[part]: one for part, one in tensors.items()}
@@ -172,7 +172,7 @@ class AnyPeft(AdapterMethod):
         return _OfMerge(self, tensors, scale)
 
     def merged(self, weight_OI: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """Return the weight that PEFT's merge makes of another.
+        """Merge the tensors into a weight with PEFT, and return the result.
 
         Raises:
             RequestError: PEFT has no merge of this type.
@@ -274,7 +274,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _type_problem(value: Any, hint: Any, where: str) -> ConfigError | None:
     try:
         problems = check_type(value, hint, where)
-    except KeyError:  # a class of PEFT's, or a literal: its constructor judges it
+    except KeyError:  # a class of PEFT's, or a literal: PEFT's constructor validates it
         return None
     if not problems:
         return None
@@ -304,7 +304,7 @@ def _made(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     alone: Any = torch.nn.ModuleDict({_NAME: base})
-    kind = type(base).__name__  # PEFT asks the model, and not its layers
+    kind = type(base).__name__  # PEFT reads these from the model, not from its layers
     alone.is_loaded_in_4bit, alone.is_loaded_in_8bit = "4bit" in kind, "8bit" in kind
     try:
         with torch.random.fork_rng(), _without_notices(config):
@@ -331,10 +331,10 @@ def _made(
 
 @contextmanager
 def _without_notices(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Silence PEFT's warnings, such as of an absent extension for CUDA, inside the block.
+    """Silence PEFT's warnings, such as a missing CUDA extension, inside the block.
 
     Raises:
-        ValueError: PEFT took another value than that of a field, which no record would say.
+        ValueError: PEFT replaced the value of a field, which no record would show.
     """
     with quiet(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -361,7 +361,7 @@ def _refusal(config: Mapping[str, Any], base: torch.nn.Module, error: object) ->
 
 
 def _around(config: Mapping[str, Any], weight_OI: torch.Tensor) -> Any:
-    """Return PEFT's layer, in evaluation, around a linear layer with that very weight."""
+    """Return PEFT's layer, in evaluation mode, around a linear layer that shares the weight."""
     base = torch.nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
     base.weight = torch.nn.Parameter(weight_OI.detach(), requires_grad=False)
     return _made(config, base).eval()
@@ -378,7 +378,7 @@ def _shapes(config: str, out: int, width: int) -> Mapping[str, tuple[int, ...]]:
     base = torch.nn.Linear(width, out, bias=False, device="meta")
     try:
         layer = _made(json.loads(config), base, on_meta=True)
-    except ConfigError:  # some types need values to start from
+    except ConfigError:  # some types initialise from the values of the weight
         base.weight = torch.nn.Parameter(torch.ones(()).expand(out, width), requires_grad=False)
         layer = _made(json.loads(config), base)
     names = layer.trained_parts.items()
@@ -389,7 +389,7 @@ def _shapes(config: str, out: int, width: int) -> Mapping[str, tuple[int, ...]]:
 
 
 class _Trial:
-    """A layer of the run's smallest size, on which everything that a run needs is tried."""
+    """A trial of everything that a run needs, on a layer of the run's smallest size."""
 
     def __init__(self, config: RunConfig, modules: Sequence[LinearModule]) -> None:
         self.config, self.modules = config, modules
@@ -426,7 +426,7 @@ class _Trial:
                 raise _refusal(self.fields, base, error) from error
 
     def _try(self, base: Any, *, exact: bool) -> None:
-        """Learn from a few tokens; with ``exact``, compare what has to be equal."""
+        """Run forward and backward on a few tokens; with ``exact``, check what must be equal."""
         layer, other = (_made(self.fields, base, seed=seed) for seed in (0, 1))
         values = {
             part: one.data + _MOVED * torch.randn(one.shape)
@@ -459,7 +459,7 @@ class _Trial:
             raise self._unfit("computes something else than a product with a changed weight")
 
     def _unfit(self, what: str) -> ConfigError:
-        """Return the error of settings that PEFT takes, with the fields that may be the reason."""
+        """Return an error for settings that PEFT accepts, naming the fields that may cause it."""
         fields = [name for name in self.fields if "dropout" in name or "seed" in name]
         named = ", ".join(f"lora.config.{name}" for name in fields)
         return ConfigError(
@@ -472,7 +472,7 @@ class _Trial:
 
 
 def _base(one: LinearModule, quant: QuantConfig, *, bias: bool) -> Any:
-    """Return a linear layer of random weights, frozen, quantized as the run's."""
+    """Return a frozen linear layer with random weights, quantized like the run's layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         alone = torch.nn.ModuleDict({_NAME: torch.nn.Linear(one.width, one.out, bias=bias)})
@@ -480,7 +480,7 @@ def _base(one: LinearModule, quant: QuantConfig, *, bias: bool) -> Any:
     if quant.is_quantized:
         binding = binding_of(quant.quant_type.spec)
         binding.quantize(alone, [_NAME], quant)
-        if binding.holds(alone[_NAME]):  # else its layers are made by transformers' loader alone
+        if binding.holds(alone[_NAME]):  # else only transformers' loader makes its layers
             binding.keep_trainable([alone[_NAME]])
     return alone[_NAME]
 

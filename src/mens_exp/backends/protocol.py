@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Return every trainable parameter by name; nothing else has a gradient."""
 
     def base_only(self) -> AbstractContextManager[None]:
-        """Switch the adapter off inside the block."""
+        """Disable the adapter inside the block."""
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts; see `greedy` for the options."""

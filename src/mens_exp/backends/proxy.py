@@ -122,7 +122,7 @@ class Projection(torch.nn.Module):
         return torch.addmm(y_MO, low_MR, self.lora_b.T)
 
 
-_NORM_EPS = 1e-5  # the seeds'
+_NORM_EPS = 1e-5  # as in the seeds
 
 
 class ProxyBackend(NonPeftBackend, torch.nn.Module):
@@ -225,7 +225,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Switch the adapter off inside the block."""
+        """Disable the adapter inside the block."""
         parts = list(self.projections.values())
         for projection in parts:
             projection.adapts = False
@@ -239,7 +239,7 @@ class ProxyBackend(NonPeftBackend, torch.nn.Module):
         self, prompts: Sequence[list[int]], *, batch_size: int | None = None, **options: Any
     ) -> list[list[int]]:
         """Continue prompts; each token depends only on the one before it. See `greedy`."""
-        del batch_size  # nothing is kept of the tokens before the last
+        del batch_size  # there is no cache whose size it would limit
         answers = Answers(count=len(prompts), **options)
         rows = list(range(len(prompts)))
         answers.begin(rows)

@@ -132,7 +132,7 @@ class QloraBackend(torch.nn.Module):
     def layer_states(
         self, batch: Batch, layers: Sequence[int]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return what `forward` does, and the states after each of some layers, from 1."""
+        """Return the result of `forward`, and the states after the given layers, from 1."""
         with self._compute(), self.noise.over(batch.document_lengths):
             return frozen_base.layer_states(self.causal_lm, batch, layers)
 
@@ -156,7 +156,7 @@ class QloraBackend(torch.nn.Module):
         return self
 
     def begin(self, micro_batch: int) -> None:
-        """Position every stream of dropout and of noise at a micro-batch."""
+        """Position every dropout and noise stream at a micro-batch."""
         self.noise.begin(micro_batch)
         for dropout in self.dropouts:
             dropout.begin(micro_batch)
@@ -257,7 +257,7 @@ class QloraBackend(torch.nn.Module):
         return manifest, split_experts(arrays, self.stacks)
 
     def _sizes(self) -> dict[str, list[str]]:
-        """Name the sizes of each tensor of a layer; PEFT's types have names of their own."""
+        """Name the dimensions of each tensor of a layer; `lora=peft` generates the names."""
         known = self.lora.spec.form.tensors
         found = {name: list(sizes) for name, sizes in known.items()}
         parts = {} if known else self.method.parameters(next(iter(self.layers.values())))
@@ -293,7 +293,7 @@ class QloraBackend(torch.nn.Module):
                 parameters[name].copy_(value)
 
     def merged(self, logical: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight that a layer's adapter makes of another, in the dtype of that weight.
+        """Merge a layer's adapter into a weight; return the result in the weight's dtype.
 
         Args:
             logical: the layer's name, or that of a stack of experts.
@@ -307,7 +307,7 @@ class QloraBackend(torch.nn.Module):
         return of(weight, tensors, scale=self.method.scale(layer))
 
     def start_from(self, logical: str, pair: Pair) -> None:
-        """Start a layer's adapter with A and B whose product is taken out of the base."""
+        """Start a layer's adapter with A and B, and subtract their product from the base."""
         layer = self.layers[logical]
         self.errors[logical] = start_from(self.residuals, logical, layer, pair)
 
@@ -362,9 +362,9 @@ class QloraBackend(torch.nn.Module):
         }
 
     def _numerics(self) -> dict[str, str]:
-        """Name the forms that a step is computed in: another form rounds otherwise.
+        """Name the implementations that a step uses, because each rounds differently.
 
-        A number is raised when a form changes. Records without these are of PEFT's forward pass.
+        A number is raised when its implementation changes. Records without names used PEFT's code.
         """
         device = next(self.model.parameters()).device
         own = "rounded from f32" if is_rounded(self.compute_dtype, device) else "own"
@@ -390,7 +390,7 @@ class QloraBackend(torch.nn.Module):
         }
 
     def quantization_errors(self) -> dict[str, tuple[float, float]]:
-        """Return each layer's quantization error before and after a dependent initialisation."""
+        """Return each layer's quantization error before and after the initialisation."""
         return {name: (error.before, error.after) for name, error in self.errors.items()}
 
     @contextmanager
@@ -410,7 +410,7 @@ class QloraBackend(torch.nn.Module):
 
 
 def noise_on(causal_lm: Any, config: RunConfig) -> EmbeddingNoise:
-    """Return the noise of a model's embeddings, which is on them if there is any.
+    """Return the embedding noise of a run, hooked onto the embeddings if alpha is not zero.
 
     Raises:
         ModelFileError: the model's code does not expose its input embeddings.

@@ -147,7 +147,7 @@ def _to_cast(backend: QloraBackend) -> Iterator[tuple[torch.nn.Module, str, torc
     quantized = set(map(id, quantized_linears(backend.model).values()))
     seen: set[int] = set()
     for module in backend.model.modules():
-        for held in (module._parameters, module._buffers):  # noqa: SLF001  # what holds them
+        for held in (module._parameters, module._buffers):  # noqa: SLF001  # own tensors only
             for name, tensor in held.items():
                 codes = id(module) in quantized and name == "weight"
                 if tensor is None or codes or id(tensor) in seen:
@@ -208,11 +208,11 @@ def _filled(backend: QloraBackend) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(backend: QloraBackend) -> Iterator[None]:
-    """Disable gradient hooks inside the block; a backend may use them to freeze a part."""
+    """Disable gradient hooks inside the block; a backend may freeze parameters with them."""
     kept = [(one, one._backward_hooks) for one in backend.trainable().values()]  # noqa: SLF001
     try:
         for parameter, _ in kept:
-            parameter._backward_hooks = None  # noqa: SLF001  # torch offers no way to take all
+            parameter._backward_hooks = None  # noqa: SLF001  # torch cannot remove all at once
         yield
     finally:
         for parameter, hooks in kept:
@@ -304,7 +304,7 @@ class _Dequantized(torch.nn.Module):
         if codes.dtype == torch.int8:
             values: torch.Tensor = codes.data.float() * (codes.SCB.float() / 127)[:, None]
             return values
-        if not hasattr(codes, "quant_state"):  # an installed quantizer, which alone knows
+        if not hasattr(codes, "quant_state"):  # only its own binding can dequantize it
             return values_of(self.layer)
         from bitsandbytes.functional import dequantize_4bit
 
@@ -318,7 +318,7 @@ class _Dequantized(torch.nn.Module):
         return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer; the weight is not kept for the backward pass."""
+        """Apply the layer; the dequantized weight is not saved for the backward pass."""
         quantizes_inputs = self.layer.weight.dtype == torch.int8 and x.device.type != "cpu"
         passed = self.layer if quantizes_inputs else self._linear
         result: torch.Tensor = checkpoint(passed, x, use_reentrant=False)
@@ -342,7 +342,7 @@ class _AdaptedExperts(torch.nn.Module):
         }
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Run with the summed weights, which are not kept for the backward pass."""
+        """Run with the summed weights, which are not saved for the backward pass."""
         result: torch.Tensor = checkpoint(self._computed, *args, use_reentrant=False)
         return result
 
@@ -374,9 +374,9 @@ def _adapted(base: torch.nn.Module, layer: Any, method: AdapterMethod) -> Any:
 
 
 class _Merged(torch.nn.Module):
-    """A layer that multiplies with the weight that an adapter's tensors make of its own.
+    """A layer that multiplies by its weight with the adapter merged in.
 
-    It is the reference for methods that we do not know: their layers compute what their merge does.
+    It is the reference for every method but LoRA: a layer must compute what its merge does.
     """
 
     base: Any

@@ -87,8 +87,8 @@ def manifest_of(
         modules: the adapted modules.
         residual: whether the initialisation subtracted something from the base.
         quantizer: the base's quantizer; None if it is unquantized.
-        shared: what all layers share, if anything.
-        sizes: names of the sizes of each tensor of a layer.
+        shared: PEFT's configuration or the projections that all layers share, if any.
+        sizes: names of the dimensions of each tensor of a layer.
     """
     lora, family, spec = config.lora, shape.family, config.lora.spec
     keys = read_directory(base.directory).tensors
@@ -174,7 +174,7 @@ def write_model(
         plain = type(model)(
             config or model.config
         )  # without PEFT's layers, whose names would be saved
-        plain.load_state_dict(dict(weights), strict=False)  # a tied head has one name only
+        plain.load_state_dict(dict(weights), strict=False)  # a tied head is listed once
         plain.save_pretrained(temporary)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary)

@@ -28,9 +28,9 @@ class Batch:
     ``document_M`` is the document number of each target, if known; documents that stay together
     have consecutive numbers. ``extra`` holds further values of each target, ``[M]``, which an
     objective asked for. ``on_host`` is the micro-batch that this one was copied from.
-    ``prefixes`` has the bounds of the prefix that each document continues, tokens at the start of
-    another one, or None; such a document has only its own tokens in ``documents``, and its first
-    target is predicted by the end of the prefix. ``places_M`` is where targets are then.
+    ``prefixes`` has the bounds of the prefix that each document continues, the first tokens of
+    another document, or None. ``documents`` then bounds its own tokens only, the end of the prefix
+    predicts its first target, and ``places_M`` has the indices of targets.
     """
 
     input_ids_BT: torch.Tensor
@@ -50,7 +50,7 @@ class Batch:
 
     @property
     def target_places(self) -> torch.Tensor:
-        """The place of each target in the flattened ids, int64 ``[M]``."""
+        """The index of each target in the flattened ids, int64 ``[M]``."""
         return self.predict_M + 1 if self.places_M is None else self.places_M
 
     @property
@@ -72,7 +72,7 @@ class Batch:
         return _sent(torch.from_numpy(lengths), self.input_ids_BT.device)
 
     def to(self, device: torch.device | str, **_: Any) -> Batch:
-        """Copy the tensors to a device; the host does not wait for a GPU to have them."""
+        """Copy the tensors to a device, asynchronously to a GPU."""
         device = torch.device(device)
         moved: dict[str, Any] = {
             one.name: _sent(value, device)
@@ -85,7 +85,7 @@ class Batch:
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start the copy of a tensor to a device; a GPU copies from page-locked memory by itself."""
+    """Copy a tensor to a device, asynchronously from pinned memory to a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")
@@ -101,7 +101,7 @@ def packed_batch(
 ) -> Batch:
     """Concatenate the documents of all blocks into one sequence.
 
-    Tokens that a document shares with the one before it are left out; it continues them there.
+    Tokens that a document shares with the one before it are left out; it attends to them there.
 
     Args:
         documents: the encoded documents.
@@ -140,7 +140,7 @@ def packed_batch(
 
 
 def _prefixes(starts: np.ndarray, shared: np.ndarray) -> tuple[tuple[int, int] | None, ...]:
-    """Return the first tokens of the document before each one, as many as it shares with it."""
+    """Return, for each document, the bounds of the tokens shared with the one before it."""
     return tuple(
         (int(starts[i - 1]), int(starts[i - 1] + tokens)) if tokens else None
         for i, tokens in enumerate(shared)
@@ -178,7 +178,7 @@ _Spans: TypeAlias = "list[tuple[int, int]]"
 
 
 def _bounds(documents: Encoded, chosen: np.ndarray, shared: np.ndarray) -> _Spans:
-    """Return start and end of documents in the arrays, without the tokens that some share."""
+    """Return start and end of documents in the arrays, without shared tokens."""
     starts, ends = documents.offsets[chosen] + shared, documents.offsets[chosen + 1]
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 

@@ -145,7 +145,7 @@ class RowsDataModule(LightningDataModule):
         return len(self.train_documents) / len(self.blocks)
 
     def in_blocks(self) -> MicroBatches:
-        """Return all training blocks, each a micro-batch, in their own order."""
+        """Return all training blocks, each a micro-batch, in stored order."""
         stream = _stream(
             self.config.data,
             self.train_documents,

@@ -118,7 +118,7 @@ class AdapterBase:
 
 
 def fits(change: Sequence[int | None], weight: Sequence[int]) -> bool:
-    """Return whether a change is of a weight's shape; None leaves a size open."""
+    """Return whether a change has a weight's shape; None matches any size."""
     pairs = zip(change, weight, strict=False)
     return len(change) == len(weight) and all(one in {None, size} for one, size in pairs)
 
@@ -181,7 +181,7 @@ class AdaptedLayer:
     """One layer of an adapter: its logical name, its key in the base, and its shape there.
 
     The shape is ``(out, in)``, or ``(experts, out, in)`` if one base tensor has all experts; None
-    is a size that the adapter's tensors do not tell.
+    is a size that the adapter's tensors do not determine.
     """
 
     logical: str
@@ -200,7 +200,7 @@ class Place:
         info: header entry in the base.
         logical: layer of the adapter that is merged into it, if any.
         transposed: whether it is stored as ``[in, out]``.
-        quantizer: what made the values of it that the adapter was trained on, if anything.
+        quantizer: quantizer of the values that the adapter was trained on, if any.
     """
 
     name: str
@@ -382,7 +382,7 @@ def places(
         only_merged: omit tensors that nothing is merged into.
         unties: give a head that is tied to the embedding table a separate tensor, in the last
             file; otherwise its delta is merged into the table.
-        quantizers: what made the values of the base that the adapter was trained on, by key;
+        quantizers: quantizer of the base values that the adapter was trained on, by key;
             ``lm_head`` represents a tied head.
     """
     quantizers = quantizers or {}

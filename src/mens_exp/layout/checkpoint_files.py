@@ -234,7 +234,7 @@ class ModelDirectory:
         path: the directory.
         config: config.json.
         shards: the files of weights.
-        tensors: by name; a layer of codes has one weight (:mod:`mens_exp.layout.prequantized`).
+        tensors: by name; a layer stored as codes is listed as one weight (see `with_weights`).
     """
 
     path: Path
@@ -267,7 +267,7 @@ def read_directory(path: Path) -> ModelDirectory:
 
 
 def read_headers(shards: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
-    """Return the tensors of the files of a checkpoint; a layer of codes has one weight.
+    """Return the tensors of a checkpoint's files; a layer stored as codes is listed as one weight.
 
     Raises:
         ModelFileError: a file is missing, truncated or inconsistent.
@@ -283,7 +283,7 @@ def read_headers(shards: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
 def _with_weights(
     config: dict[str, Any], headers: Mapping[Path, dict[str, TensorInfo]], where: str
 ) -> dict[Path, dict[str, TensorInfo]]:
-    """Return the headers of files, in which a layer of codes has one weight."""
+    """Return the headers of files, with each layer stored as codes listed as one weight."""
     shard_of = {name: shard for shard, header in headers.items() for name in header}
 
     def read(name: str) -> bytes:
@@ -318,22 +318,22 @@ def with_weights(
     where: str,
     read: Callable[[str], bytes | None],
 ) -> tuple[dict[str, TensorInfo], dict[str, tuple[str, TensorInfo]]]:
-    """Return the tensors that are no codes, and one weight for each layer of codes.
+    """Separate the plain tensors from the layers stored as codes, each listed as one weight.
 
     The weight's dtype is :data:`mens_exp.layout.prequantized.CODES`, and its bytes are those of
-    the codes. A format that is not read, which planning refuses by name, is left as it is.
+    the codes. An unsupported format, which planning refuses by name, is left unchanged.
 
     Args:
         config: config.json.
         tensors: of all files.
         where: the directory, for messages.
-        read: gives the bytes of a small tensor, or None.
+        read: returns the bytes of a small tensor, or None.
 
     Returns:
-        The rest by name; and, by the name of each weight, the name of its codes and the weight.
+        The plain tensors by name; and, by the name of each weight, the name and entry of its codes.
 
     Raises:
-        ModelFileError: a layer lacks its codes, or their shape is none.
+        ModelFileError: a layer lacks its codes, or their shape is invalid.
     """
     try:
         stored = prequantized.format_of(config, where)

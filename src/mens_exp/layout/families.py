@@ -254,8 +254,8 @@ class _Experts:
 
     Attributes:
         module: the module that holds them in transformers, as ``gate_up_proj`` and ``down_proj``.
-        gate_up: names in checkpoints of the parts of the former, gate first.
-        down: names of the parts of the latter.
+        gate_up: checkpoint names of the parts of ``gate_up_proj``, gate first.
+        down: checkpoint name of ``down_proj``.
     """
 
     module: str = "mlp.experts"

@@ -172,7 +172,7 @@ class HubFiles:
     Attributes:
         directory: directory of its files.
         weights: size of each shard.
-        missing: size of each shard that is not here.
+        missing: size of each shard that is not in the cache.
         damaged: small files that were damaged in the cache, and downloaded again.
     """
 

@@ -365,7 +365,7 @@ def _flags(manifest: AdapterManifest) -> dict[str, bool]:
     """Return the keys that select the adapter method.
 
     Raises:
-        DataError: PEFT's LoRA is none of its forms.
+        DataError: PEFT's LoRA cannot represent the method.
     """
     spec = ADAPTERS.known(manifest.variant)
     if spec is None or spec.peft is None:

@@ -69,7 +69,7 @@ class PeftSettings:
     Attributes:
         r: rank of modules that match no pattern.
         alpha: numerator of the scale of those modules.
-        flags: keys that are set of those that select a variant of LoRA.
+        flags: the enabled keys among those that select a variant of LoRA.
         ranks: pattern (a regular expression matched against the end of a path) -> rank.
         alphas: pattern -> alpha.
         base_model: the recorded base model.

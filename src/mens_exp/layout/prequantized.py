@@ -1,9 +1,9 @@
 """Checkpoints that store linear layers as codes: their formats, and the weights that they hold.
 
-Read are GPTQ (AutoGPTQ, GPTQModel), AWQ (AutoAWQ's GEMM layout), FP8 by blocks (DeepSeek-V3),
+Supported are GPTQ (AutoGPTQ, GPTQModel), AWQ (AutoAWQ's GEMM layout), FP8 by blocks (DeepSeek-V3),
 bitsandbytes in 4 and 8 bits, and compressed-tensors (llm-compressor) with one scheme for all
-layers. `quantization_config` in config.json names the format, and the names of the tensors say
-which layers are stored so. :mod:`mens_exp.model.stored_codes` reads them.
+layers. `quantization_config` in config.json names the format, and the names of the tensors show
+which layers are stored as codes. :mod:`mens_exp.model.stored_codes` reads them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class StoredFormat:
     Attributes:
         method: its name, as in `quantization_config.quant_method`.
         layout: how codes are packed, if the method has several layouts.
-        bits: of a code.
+        bits: bits per code.
         group: inputs that share a scale; None is a whole row.
-        outputs: outputs that share a scale, where it is of a block of both.
+        outputs: outputs that share a scale, if a scale covers a block of outputs and inputs.
         has_zeros: whether a group has a zero point.
         codes: suffix of the tensor of codes.
-        element_bytes: of an element of that tensor, where several codes are in one.
-        marker: suffix of a tensor that only a layer of codes has.
+        element_bytes: size of an element of that tensor, if it packs several codes.
+        marker: suffix of a tensor that only a layer stored as codes has.
         others: suffixes of the layer's other tensors, without its bias.
-        orders_inputs: whether a tensor says which group each input is of.
+        orders_inputs: whether a tensor gives the group of each input (activation order).
         quantizes_inputs: whether the model was published with activation quantization.
     """
 
@@ -66,20 +66,20 @@ class StoredFormat:
         return code + _F32 * (1 + self.has_zeros) / group
 
     def names(self, path: str) -> set[str]:
-        """Return the names of the tensors that make a layer's weight."""
+        """Return the names of the tensors that form a layer's weight."""
         return {f"{path}.{suffix}" for suffix in (self.codes, self.marker, *self.others)}
 
     def layers(self, shapes: Mapping[str, Shape], where: str, read: Read) -> dict[str, Shape]:
-        """Return the shape ``(O, I)`` of the weight of each layer of codes, by its path.
+        """Return the shape ``(O, I)`` of the weight of each layer stored as codes, by path.
 
         Args:
-            shapes: of the tensors of the files, by name.
+            shapes: shapes of all tensors, by name.
             where: the directory, for messages.
-            read: gives the bytes of a small tensor; None where only headers are known. Then
-                bitsandbytes' four bits have the product of O and I alone.
+            read: returns the bytes of a small tensor; None if only headers are known. The shape of
+                a 4-bit layer of bitsandbytes is ``(O · I,)`` then.
 
         Raises:
-            ModelFileError: a layer lacks its codes, or their shape is none.
+            ModelFileError: a layer lacks its codes, or their shape is invalid.
         """
         end = f".{self.marker}"
         paths = [name.removesuffix(end) for name in shapes if name.endswith(end)]
@@ -111,7 +111,7 @@ class StoredFormat:
 
 
 def _stated_shape(state: bytes) -> Shape:
-    """Return the shape in the state of bitsandbytes' four bits, whose codes are in one column."""
+    """Return the shape in bitsandbytes' 4-bit state; the tensor of codes is a single column."""
     rows, columns = json.loads(state)["shape"]
     return int(rows), int(columns)
 
@@ -120,7 +120,7 @@ _OF_CACHE: Final = re.compile(r"\.([qkv]|kv)_(scale|zero_point)$")
 
 
 def is_of_cache(name: str) -> bool:
-    """Tell whether a tensor is for servers that quantize keys and values; no model has it."""
+    """Tell whether a tensor is a scale for a quantized KV cache, which only servers use."""
     return _OF_CACHE.search(name) is not None
 
 
@@ -136,8 +136,8 @@ class StoredLayers:
     """The layers of a checkpoint that are stored as codes.
 
     Attributes:
-        format: of all of them.
-        names: of their weights; None where only config.json is known.
+        format: the format of all of them.
+        names: names of their weights; None if only config.json is known.
     """
 
     format: StoredFormat
@@ -149,14 +149,14 @@ class StoredLayers:
         return self.names is None or any(name in self.names for name in names)
 
 
-CODES: Final = "codes"  # stands for a weight's dtype where a file has none
+CODES: Final = "codes"  # dtype of a weight that the files hold only as codes
 
 
 def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
     """Return the format that config.json names; None for an unquantized model.
 
     Raises:
-        ModelFileError: it is not one that is read here.
+        ModelFileError: the format is not supported.
     """
     named = config.get("quantization_config")
     if named is None:
@@ -174,7 +174,7 @@ def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
 
 
 def _is_of_bitsandbytes(named: Mapping[str, Any]) -> bool:
-    """Tell whether settings are of bitsandbytes, whose name transformers wrote only later."""
+    """Tell whether settings are bitsandbytes', whose name early transformers did not write."""
     return bool(named.get("load_in_4bit") or named.get("load_in_8bit"))
 
 
@@ -278,7 +278,7 @@ def _bitsandbytes(named: dict[str, Any], where: str) -> StoredFormat:
         method="bitsandbytes",
         layout=kind,
         bits=4,
-        group=64,  # the only one that its loader makes; its tensors are asked when they are read
+        group=64,  # the only size that its loader makes; reading takes the size from the tensors
         codes="weight",
         element_bytes=_STORAGE.get(str(named.get("bnb_4bit_quant_storage")), 1),
         marker=f"weight.quant_state.bitsandbytes__{kind}",
@@ -314,7 +314,7 @@ def _compressed(named: dict[str, Any], where: str) -> StoredFormat:
     return StoredFormat(
         method="compressed-tensors",
         layout=layout,
-        bits=_word_bits(bits, where) if packed else 8,  # of fewer bits, each takes a byte too
+        bits=_word_bits(bits, where) if packed else 8,  # narrower codes take a byte each, too
         group=group,
         outputs=outputs,
         has_zeros=not weight.get("symmetric", True),

@@ -167,18 +167,18 @@ def shape_of(model: ModelConfig) -> Shape:
 
 
 def stored_in(directory: ModelDirectory) -> StoredLayers | None:
-    """Return the layers that are stored as codes; None also for a format that is not read."""
+    """Return the layers that are stored as codes; None also for an unsupported format."""
     try:
         return stored_layers(directory)
     except ModelFileError:
-        return None  # which the checks before a run refuse, by name
+        return None  # the checks before a run refuse it by name
 
 
 def stored_layers(directory: ModelDirectory) -> StoredLayers | None:
     """Return the layers that are stored as codes; None for an unquantized model.
 
     Raises:
-        ModelFileError: the format is not one that is read here, or no layer is stored in it.
+        ModelFileError: the format is not supported, or no layer is stored in it.
     """
     where, tensors = str(directory.path), directory.tensors
     found = format_of(directory.config, where)
@@ -341,7 +341,7 @@ DEEP_STACK = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxyStack:
-    """The parts of the proxy's graph.
+    """The selected projections of the proxy's graph.
 
     Attributes:
         middle: module paths of the active middle projections, first to last.

@@ -38,7 +38,7 @@ class StartingAdapter:
         variant: the adapter method.
         base_weights_sha256: hash of the base it was trained on; None if not recorded.
         quant: quantization of that base; None if not recorded.
-        quantizer: its block size and what it left out; None if not recorded.
+        quantizer: its block size and skipped modules; None if not recorded.
         tensors: the method's tensors of each layer, such as ``{logical}.lora_a`` [r, in], f32.
         peft_config: the fields of PEFT's configuration; empty for a method with a name here.
     """
@@ -185,7 +185,7 @@ def _read_peft(directory: Path, family: Family) -> StartingAdapter:
 
 
 def _own_record(directory: Path) -> AdapterManifest | None:
-    """Return the record of our adapter that a PEFT directory is a copy of, if it is one."""
+    """Return the record of our adapter if a PEFT directory is a copy of one."""
     if _form(directory.parent) != "v3" or directory != RunDir(directory.parents[1]).peft:
         return None
     return read_adapter(directory.parent)[0]

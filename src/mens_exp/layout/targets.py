@@ -96,7 +96,7 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
 def linear_weights(shape: Shape) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the decoder's linear weights, by transformers' names.
 
-    Experts, which transformers keep in tensors of three dimensions, are not among them.
+    Experts, which transformers stores as three-dimensional tensors, are excluded.
     """
     return {
         f"{one.path}.weight": (one.out, one.width)
@@ -169,13 +169,13 @@ def skipped(patterns: Sequence[str], shape: Shape) -> tuple[LinearModule, ...]:
 
 
 def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig]:
-    """Return the settings that each quantized module of the decoder layers is stored with, by path.
+    """Return the quantization settings of each quantized module of the decoder layers, by path.
 
-    Experts that a model keeps in one tensor are not among them.
+    Experts that a model stores in one tensor are excluded.
 
     Raises:
         ConfigError: a pattern of `quant.skip`, `quant.type_pattern` or `quant.block_size_pattern`
-            matches nothing that it has an effect on.
+            has an effect on no module.
         Problems: several do.
     """
     left = {one.path for one in skipped(quant.skip, shape)}
@@ -211,14 +211,14 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
 
 
 def otherwise_quantized(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig]:
-    """Return those of :func:`quantized_modules` that have another quantizer or block size."""
+    """Return the modules of :func:`quantized_modules` with another quantizer or block size."""
     usual, has_patterns = storage(quant), quant.type_pattern or quant.block_size_pattern
     stored = quantized_modules(quant, shape) if has_patterns else {}
     return {path: one for path, one in stored.items() if storage(one) != usual}
 
 
 def storage(quant: QuantConfig) -> tuple[QuantType, int]:
-    """Return what settings of modules of one `quant` group may differ in: quantizer and block."""
+    """Return quantizer and block size, in which modules of one `quant` group may differ."""
     return quant.quant_type, quant.block
 
 

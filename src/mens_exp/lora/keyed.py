@@ -61,7 +61,7 @@ class Mask:
 
     @property
     def gain(self) -> float:
-        """The factor that preserves the expectation of what is kept."""
+        """The factor on kept elements that preserves the expectation."""
         return _LEVELS / (_LEVELS - self.threshold)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ class Mask:
         return torch.from_numpy(np.packbits(draws >= self.threshold))
 
     def clear(self, values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
-        """Set dropped elements to zero, in place; infinite and missing values too.
+        """Set dropped elements to zero, in place, even if they are NaN or infinite.
 
         A bitwise AND is far faster than a boolean fill on CPU.
 
@@ -185,14 +185,14 @@ class KeyedDropout(torch.nn.Module):
         return self._shared(x, torch.Tensor, drawn, self.sharers)
 
     def dropped(self, x: torch.Tensor, dtype: torch.dtype, *, sharers: int) -> Dropped:
-        """Return ``x`` in a dtype, in training with elements dropped; without a gradient.
+        """Return ``x`` detached and in a dtype, with elements dropped in training.
 
-        The function that multiplies with it is responsible for the gradient and the scale.
+        The caller is responsible for the gradient and the scale.
 
         Args:
             x: the input.
             dtype: dtype of the result.
-            sharers: calls, in turn, with the same tensor.
+            sharers: number of consecutive calls with the same tensor.
         """
         values = x.detach().to(dtype)
         if not self.is_on:
@@ -217,7 +217,7 @@ class KeyedDropout(torch.nn.Module):
     def _shared(
         self, x: torch.Tensor, kind: type[_Result], computed: Callable[[], _Result], sharers: int
     ) -> _Result:
-        """Return the result for ``x``, computed once for all who share it."""
+        """Return the result for ``x``, computed once for all callers that share it."""
         if self._last is not None and self._last[0] is x and isinstance(self._last[1], kind):
             found = self._last[1]
             self._calls_left -= 1
@@ -262,10 +262,9 @@ class EmbeddingNoise(torch.nn.Module):
     """Noise on the embeddings of a training pass (NEFTune, arXiv:2310.05914, Algorithm 1).
 
     Each value is uniform between ±alpha / sqrt(L · D), with L the tokens of its document and D the
-    width, also where documents are packed or padded: transformers' hook takes the length of the
-    whole sequence there, so that a document would have less noise for its neighbours. The noise is
-    a function of (seed, micro-batch). Passes without gradients have none: those of validation, of
-    generation, and of the base that an objective compares with.
+    width. transformers' hook takes L from the whole sequence, so that packing or padding would
+    reduce a document's noise. The noise is a function of (seed, micro-batch). Passes without
+    gradients have none: validation, generation, and the base that an objective compares with.
     """
 
     def __init__(self, alpha: float, *, seed: int) -> None:
@@ -294,7 +293,7 @@ class EmbeddingNoise(torch.nn.Module):
             self._lengths_BT = None
 
     def unit(self, embedded_BTD: torch.Tensor) -> torch.Tensor:
-        """Draw the noise of alpha = 1 before its scale: f32 between ±1, ``[B, T, D]``."""
+        """Draw the noise before scaling: f32 between ±1, ``[B, T, D]``."""
         device = embedded_BTD.device
         key = key_of(self.seed, "neftune", self.micro_batch)
         generator = torch.Generator(device).manual_seed(key)
@@ -311,7 +310,7 @@ class EmbeddingNoise(torch.nn.Module):
         return embedded_BTD + noise_BTD.to(embedded_BTD.dtype)
 
     def put_on(self, embedding: torch.nn.Module) -> None:
-        """Add the noise to what an embedding returns."""
+        """Add the noise to an embedding's outputs, with a forward hook."""
         embedding.register_forward_hook(lambda _, __, embedded_BTD: self(embedded_BTD))
 
 

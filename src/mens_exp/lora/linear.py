@@ -1,13 +1,13 @@
-"""The forward pass of LoRA layers while they learn, in place of PEFT's.
+"""The training forward of LoRA layers, in place of PEFT's.
 
-One autograd function computes all projections of an input: they share its dropout mask, and their
-gradients of it are summed as they are computed. It saves the dropped input, one bit for each of its
-elements, and ``A x``. Frozen weights are not saved; the backward pass asks for them again.
-Parameters are f32, and products use copies in the compute dtype that are made once for each change
-of the parameters.
+One autograd function computes all projections of an input. They share the input's dropout mask, and
+the input's gradient is accumulated in place. Saved are the input after dropout, the mask at one bit
+per element, and ``A x``. Frozen weights are not saved; the backward pass requests them again.
+Parameters are f32; products use copies in the compute dtype, made once per change of the
+parameters.
 
-Evaluation keeps PEFT's own forward pass. So do layers whose base computes something else than a
-product with a known weight, and adapters other than LoRA and DoRA.
+Evaluation keeps PEFT's own forward. So do layers whose base is not a product with a known weight,
+and adapters other than LoRA and DoRA.
 
 Shapes: M tokens, I inputs and O outputs of a projection, R rank, S the ranks of all projections.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """The weights that frozen linear layers multiply with."""
+    """The weights of frozen linear layers."""
 
     def are_known(self, layer: Any) -> bool:
         """Return whether a layer computes ``W x + b`` with a weight that :meth:`of` returns."""
@@ -41,7 +41,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """One of PEFT's LoRA layers, and its rows in the matrices of all that share its input."""
+    """A PEFT LoRA layer, and its rows in the stacked A of the layers that share its input."""
 
     layer: Any
     adapter: str
@@ -54,7 +54,7 @@ class _Projection:
 
     @property
     def magnitude(self) -> torch.Tensor | None:
-        """DoRA's lengths ``[O]``; None in LoRA."""
+        """DoRA's magnitudes ``[O]``; None in LoRA."""
         if self.adapter not in self.layer.lora_magnitude_vector:
             return None
         found: torch.Tensor = self.layer.lora_magnitude_vector[self.adapter].weight
@@ -75,7 +75,7 @@ class _Projection:
 class _Copies:
     """The matrices of all projections of an input, in the compute dtype.
 
-    The scale of ``B A`` and the gain of dropout are in B. ``length_O`` has the row lengths of the
+    B includes the scale of ``B A`` and the gain of dropout. ``length_O`` has the row norms of the
     summed weight in DoRA, f32.
     """
 
@@ -85,10 +85,10 @@ class _Copies:
 
 
 class SharedInput:
-    """The projections that read one tensor.
+    """The projections of one input tensor.
 
-    The first one that is called computes the results of all, and the others take theirs. A
-    projection with DoRA is alone in its group; others may share its dropout.
+    The first one called computes the results of all; the others return theirs. A projection with
+    DoRA is alone in its group; other groups may share its dropout.
     """
 
     def __init__(self, layers: Sequence[Any], adapter: str, weights: Weights) -> None:
@@ -109,9 +109,9 @@ class SharedInput:
         self._results: dict[int, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop results that no projection has taken, and copies.
+        """Drop the copies, and the results that no projection has taken.
 
-        An optimizer may change parameters without a trace: some write to ``parameter.data``.
+        Version counters do not show every change: some optimizers write to ``parameter.data``.
         """
         self._copies = self._input = None
         self._results.clear()
@@ -233,9 +233,9 @@ class _Lora(torch.autograd.Function):
 class _Dora(torch.autograd.Function):
     """DoRA (arXiv:2402.09353) of one projection, with the ratio g of magnitude to length.
 
-    ``W x + b + (g − 1) · W d(x) + g · s · B A d(x)``, where d is dropout: what the ratio changes of
-    the base's output is computed from the dropped input too, as in PEFT. The length of the summed
-    weight counts as a constant (section 4.3).
+    ``W x + b + (g − 1) · W d(x) + g · s · B A d(x)``, where d is dropout. As in PEFT, the term in
+    ``g − 1`` uses the input after dropout too. The row norm of the summed weight is a constant in
+    the backward pass (section 4.3).
     """
 
     @staticmethod
@@ -299,7 +299,7 @@ def _bias(one: _Projection, like: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Forward:
-    """The forward pass of one LoRA layer: ours while it learns, otherwise PEFT's."""
+    """The forward of one LoRA layer: ours in training, otherwise PEFT's."""
 
     def __init__(self, layer: Any, adapter: str, shared: SharedInput, number: int) -> None:
         self.layer, self.adapter, self.shared, self.number = layer, adapter, shared, number
@@ -329,7 +329,7 @@ class _Forward:
 def take_over(
     adapted: Iterable[tuple[LinearModule, Any]], *, adapter: str, weights: Weights, together: bool
 ) -> list[SharedInput]:
-    """Replace the forward pass of PEFT's LoRA layers in training; ``del layer.forward`` undoes it.
+    """Replace the training forward of PEFT's LoRA layers; ``del layer.forward`` undoes it.
 
     Args:
         adapted: PEFT's LoRA layers, each with the module that it adapts.
@@ -355,7 +355,7 @@ def take_over(
 
 
 def _is_known(layer: Any, adapter: str) -> bool:
-    """Return whether a layer is PEFT's LoRA or DoRA of a linear layer, without additions."""
+    """Return whether a layer is PEFT's LoRA or DoRA on a linear layer, without a LoRA bias."""
     from peft.tuners.lora import bnb
     from peft.tuners.lora.layer import Linear
     from peft.tuners.lora.variants import DoraLinearVariant

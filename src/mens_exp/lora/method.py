@@ -1,10 +1,10 @@
 """Adapter methods: what each does to a model and to a weight; low-rank updates and their starts.
 
-:mod:`mens_exp.config.lora` has what is known of a method without torch, and names its object. LoRA
+:mod:`mens_exp.config.lora` has the facts of a method that need no torch, and names its object. LoRA
 and its variants are in :mod:`mens_exp.backends.lora`.
 
-PiSSA and LoftQ (arXiv:2404.02948, arXiv:2310.08659) subtract a low-rank part ``s · B0 A0`` from a
-weight before it is quantized, and initialize the adapter with what quantization then loses. They
+PiSSA (arXiv:2404.02948) subtracts a low-rank part ``s · B0 A0`` from a weight before quantization,
+and starts the adapter from it. LoftQ (arXiv:2310.08659) starts from the quantization error. They
 are implemented here because PEFT rejects PiSSA on 4-bit weights and supports LoftQ only on CUDA.
 
 The merged weight is ``W' = W + s · B A``, computed in f32, a block of rows at a time. ``s`` is
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mens_exp.lora.linear import Weights
 
 # measured: SmolLM2-135M, r 16, for weights and for quantization errors: the remaining error is
-# within 1.3e-4 of the exact decomposition's, in a fifth of the time at width 576, less at more
+# within 1.3e-4 of the exact decomposition's, in a fifth of the time at width 576, less if wider
 _ROUNDS = 8
 _OVERSAMPLE = 32  # beyond twice the rank
 
@@ -105,7 +105,7 @@ class Site:
 
 
 class Initialization:
-    """Initial values of a layer, made of the weight that it adapts."""
+    """A rule for a layer's initial values, computed from the weight that it adapts."""
 
     def start(self, site: Site, lora: LoraConfig) -> Start:
         """Return the initial values."""
@@ -125,7 +125,7 @@ class _Pissa(Initialization):
 class _Loftq(Initialization):
     """The best low-rank part of the quantization error.
 
-    Each round quantizes the residual of the last pair and decomposes the quantization error. The
+    Each round quantizes the weight minus the previous pair and decomposes the remaining error. The
     first round quantizes the weight itself.
     """
 
@@ -148,7 +148,7 @@ LOFTQ = _Loftq()
 
 
 def low_rank(values_OI: torch.Tensor, *, r: int, scale: float, layer: str) -> Pair:
-    """Return the pair whose ``scale · B A`` best approximates a matrix, the spectrum split evenly.
+    """Return the best ``scale · B A`` for a matrix, with singular values split evenly.
 
     Uses subspace iteration from a sketch seeded by the layer's name alone (Halko, Martinsson and
     Tropp, arXiv:0909.4061, algorithm 4.4): equal inputs give equal bits on one machine, and no
@@ -195,23 +195,23 @@ class Change:
     """The change that an adapter makes to one weight.
 
     Attributes:
-        by_rows: whether rows of the merged weight depend on the same rows of the weight alone.
+        by_rows: whether rows of the merged weight depend only on the same rows of the weight.
     """
 
     __slots__ = ()
     by_rows: bool = True
 
     def left_of(self, weight_NI: torch.Tensor, first: int) -> torch.Tensor:
-        """Return what the base quantizes of rows of the weight from ``first`` on, f32."""
+        """Return the values that the base quantizes for rows from ``first`` on, f32."""
         del first
         return weight_NI
 
     def onto(self, weight_NI: torch.Tensor, first: int) -> torch.Tensor:
-        """Merge into rows of the weight from ``first`` on, f32; maybe in place."""
+        """Merge into rows of the weight from ``first`` on, f32; may work in place."""
         raise NotImplementedError
 
     def quantized(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return what the base quantizes of the weight by definition, f64; see `expected`."""
+        """Return the values that the base quantizes by definition, f64; see `expected`."""
         return weight_OI
 
     def expected(self, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ class Change:
         raise NotImplementedError
 
     def as_trained(self) -> Change:
-        """Return the change to the base that was trained on, if its start took a part out of it."""
+        """Return the change relative to the trained base, if its start subtracted from it."""
         return self
 
 
@@ -280,7 +280,7 @@ class Delta(Change):
         return weight_OI - self.scale * (B_OR.double() @ A_RI.double())
 
     def expected(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return ``W + s · B A``, f64; in DoRA rows get their lengths (arXiv:2402.09353, eq. 5)."""
+        """Return ``W + s · B A``, f64; DoRA then rescales its rows (arXiv:2402.09353, eq. 5)."""
         sum_OI = weight_OI + self.scale * (self.B_OR.double() @ self.A_RI.double())
         if self.magnitude_O is None:
             return sum_OI
@@ -298,7 +298,7 @@ class AdaptedLayer(torch.nn.Module):
         self.adapts = True
 
     def get_base_layer(self) -> torch.nn.Module:
-        """Return the layer inside."""
+        """Return the wrapped layer."""
         return self.base_layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -319,24 +319,24 @@ class AdaptedLayer(torch.nn.Module):
 class AdapterMethod:
     """The layers of one adapter method: how they are placed, started, saved and merged.
 
-    What is not overridden is that of a method whose layers are each an :class:`AdaptedLayer`.
+    The defaults are those of a method whose layers are :class:`AdaptedLayer`.
     """
 
     def sharing(self, projections: Mapping[str, Any]) -> AdapterMethod:
         """Return the method with the random matrices that all layers of one adapter share.
 
         Args:
-            projections: their description by the run's settings, or by a record; empty for a
-                method whose layers share none.
+            projections: their description in the run's settings or in a record; empty if layers
+                share none.
 
         Raises:
-            DataError: the matrices cannot be made as they were.
+            DataError: the matrices cannot be reproduced.
         """
         del projections
         return self
 
     def shared(self) -> dict[str, Any]:
-        """Return the description of what all layers share, for the adapter's record."""
+        """Return the description of the shared matrices, for the adapter's record."""
         return {}
 
     # ---- graph
@@ -373,7 +373,7 @@ class AdapterMethod:
         return model, layers
 
     def base_model(self, model: Any) -> Any:
-        """Return transformers' model inside of the model to run."""
+        """Return the transformers model inside the model to run."""
         return model
 
     def parameters(self, layer: Any) -> dict[str, torch.nn.Parameter]:
@@ -382,7 +382,7 @@ class AdapterMethod:
 
     @contextmanager
     def disabled(self, model: Any, layers: Collection[Any]) -> Iterator[None]:
-        """Switch the adapter off inside the block."""
+        """Disable the adapter inside the block."""
         del model
         for layer in layers:
             layer.adapts = False
@@ -393,7 +393,7 @@ class AdapterMethod:
                 layer.adapts = True
 
     def dropouts(self, config: RunConfig, layers: Sequence[tuple[LinearModule, Any]]) -> list[Any]:
-        """Return the dropout streams, each of which begins with every micro-batch.
+        """Return the dropout streams; ``begin()`` is called on each at every micro-batch.
 
         Args:
             config: the whole configuration.
@@ -405,31 +405,31 @@ class AdapterMethod:
     def take_over(
         self, layers: Sequence[tuple[LinearModule, Any]], weights: Weights, *, together: bool
     ) -> list[Any]:
-        """Replace the forward pass of layers while they learn, where another is faster.
+        """Replace the training forward of layers with a faster one, if there is one.
 
         Args:
             layers: the adapted layers, each with the module that it adapts.
-            weights: the weights of the layers inside.
+            weights: the weights of the wrapped layers.
             together: whether modules with the same ``reads`` are known to be called with one
                 tensor.
 
         Returns:
-            What keeps tensors; its ``forget()`` is called at the start of every micro-batch.
+            Objects that keep tensors; ``forget()`` is called on each at every micro-batch.
         """
         del layers, weights, together
         return []
 
     def accumulate_in_f32(self, layers: Collection[Any], *, learns: bool) -> None:
-        """Prepare layers for a pass under autocast, or for one in their own dtype."""
+        """Prepare layers for a pass under autocast (``learns``), or for one in their own dtype."""
 
     # ---- start
 
     def draw(self, layer: Any, *, seed: int, logical: str) -> None:
-        """Set a layer's initial values, those of a model that equals its base, in place."""
+        """Set a layer's initial values in place, so that the model equals its base."""
         del layer, seed, logical
 
     def set_start(self, layer: Any, start: Start) -> None:
-        """Set the values that an initialization made of the base's weight, in place."""
+        """Set the values that an initialization computed from the base's weight, in place."""
         raise NotImplementedError
 
     def scale(self, layer: Any) -> float:
@@ -460,7 +460,7 @@ class AdapterMethod:
             model: the model to run.
             lora: the `lora` group.
             layers: its adapted layers by logical name.
-            taken: what a start took out of the base; empty if it is plain.
+            taken: the pairs that a start subtracted from the base; empty if none.
         """
         del model, lora, layers, taken
         yield
@@ -468,9 +468,9 @@ class AdapterMethod:
     # ---- merge
 
     def weight(self, weight_OI: torch.Tensor, tensors: Tensors, *, scale: float) -> torch.Tensor:
-        """Return the weight that a layer's tensors make of another, by definition.
+        """Merge a layer's tensors into a weight, by definition.
 
-        It is differentiable, and in the dtype of its arguments.
+        The result is differentiable and has the dtype of the arguments.
 
         Args:
             weight_OI: the weight, dense.
@@ -482,11 +482,11 @@ class AdapterMethod:
     def expert_weights(
         self, weight_EOI: torch.Tensor, tensors: Tensors, *, scale: float
     ) -> torch.Tensor:
-        """Return the weights that the tensors of a layer's experts make of theirs, stacked."""
+        """Merge the tensors of a layer's experts into their stacked weights."""
         raise NotImplementedError
 
     def change(self, tensors: Tensors, *, scale: float) -> Change:
-        """Return the change that a layer's tensors, as recorded, make to its weight; see above."""
+        """Return the change that a layer's recorded tensors make to its weight."""
         return ByDefinition(self, tensors, scale)
 
 
@@ -496,7 +496,7 @@ class ByDefinition(Change):
     by_rows = False
 
     def __init__(self, method: AdapterMethod, tensors: Tensors, scale: float) -> None:
-        """Have a layer's tensors and their scale; see :meth:`AdapterMethod.weight`."""
+        """Store a layer's tensors and their scale; see :meth:`AdapterMethod.weight`."""
         self.method, self.tensors, self.scale = method, tensors, scale
 
     def onto(self, weight_NI: torch.Tensor, first: int) -> torch.Tensor:
@@ -514,12 +514,12 @@ def method_of(spec: AdapterSpec) -> AdapterMethod:
     """Return the object that an adapter method names.
 
     Raises:
-        SetupError: it cannot be imported, or is none.
+        SetupError: it cannot be imported, or is not an adapter method.
     """
     return named_object(spec.method, AdapterMethod, of=f"the adapter method {spec.name}")
 
 
 def initialization_of(spec: InitSpec) -> Initialization:
-    """Return the object that an initialization names; it starts from the base's weights."""
+    """Return the object that an initialization from the base's weights names."""
     assert spec.start is not None, "the caller has asked"
     return named_object(spec.start, Initialization, of=f"the initialization {spec.name}")

@@ -1,8 +1,8 @@
 """Adapter methods of PEFT other than LoRA, around any linear layer.
 
-PEFT's own layers of LoHa and LoKr take the shape of a weight from its storage, which has another
-one in 4 bits. Here its layer stands beside the quantized one, on a weight that has the right shape
-and no memory, and computes the update. The layer that is adapted computes the rest.
+PEFT's LoHa and LoKr layers read the shape of a weight from its storage, which is wrong for packed
+4-bit weights. Here, PEFT's layer wraps a stand-in weight that has the right shape but takes no
+memory, and computes only the update. The adapted layer computes the rest.
 
 Shapes: T tokens, R rank, I inputs and O outputs of a projection.
 """
@@ -61,10 +61,10 @@ class Ia3Layer(AdaptedLayer):
 
 
 class Ia3(AdapterMethod):
-    """(IA)³ on outputs: those of keys, values, and the part of an MLP that enters its last layer.
+    """(IA)³ on the outputs of keys, values, and an MLP's up projection.
 
-    PEFT multiplies the input of the last layer of an MLP. In a gated MLP, ``(act(g) · u) W``, that
-    is to multiply the output u of the layer called `up_proj`, which is among the targets instead.
+    PEFT multiplies the input of the last layer of an MLP. In a gated MLP, ``(act(g) · u) W``, this
+    equals multiplying the output u of `up_proj`, which is the target here.
     """
 
     def layer(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> AdaptedLayer:
@@ -79,17 +79,17 @@ class Ia3(AdapterMethod):
 
 
 class LycorisLayer(AdaptedLayer):
-    """A linear layer and an update as large as its weight, which PEFT's layer makes."""
+    """A linear layer, and an update of its weight's shape that PEFT's layer computes."""
 
     def __init__(self, base: torch.nn.Module, one: LinearModule, settings: Any) -> None:
-        """Place PEFT's layer beside the linear layer, which it does not touch."""
+        """Build PEFT's layer around a stand-in; the linear layer itself stays unchanged."""
         from peft import inject_adapter_in_model
 
         super().__init__(base)
         stand_in = _of_shape(one.out, one.width, next(base.parameters()).device)
         alone = torch.nn.ModuleDict({_NAME: stand_in})
         made = inject_adapter_in_model(settings, alone, adapter_name=_ADAPTER)[_NAME]
-        self._of_peft = [made]  # in a list, torch does not see a second place of the parameters
+        self._of_peft = [made]  # in a list, so that torch does not register the parameters twice
         self.scale = float(made.scaling[_ADAPTER])
         for part in made.adapter_layer_names:
             parameters = getattr(made, part)
@@ -97,26 +97,26 @@ class LycorisLayer(AdaptedLayer):
                 self.register_parameter(part, parameters[_ADAPTER])
 
     def adapted(self, x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Add what PEFT's update makes of the input."""
+        """Add the product of the input and PEFT's update."""
         update_OI: torch.Tensor = self._of_peft[0].get_delta_weight(_ADAPTER)
         return plain + torch.nn.functional.linear(x.to(update_OI.dtype), update_OI)
 
 
 class _Lycoris(AdapterMethod):
-    """A method with layers of that kind, one of whose tensors is initially zero."""
+    """A method of :class:`LycorisLayer`, one of whose tensors is initially zero."""
 
     settings: str  # PEFT's class
     zero: str
 
     def layer(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> AdaptedLayer:
-        """Return the layer with PEFT's beside it."""
+        """Return the layer with PEFT's update."""
         import peft
 
         settings = getattr(peft, self.settings)
         return LycorisLayer(base, one, settings(r=lora.r, alpha=lora.alpha, target_modules=[_NAME]))
 
     def draw(self, layer: Any, *, seed: int, logical: str) -> None:
-        """Draw the other tensors as PEFT does, from generators of their own."""
+        """Draw the other tensors as PEFT does, each from its own generator."""
         with torch.no_grad():
             for name, parameter in layer.named_parameters(recurse=False):
                 generator = torch.Generator().manual_seed(key_of(seed, name, logical))
@@ -153,7 +153,7 @@ class Lokr(_Lycoris):
 
 
 class AdaloraLayer(AdaptedLayer):
-    """A linear layer, and two matrices with a factor for each rank between them."""
+    """A linear layer, and ``B diag(e) A`` with a factor in e for each rank."""
 
     def __init__(self, base: torch.nn.Module, one: LinearModule, lora: Any) -> None:
         """Start with factors of zero, as PEFT does."""
@@ -183,7 +183,7 @@ class Adalora(AdapterMethod):
         return AdaloraLayer(base, one, lora)
 
     def draw(self, layer: Any, *, seed: int, logical: str) -> None:
-        """Draw A and B from PEFT's normal distribution, from generators of their own."""
+        """Draw A and B from PEFT's normal distribution, each from its own generator."""
         with torch.no_grad():
             for name in ("adalora_a", "adalora_b"):
                 generator = torch.Generator().manual_seed(key_of(seed, name, logical))
@@ -207,17 +207,17 @@ def _of_adalora(scale: float, r: int) -> float:
 
 
 class Projections:
-    """VeRA's frozen matrices A ``[R, I]`` and B ``[O, R]``, of the sizes of the largest layer.
+    """VeRA's frozen matrices A ``[R, I]`` and B ``[O, R]``, sized for the largest layer.
 
-    They are outside of every layer, so that they exist once, and are drawn again from their seed:
-    the numbers are those of torch's generator on a CPU, whose stream NumPy guarantees.
+    They are stored once, outside the layers, and are redrawn from their seed. The numbers are those
+    of torch's generator on a CPU, whose stream NumPy guarantees.
     """
 
     def __init__(self, described: Mapping[str, Any]) -> None:
-        """Draw them.
+        """Draw the matrices.
 
         Raises:
-            DataError: a record has the hash of other values.
+            DataError: the values do not match the hash in the description.
         """
         numbers = MT19937()
         numbers._legacy_seeding(described["seed"])  # noqa: SLF001 - as torch seeds its own
@@ -237,7 +237,7 @@ class Projections:
             )
 
     def drawn(self, numbers: MT19937, r: int, out: int, width: int) -> Pair:
-        """Draw A and then B as PEFT does (`projection_prng_key`): Kaiming's uniform, f32."""
+        """Draw A and then B as PEFT does (`projection_prng_key`): Kaiming uniform, f32."""
         bounds = (math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(columns)) for columns in (width, r))
         A_RI, B_OR = map(_uniform, ((r, width), (out, r)), bounds, (numbers, numbers))
         return A_RI, B_OR
@@ -257,7 +257,7 @@ class Projections:
 
 
 class Bases(Projections):
-    """RandLoRA's frozen A ``[R, 1, S]`` and the N bases B ``[L, N, R]``, of the largest layer.
+    """RandLoRA's frozen A ``[R, 1, S]`` and N bases B ``[L, N, R]``, sized for the largest layer.
 
     S is the smaller side of a layer and L the larger one; N bases of rank R make up rank S. PEFT
     draws numbers in bf16 and divides them by their standard deviation, so that bf16 and f32 hold
@@ -303,7 +303,7 @@ class Vera(AdapterMethod):
     """VeRA (arXiv:2310.11454): ``Λ_b B Λ_d A``, where all layers have the same A and B."""
 
     def __init__(self, shared: Projections | None = None) -> None:
-        """Have the projections of one adapter; `sharing` draws them."""
+        """Store the projections of one adapter; `sharing` draws them."""
         self._projections = shared
 
     def sharing(self, projections: Mapping[str, Any]) -> AdapterMethod:
@@ -344,7 +344,7 @@ class RandLoraLayer(AdaptedLayer):
         self.size, self._shared = (one.out, one.width), shared
 
     def adapted(self, x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Add the update of the input: the smaller side of the layer is that of the factors."""
+        """Add the update; the trained factors belong to the smaller side of the layer."""
         from peft.tuners.randlora.layer import UniqueBaseGrad
 
         kind = x.device.type
@@ -363,8 +363,8 @@ class RandLoraLayer(AdaptedLayer):
 class RandLora(Vera):
     """RandLoRA (arXiv:2502.00987): ``s · Σ_n B_n Λ_n A Γ_n``, where all layers have one A and B.
 
-    As in PEFT, row r · N + n of the factors meets column n · R + r of the bases: each basis is
-    multiplied by rows of several.
+    As in PEFT, rows of the factors are in the order r · N + n, and columns of the bases in the
+    order n · R + r: each basis is multiplied by the factors of several.
     """
 
     def sharing(self, projections: Mapping[str, Any]) -> AdapterMethod:
@@ -427,7 +427,7 @@ def _uniform(shape: tuple[int, ...], bound: float, numbers: MT19937) -> torch.Te
 def _in_bf16(shape: tuple[int, ...], numbers: MT19937) -> torch.Tensor:
     """Draw numbers in bf16, as torch 2.13 does, with PEFT's bound for RandLoRA.
 
-    The interval excludes its upper end: what is rounded to it becomes the lower one.
+    The interval excludes its upper end: values rounded to it become the lower end.
     """
     bound = 1 / math.sqrt(math.prod(shape[1:]))
     values = _uniform(shape, bound, numbers).bfloat16()
@@ -436,7 +436,7 @@ def _in_bf16(shape: tuple[int, ...], numbers: MT19937) -> torch.Tensor:
 
 
 def _of_shape(out: int, width: int, device: torch.device) -> torch.nn.Linear:
-    """Return a layer whose weight is one number that is shown as ``[O, I]``."""
+    """Return a layer whose weight is one number, expanded to ``[O, I]`` without memory."""
     layer = torch.nn.Linear(1, 1, bias=False, device="meta")
     layer.in_features, layer.out_features = width, out
     one = torch.zeros((), device=device)

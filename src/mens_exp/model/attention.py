@@ -7,8 +7,8 @@ earlier document: it attends to these too. Activation checkpointing recomputes a
 backward pass, layer by layer (arXiv:1604.06174).
 
 Shapes: H query heads, G key and value heads, R query heads for each of these, T tokens, K head
-width, N tokens of one document or keys of a block, P keys of a prefix, S queries of a block, those
-of R heads.
+width, N tokens of one document or keys of a block, P keys of a prefix, S queries of a block in R
+heads.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
 ) -> tuple[torch.Tensor, None]:
     """Attend; query ``[B, H, T, K]``, key and value ``[B, G, T, K]``, result ``[B, T, H, K]``.
 
-    With documents, B is 1, and ``prefixes`` has the bounds of what each of them continues, if any
-    does. Without, the mask defines the visible positions, including windows.
+    With documents, B is 1, and ``prefixes`` has the bounds of the prefix that each one continues,
+    if any. Without, the mask defines the visible positions, including windows.
 
     Raises:
         ModelFileError: the model requests a kind of attention that is not implemented here.
@@ -196,7 +196,7 @@ def _bias_after(
 ) -> torch.Tensor:
     """Return the bias of tokens that continue a prefix, ``[N, P + N]``; see `_bias`.
 
-    Keys that `_before` adds to those of the prefix are masked.
+    Keys that `_before` adds by rounding up are masked.
     """
     length = 0 if prefix is None else prefix[1] - prefix[0]
     bias = _bias(length + tokens, window, like.dtype, like.device)[length:]
@@ -215,7 +215,7 @@ def _with_prefixes(
 
 
 def _before(prefix: tuple[int, int] | None, tokens: int) -> slice:
-    """Return the keys of a prefix, their number rounded up like that of a document."""
+    """Return the range of a prefix's keys, rounded up like a document's length."""
     start, end = prefix or (0, 0)
     return slice(start, min(start + _bucket(end - start), tokens))
 
@@ -246,7 +246,7 @@ class _Block:
     Attributes:
         queries: the queries; past the end of the document, they belong to the next one.
         count: the number of queries that belong to the document.
-        before: the keys of the prefix that the document continues, and those that fill it up.
+        before: the keys of the document's prefix, their number rounded up.
         keys: from the start of the first query's window to the last query.
     """
 
@@ -262,12 +262,12 @@ def _blocks(
     window: int | None,
     like: torch.Tensor,
 ) -> Iterator[tuple[_Block, torch.Tensor]]:
-    """Yield blocks, each with a bias of the scores of its last keys; that of others is zero."""
+    """Yield blocks, each with the bias of its last keys; earlier keys have no bias."""
     for (start, end), prefix in _with_prefixes(documents, prefixes):
         stop = min(start + _bucket(end - start), like.shape[2])
         before = _before(prefix, like.shape[2])
         bias = _bias_after(prefix, before, stop - start, window, like)
-        own = before.stop - before.start - start  # the column of a key of the document, less it
+        own = before.stop - before.start - start  # added to a key's index, gives its column
         step = _bucket(-(-(stop - start) // max((stop - start) // ROWS, 1)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
@@ -327,7 +327,7 @@ class _CausalBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        """Return the gradients of query, key and value, token by token in memory as they are."""
+        """Return the gradients of query, key and value, laid out by token like the inputs."""
         query, key, value, *saved = ctx.saved_tensors
         groups = key.shape[1]
         query_TGRK = _by_token(query, groups)
@@ -384,7 +384,7 @@ def _add_by_key(
     *,
     scale: float = 1.0,
 ) -> None:
-    """Add ``scale · weightsᵀ x`` to the keys of a block, in both of their places."""
+    """Add ``scale · weightsᵀ x`` to a block's keys, both the prefix's and the document's."""
     own = block.before.stop - block.before.start
     if own:
         before_GNS = weights_GSN[..., :own].transpose(1, 2)
@@ -399,7 +399,7 @@ def _sdpa_document(
     bias_NN: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with torch's fused kernel where no gradient is needed, or no other kernel fits.
+    """Attend with torch's fused kernel if no gradient is needed or no other kernel fits.
 
     It keeps scores in f32, so that a validation loss matches the forward pass of any other program
     (measured: bf16 scores raised SmolLM2's by 0.1 %).
@@ -478,6 +478,6 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def is_checkpointing(model: Any) -> bool:
-    """Return whether a transformers model recomputes activations, whatever its release's name."""
+    """Return whether a model recomputes activations, in any release of transformers."""
     found = getattr(model, "is_activation_checkpointing", None)
     return bool(model.is_gradient_checkpointing if found is None else found)

@@ -1,12 +1,12 @@
 """Fused attention of packed documents on a GPU, without a mask of all pairs of tokens.
 
-torch's fused kernels take no mask beside grouped heads: with one, torch computes all scores (4.3 GB
-in a layer of 32 heads at 8,192 tokens). These kernels get the bounds of the documents in its place:
+torch's fused kernels do not support a mask with grouped heads: torch then computes all scores
+(4.3 GB in a layer of 32 heads at 8,192 tokens). These kernels take document bounds instead:
 
 - variable-length flash attention (`torch.nn.attention.varlen`), which takes windows;
 - FlexAttention (arXiv:2412.05496), compiled by Triton, which takes capped scores too, and
   documents that continue a prefix;
-- causal flash attention, document by document, where neither is there.
+- causal flash attention, document by document, if neither is available.
 
 Shapes: H query heads, G key and value heads, T tokens, K head width, D documents, R blocks of
 queries or of keys, S parts of documents, each within one block.
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK: Final = 128  # tokens of a block of FlexAttention's mask, its default
-_SHAPES: Final = 512  # tokens that a sequence is padded to a multiple of, for few shapes
+_SHAPES: Final = 512  # tokens; sequences are padded to a multiple of it, to compile few shapes
 _WIDEST: Final = 256  # head width of flash attention
-_WIDTH_UNIT: Final = 8  # that it is a multiple of
+_WIDTH_UNIT: Final = 8  # head widths must be a multiple of it
 _LEAST_WIDTH: Final = 16  # head width of FlexAttention
 _AMPERE: Final = (8, 0)  # the first compute capability with bf16, which both kernels need
 
@@ -56,12 +56,12 @@ class Request:
 
     Attributes:
         dtype: of queries, keys and values.
-        width: of the heads of queries and keys.
-        value_width: of those of values.
+        width: head width of queries and keys.
+        value_width: head width of values.
         window: tokens that a query sees, itself included; None sees all before it.
-        softcap: bound of the scores; None leaves them.
+        softcap: bound of the scores; None leaves them uncapped.
         scale: factor of the scores.
-        prefixes: of the documents; None if none continues one.
+        prefixes: of the documents; None if no document has one.
     """
 
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def is_usual_scale(self) -> bool:
-        """Whether the factor is the one that every kernel takes where none is given."""
+        """Whether the factor is the default of every kernel."""
         return bool(self.scale == self.width**-0.5)
 
 
@@ -125,7 +125,7 @@ def _varlen_takes(asked: Request, arguments: frozenset[str]) -> bool:
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine | None:
-    """Return the capabilities of a device's machine; None if the device is no GPU."""
+    """Return the capabilities of a device's machine; None if the device is not a GPU."""
     if device.type != "cuda":
         return None
     is_nvidia = torch.version.hip is None
@@ -145,13 +145,13 @@ def _varlen() -> Callable[..., Any] | None:
     return varlen_attn
 
 
-@functools.cache  # every layer asks
+@functools.cache  # called by every layer
 def _arguments(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
 def described(device: torch.device, dtype: torch.dtype, *, shares_prompts: bool = False) -> str:
-    """Name the kernels that layers with plain scores, and with windows or caps, get on a device."""
+    """Name the kernels that layers with plain and with soft-capped scores get on a device."""
     there = machine_of(device)
     if there is None:
         return "by document 1"
@@ -209,7 +209,7 @@ def _of_varlen(
     if "enable_gqa" not in takes and key.shape[1] != query.shape[1]:
         key, value = _repeated(key, query), _repeated(value, query)
     told: dict[str, Any] = {
-        "is_causal": True,  # of releases without windows
+        "is_causal": True,  # for releases without `window_size`
         "window_size": (-1 if asked.window is None else asked.window - 1, 0),
         "scale": asked.scale,
         "enable_gqa": key.shape[1] != query.shape[1],
@@ -226,14 +226,14 @@ def _of_varlen(
     return found[None]
 
 
-@functools.lru_cache(maxsize=8)  # the layers of a step ask for the same
+@functools.lru_cache(maxsize=8)  # shared by the layers of a step
 def _starts(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the bounds of documents on a device, int32 ``[D + 1]``."""
     return _moved(np.asarray(bounds, np.int32), device)
 
 
 def _moved(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device without waiting for it."""
+    """Copy an array to a device asynchronously."""
     with torch.inference_mode(mode=False):  # a step may save it for its backward pass
         there = torch.from_numpy(values)
         if device.type != "cuda":
@@ -253,7 +253,7 @@ def _of_flex(
     asked: Request,
 ) -> torch.Tensor:
     tokens = query.shape[2]
-    room = -tokens % _SHAPES  # it is compiled for each number of tokens
+    room = -tokens % _SHAPES  # each number of tokens is compiled separately
     query, key, value = (
         torch.nn.functional.pad(one, (0, 0, 0, room)) for one in (query, key, value)
     )
@@ -271,7 +271,7 @@ def _of_flex(
 
 @functools.cache
 def _flex(device: str) -> Callable[..., Any]:
-    """Return FlexAttention; only a GPU's is compiled, once for each shape and kind of layer."""
+    """Return FlexAttention, compiled on a GPU, once for each shape and kind of layer."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if device != "cuda":
@@ -282,7 +282,7 @@ def _flex(device: str) -> Callable[..., Any]:
 
 @functools.cache
 def _capping(softcap: float) -> Callable[..., torch.Tensor]:
-    """Return a change of scores that bounds them (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Return a ``score_mod`` that soft-caps scores (Gemma 2, arXiv:2408.00118, section 2)."""
 
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -290,7 +290,7 @@ def _capping(softcap: float) -> Callable[..., torch.Tensor]:
     return capped
 
 
-@functools.lru_cache(maxsize=8)  # the layers of a step ask for the same
+@functools.lru_cache(maxsize=8)  # shared by the layers of a step
 def block_mask(
     bounds: tuple[int, ...],
     tokens: int,
@@ -298,16 +298,16 @@ def block_mask(
     device: torch.device,
     prefixes: Prefixes | None = None,
 ) -> BlockMask:
-    """Return the blocks of tokens that attend to each other, computed from bounds alone.
+    """Return FlexAttention's block mask, computed from document bounds alone.
 
     torch's `create_block_mask` would visit every pair of tokens on the device.
 
     Args:
         bounds: of the documents, from 0; the rest is padding, which attends to itself.
-        tokens: of the sequence.
+        tokens: length of the sequence.
         window: tokens that a query sees; None sees all of its document before it.
-        device: of the result.
-        prefixes: of the documents; None if none continues one.
+        device: device of the result.
+        prefixes: of the documents; None if no document has one.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -359,7 +359,7 @@ class _Bounds:
         start: first token.
         end: past the last.
         before: first token of the prefix.
-        until: past its last; equal to ``before`` where a document continues none.
+        until: past its last; equal to ``before`` if there is no prefix.
         further: tokens between the prefix and the document.
     """
 
@@ -371,7 +371,7 @@ class _Bounds:
 
     @classmethod
     def of(cls, bounds: tuple[int, ...], tokens: int, prefixes: Prefixes | None) -> _Bounds:
-        """Return the bounds of documents, given that one begins where another ends."""
+        """Return the bounds of contiguous documents."""
         start, end = np.asarray([bounds, [*bounds[1:], tokens]], np.int32)
         pairs = [one or (0, 0) for one in prefixes or ()]
         pairs += [(0, 0)] * (len(start) - len(pairs))
@@ -383,15 +383,15 @@ _Table = tuple[np.ndarray, np.ndarray]
 
 
 def _blocks(of_D: _Bounds, tokens: int, window: int | None) -> tuple[_Table, _Table]:
-    """Return the blocks of keys for each block of queries: those seen in part, and as a whole.
+    """Return the partial and the full key blocks of each query block.
 
     Args:
         of_D: bounds of the documents.
-        tokens: of the sequence.
+        tokens: length of the sequence.
         window: tokens that a query sees.
 
     Returns:
-        Of both kinds, the number for each block of queries, ``[1, 1, R]``, and their indices in
+        For each kind, the number of key blocks per query block, ``[1, 1, R]``, and their indices in
         order, ``[1, 1, R, R]``.
     """
     first_R = np.arange(0, tokens, BLOCK)
@@ -414,7 +414,7 @@ def _blocks(of_D: _Bounds, tokens: int, window: int | None) -> tuple[_Table, _Ta
     whole_SR |= (last_R < until_S[:, None]) & (first_R >= lowest(last_S - further_S, before_S))
     begins_R = np.searchsorted(first_S, first_R)
     seen_RR = np.logical_or.reduceat(seen_SR, begins_R)
-    is_full_R = last_R - first_R == BLOCK - 1  # torch masks what is past the end in part blocks
+    is_full_R = last_R - first_R == BLOCK - 1  # torch masks past the end only in partial blocks
     whole_RR = np.logical_and.reduceat(whole_SR, begins_R) & is_full_R & is_full_R[:, None]
     return _table(seen_RR & ~whole_RR), _table(whole_RR)
 

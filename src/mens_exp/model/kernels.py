@@ -1,9 +1,8 @@
 """Matrix products in the fastest form that a device has for a dtype.
 
-A CPU without instructions for
-bf16 multiplies bf16 matrices up to thirty times more slowly than f32 ones (measured with AVX2,
-512 x 1536 by 1536 x 576: 388 ms and 10 ms). There, operands are converted to f32 and the product is
-rounded to bf16 once, as bf16 instructions do.
+A CPU without bf16 instructions multiplies bf16 matrices up to thirty times more slowly than f32
+ones (measured with AVX2, 512 x 1536 by 1536 x 576: 388 ms and 10 ms). There, operands are converted
+to f32 and the product is rounded to bf16 once, as bf16 instructions do.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def has_bf16(kind: str) -> bool:
 
 
 def is_rounded(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether products in a dtype are products in f32 that are rounded to it."""
+    """Return whether products in a dtype are computed in f32 and rounded."""
     return dtype == torch.bfloat16 and not has_bf16(device.type)
 
 
@@ -78,8 +77,8 @@ def frozen_linear(
 
     Args:
         x: ``[..., I]``.
-        weight: returns W, ``[O, I]``, in a dtype; asked again in the backward pass, so that a
-            dequantized weight need not be kept.
+        weight: returns W, ``[O, I]``, in a dtype; called again in the backward pass, so that a
+            dequantized weight is not saved.
         bias: ``[O]``.
     """
     x_MI = x.to(products_dtype(x)).flatten(0, -2)

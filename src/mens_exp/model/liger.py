@@ -1,8 +1,8 @@
 """Liger-Kernel (arXiv:2410.10989) for the head with its loss, RoPE, RMSNorm and SwiGLU.
 
-Its kernels compute what the model's own code does, and round otherwise. Modules are recognised by
-their code: it must be that of transformers' Llama. The head is recognised by its results, so that
-models that scale their logits are left alone. Nothing outside of the given model is changed.
+Its kernels compute the same as the model's own code, but round differently. A module is patched if
+its code is that of transformers' Llama. The head is patched if both versions give the same logits,
+which leaves out models that scale them. Only the given model is patched, not its classes.
 
 Shapes: M supervised positions, D hidden width, V vocabulary, H heads, T tokens, K head width.
 """
@@ -20,13 +20,13 @@ from mens_exp.planning.kernels import Part, described
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_PROBES = 8  # hidden states that the head is compared for
-_LOGIT = 30.0  # size of their logits, at which a cap shows: Gemma 2 has 30
-_AGREES = 0.02  # relative; bf16 rounds to 0.004, and a scale or a missing cap is beyond
+_PROBES = 8  # hidden states on which the heads are compared
+_LOGIT = 30.0  # standard deviation of their logits, at which a cap shows: Gemma 2's is 30
+_AGREES = 0.02  # relative; bf16 rounds to 0.004, and a scale or a missing cap differs by more
 
 
 class FusedHead:
-    """The head and the cross entropy of its logits, of which only a few rows exist at a time."""
+    """The head fused with the cross entropy; only a few rows of logits exist at a time."""
 
     def __init__(
         self, layer: torch.nn.Linear, *, softcap: float | None, dtype: torch.dtype
@@ -35,8 +35,8 @@ class FusedHead:
 
         Args:
             layer: the head.
-            softcap: bound of the logits; None leaves them.
-            dtype: that of products.
+            softcap: bound of the logits; None leaves them uncapped.
+            dtype: dtype of products.
         """
         self.layer, self.softcap, self.dtype = layer, softcap, dtype
 
@@ -48,7 +48,7 @@ class FusedHead:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> torch.Tensor:
-        """Return the sum that `mens_exp.objective.causal.summed_cross_entropy` says."""
+        """Return the sum that `mens_exp.objective.causal.summed_cross_entropy` defines."""
         return self._loss(hidden_MD, targets_M, "sum", label_smoothing, z_loss)
 
     def each(
@@ -59,7 +59,7 @@ class FusedHead:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> torch.Tensor:
-        """Return the loss of each token, f32 ``[M]``; the backward pass computes logits again."""
+        """Return the loss of each token, f32 ``[M]``; the backward pass recomputes logits."""
         return self._loss(hidden_MD, targets_M, "none", label_smoothing, z_loss)
 
     def _loss(
@@ -87,7 +87,7 @@ class FusedHead:
         return loss
 
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Return the logits that the loss is of, ``[M, V]``, f32."""
+        """Return the logits that the loss uses, ``[M, V]``, f32."""
         layer = self.layer
         bias_V = None if layer.bias is None else layer.bias.to(self.dtype)
         found_MV = torch.nn.functional.linear(
@@ -101,10 +101,10 @@ def _capped(logits_MV: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 class LigerKernels:
-    """Liger's kernels on a model: those that are asked for and that the model's code allows.
+    """Liger's kernels on a model: those that are requested and that fit the model's code.
 
     Attributes:
-        head: the head with its loss; None where torch computes it.
+        head: the head with its loss; None if torch computes it.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class LigerKernels:
         dtype: torch.dtype,
         kind: str = "cuda",
     ) -> None:
-        """Put them on a model.
+        """Patch a model.
 
         Args:
             causal_lm: the model, with its adapters.
             logits: maps hidden states to logits by the model's own code.
-            reasons: why torch computes each part; None asks for the kernel.
-            dtype: that of products.
-            kind: of the devices on which they run; on others the model's own code does.
+            reasons: why torch computes each part; None requests the kernel.
+            dtype: dtype of products.
+            kind: device type on which the kernels run; on others, the model's own code runs.
         """
         self.head: FusedHead | None = None
         self._reasons = dict(reasons)
@@ -141,7 +141,7 @@ class LigerKernels:
         return described(self._reasons)
 
     def numerics(self) -> dict[str, str]:
-        """Name the parts that round otherwise than torch; empty if there are none."""
+        """Name the parts that Liger computes and rounds; empty if there are none."""
         found = [str(part) for part, why in self._reasons.items() if why is None]
         return {"kernels": f"{', '.join(found)} by Liger 1"} if found else {}
 
@@ -169,7 +169,7 @@ def _fused_head(
 
 
 def _put_rope(module: Any, kind: str) -> bool:
-    """Replace the rotation that an attention module calls; return whether it is Llama's."""
+    """Replace the rotary embedding of an attention module; return whether it is Llama's."""
     forward = type(module).forward
     rotated = getattr(forward, "__globals__", {}).get(_ROTATION)
     if rotated is None or _ROTATION not in forward.__code__.co_names or "forward" in vars(module):
@@ -188,7 +188,7 @@ _ROTATION = "apply_rotary_pos_emb"
 def _rotating(
     forward: FunctionType, own: Callable[..., Any], kind: str
 ) -> Callable[..., torch.Tensor]:
-    """Return an attention's forward pass with another rotation; other models keep theirs."""
+    """Return a copy of an attention's forward that calls Liger's RoPE; the class is unchanged."""
     from liger_kernel.transformers.functional import liger_rope
 
     def rotated(
@@ -218,7 +218,7 @@ def _put_norm(module: Any, kind: str) -> bool:
         weight = module.weight
         if hidden.device.type != kind or weight.dtype != hidden.dtype:
             return own(hidden)
-        # Not in place: the gradient of an output may be that of another tensor too.
+        # Not in place: an output's gradient may be shared with another tensor.
         return liger_rms_norm(hidden, weight, module.variance_epsilon, in_place=False)
 
     module.forward = forward
@@ -255,7 +255,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 def _is_llamas(function: Any, name: str) -> bool:
-    """Return whether a function does what one of transformers' Llama does, or a class's forward."""
+    """Return whether a function has the code of a Llama function, or of a Llama class's forward."""
     from transformers.models.llama import modeling_llama
 
     known = getattr(modeling_llama, name)
@@ -263,7 +263,7 @@ def _is_llamas(function: Any, name: str) -> bool:
 
 
 def _code(function: Any) -> tuple[Any, ...]:
-    """Return what a function computes: its code without names of variables and documentation."""
+    """Return a function's code to compare, without variable names and docstrings."""
     code = getattr(function, "__code__", None)
     if code is None:
         return (function,)

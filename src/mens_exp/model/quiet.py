@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# Of torchao, which PEFT imports where it is installed: kernels that it does not find here.
+# torchao, which PEFT imports if installed, logs the kernels that it does not find.
 _LOUD = ("bitsandbytes", "gguf", "torchao", "torch.utils._pytree")
 
 
@@ -19,7 +19,7 @@ _LOUD = ("bitsandbytes", "gguf", "torchao", "torch.utils._pytree")
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and notices in the context; errors still propagate.
 
-    A level that is set already is not set again: each time, Python visits every logger there is.
+    A level is set only if it differs, because setting one makes Python visit every logger.
     """
     from transformers.utils import logging as hf_logging
 

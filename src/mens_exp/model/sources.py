@@ -90,9 +90,9 @@ class BaseModel:
 def resolve(model: ModelConfig, cache: Path) -> BaseModel:
     """Return the directory of a base model, creating it in the cache if necessary.
 
-    A cached directory is written next to its place and renamed. Every file is read and hashed here;
-    if one differs from what was written, the directory is created again. A run therefore records
-    the hash of the bytes that it actually reads, not one stated in a file.
+    A cached directory is written under a temporary name and renamed. Every file is read and hashed
+    here; if one differs from what was written, the directory is created again. A run therefore
+    records the hash of the bytes that it actually reads, not one stated in a file.
 
     Raises:
         MensError: the source is missing, damaged, or does not match the pinned hash.

@@ -1,10 +1,10 @@
-"""Codes of a checkpoint that was published quantized, and the values that they stand for.
+"""Codes of a checkpoint that was published quantized, and their dequantization.
 
 The layouts are those that auto-round, compressed-tensors, bitsandbytes and transformers write.
-Tests compare each with what such a package computes.
+Tests compare each with the values that such a package computes.
 
-Shapes: O outputs and I inputs of a layer, N groups of inputs that share a scale, P codes of a
-32-bit word.
+Shapes: O outputs and I inputs of a layer, N groups of inputs that share a scale, P codes per 32-bit
+word.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _WORD: Final = 32
 _NIBBLE: Final = 4
-_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its outputs
+_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each output's code
 E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of a 4-bit float (OCP microscaling formats v1.0, section 5.3.3)."""
 _E8M0_BIAS: Final = 127
@@ -41,10 +41,10 @@ class StoredCodes:
 
     Attributes:
         levels: ascending.
-        codes_OI: number of a level, uint8.
+        codes_OI: indices into ``levels``, uint8.
         scales_ON: f32.
         zeros_ON: f32; None is zero.
-        column_I: the column of each input's codes; None is its own.
+        column_I: the column of each input's codes; None: in input order.
     """
 
     levels: tuple[float, ...]
@@ -54,7 +54,7 @@ class StoredCodes:
     column_I: torch.Tensor | None = None
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Return what rows ``first`` to ``last`` (exclusive) stand for, f32."""
+        """Return rows ``first`` to ``last`` (exclusive), dequantized to f32."""
         part = slice(first, last)
         levels = torch.tensor(self.levels, device=self.codes_OI.device)
         scales_ON = self.scales_ON[part]
@@ -70,13 +70,13 @@ def stored_codes(stored: StoredFormat, read: Read, where: str, width: int) -> St
 
     Args:
         stored: the format.
-        read: gives a tensor of the layer by its suffix; None if there is no such tensor.
+        read: returns a tensor of the layer by its suffix; None if there is no such tensor.
         where: the layer, for messages.
         width: inputs of the layer.
 
     Raises:
-        ModelFileError: a tensor is missing, has another shape than the format's, or has values
-            that stand for no number.
+        ModelFileError: a tensor is missing, does not have the format's shape, or has values that
+            are not finite.
     """
     try:
         found = _READERS[stored.method](stored, read, width)
@@ -131,7 +131,7 @@ def _integers(bits: int) -> tuple[float, ...]:
 def _gptq(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
     codes_OI = _words(_needed(read, "qweight").T, stored.bits).flatten(1)
     zeros_NO = _words(_needed(read, "qzeros"), stored.bits).flatten(1)
-    if stored.layout == "gptq":  # which stores one less
+    if stored.layout == "gptq":  # stores zero points minus one
         zeros_NO = (zeros_NO + 1) & (2**stored.bits - 1)
     scales_ON = _needed(read, "scales").float().T
     group = width if stored.group is None else stored.group
@@ -152,12 +152,12 @@ def _order(stored: StoredFormat, read: Read, suffix: str) -> torch.Tensor | None
 def _grouped(
     codes_OI: torch.Tensor, group_I: torch.Tensor | None, group: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Put the columns of a group side by side, and say where each input's column is then.
+    """Make the columns of each group contiguous; return the new column of each input, if moved.
 
     Args:
         codes_OI: codes in the order of the inputs.
-        group_I: the group of each input, where groups follow the activations' sizes.
-        group: inputs of a group.
+        group_I: the group of each input (``g_idx`` of activation order); None: in input order.
+        group: inputs per group.
     """
     usual = torch.arange(codes_OI.shape[1], device=codes_OI.device) // group
     if group_I is None or torch.equal(group_I.long(), usual):
@@ -190,7 +190,7 @@ def _fp8(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
 
 
 def _by_rows(values: torch.Tensor, stored: StoredFormat, read: Read, width: int) -> torch.Tensor:
-    """Return one number for each row and group, f32 ``[O, N]``, of fewer: of blocks, or of all."""
+    """Expand one value per block, row or tensor to one per row and group, f32 ``[O, N]``."""
     outputs = len(_needed(read, stored.codes))
     found = values.float().reshape(1, 1) if values.numel() == 1 else values.float()
     if found.dim() == 1:
@@ -210,7 +210,7 @@ def _by_rows(values: torch.Tensor, stored: StoredFormat, read: Read, width: int)
 
 
 def _bytes(codes_OI: torch.Tensor) -> tuple[tuple[float, ...], torch.Tensor]:
-    """Return ascending levels, and their numbers, of weights in E4M3 or in 8-bit integers."""
+    """Return ascending levels, and the weights' indices into them, of E4M3 or 8-bit integers."""
     if codes_OI.dtype not in _BYTE_DTYPES:
         raise TypeError(f"weights are {codes_OI.dtype}, expected E4M3 or 8-bit integers")
     every = torch.arange(256, device=codes_OI.device).to(torch.uint8).view(codes_OI.dtype).float()
@@ -223,7 +223,7 @@ def _bytes(codes_OI: torch.Tensor) -> tuple[tuple[float, ...], torch.Tensor]:
 def _ascending(
     levels: torch.Tensor, numbers: torch.Tensor
 ) -> tuple[tuple[float, ...], torch.Tensor]:
-    """Number levels by their size; those that are equal become one."""
+    """Sort levels, merging equal ones, and convert numbers to indices into the result."""
     ordered, place = torch.unique(levels, sorted=True, return_inverse=True)
     return tuple(ordered.tolist()), place.to(torch.uint8)[numbers]
 
@@ -287,7 +287,7 @@ _FLOATS: Final = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 def _floats(stored: StoredFormat, read: Read, width: int) -> StoredCodes:
-    """Return 4-bit floats, the first of a byte in its low bits."""
+    """Read 4-bit floats, the first of a byte in its low bits."""
     packed = _needed(read, "weight_packed")
     numbers = torch.stack([packed & 0xF, packed >> _NIBBLE], -1).flatten(1)
     positive = torch.tensor(E2M1_MAGNITUDES, device=packed.device)

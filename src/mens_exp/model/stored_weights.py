@@ -34,7 +34,7 @@ class StoredTensors:
     """Reader of tensors by key; keeps nothing between calls.
 
     Attributes:
-        directory: the model; a layer of codes has one weight.
+        directory: the checkpoint; a layer stored as codes is listed as one weight.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +52,7 @@ class StoredTensors:
         """Return a tensor as it is in its file.
 
         Raises:
-            ModelFileError: the library does not read the file.
+            ModelFileError: the safetensors library cannot read the file.
         """
         shard = self._shard_of[key]
         try:
@@ -71,11 +71,11 @@ class StoredTensors:
         """Return the codes of a layer that was published quantized.
 
         Args:
-            key: of its weight in `directory`.
+            key: key of the layer's weight in `directory`.
             device: the target device.
 
         Raises:
-            ModelFileError: its tensors are not those of the checkpoint's format.
+            ModelFileError: the layer's tensors are not those of the checkpoint's format.
         """
         where, path = str(self.directory.path), key.removesuffix(".weight")
         stored = prequantized.format_of(self.directory.config, where)
@@ -199,10 +199,10 @@ class StoredRows:
 
 
 class CodedRows:
-    """Reader of the rows of a weight that was published as codes, in the manner of `StoredRows`."""
+    """Reader of the rows of a weight that was published as codes, like `StoredRows`."""
 
     def __init__(self, shard: Path, name: str) -> None:
-        """Read the codes, all of which stay in memory.
+        """Read all codes into memory.
 
         Args:
             shard: a file of the checkpoint.
@@ -216,7 +216,7 @@ class CodedRows:
         self.inner = (width,)
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Return what rows ``first`` to ``last`` (exclusive) stand for, f32."""
+        """Return rows ``first`` to ``last`` (exclusive), dequantized to f32."""
         return self._codes.rows(first, last)
 
 

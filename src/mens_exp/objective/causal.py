@@ -1,6 +1,6 @@
 """Objectives: the loss of a micro-batch as a sum and a count, and next-token cross entropy.
 
-:mod:`mens_exp.config.objective` has what is known of an objective without torch.
+:mod:`mens_exp.config.objective` has the facts of an objective that need no torch.
 
 The gradient is computed in the same pass, a few rows at a time. torch makes several passes over
 f32 copies of all logits; with a vocabulary of 49,152 these cost more than the head's matrix
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 class LossSum:
     """Sum of token losses (nats, f32 scalar with a gradient) and the number of tokens.
 
-    ``count`` may be of something else than tokens, such as pairs of answers, or the sum of tokens'
-    weights; the step divides by it. ``losses_M`` are the individual token losses, f32 without a
-    gradient. An objective may return them when gradients are disabled; validation then records a
-    loss for every document. ``metrics`` are sums over what is counted, by the names that the
-    objective declares; ``counts`` has the number of what a metric is a sum over, where that is
-    something else.
+    ``count`` may count other units, such as pairs of answers, or be the sum of token weights; the
+    step divides by it. ``losses_M`` are the individual token losses, f32 without a gradient. An
+    objective may return them when gradients are disabled; validation then records a loss for every
+    document. ``metrics`` are sums over the same units, by the names that the objective declares;
+    ``counts`` has the number of units of a metric that sums over others.
     """
 
     total: torch.Tensor
@@ -77,7 +76,7 @@ class TopTokens:
     target_logp_M: torch.Tensor
 
     def __getitem__(self, piece: slice) -> TopTokens:
-        """Return those of some targets."""
+        """Return the top tokens of a slice of targets."""
         return TopTokens(self.ids_MK[piece], self.logp_ML[piece], self.target_logp_M[piece])
 
 
@@ -89,14 +88,14 @@ class Passed:
         batch: the micro-batch, on the model's device.
         hidden_MD: hidden states at the supervised positions.
         head: maps ``[C, D]`` to logits ``[C, V]``.
-        reference: the same of the base alone, or of the teacher, without gradients, if the
-            objective needs it and ``reference_logp_S`` is not known.
+        reference: the micro-batch passed through the base alone, or the teacher, without gradients,
+            if the objective needs it and ``reference_logp_S`` is not known.
         reference_logp_S: log-likelihood of each document under the base, f32 ``[S]``, if it was
             computed before training.
-        sampled: what is known of sampled answers, if the objective compares them in groups.
-        top_tokens: what is known of the teacher, if its distributions were computed before.
+        sampled: values of sampled answers, if the objective compares them in groups.
+        top_tokens: the teacher's top tokens, if they were computed before training.
         layers: hidden states at the supervised positions after the layers that are compared with
-            the teacher's, ``[M, D]`` each; none if none are.
+            the teacher's, ``[M, D]`` each; empty if none are.
         fused_head: the head with the loss in one kernel, for gradients; None if there is none.
     """
 
@@ -112,7 +111,7 @@ class Passed:
 
     @property
     def fused(self) -> FusedHead | None:
-        """The head with the loss in one kernel, if gradients of any target are asked for."""
+        """The head with the loss in one kernel, if gradients are needed and there are targets."""
         is_learned = torch.is_grad_enabled() and self.hidden_MD.requires_grad
         return self.fused_head if is_learned and len(self.batch.targets_M) else None
 
@@ -125,8 +124,8 @@ class Passed:
 class Objective:
     """The loss of a micro-batch.
 
-    A class whose loss is one of tokens alone need not extend this: its instances are called as
-    `TokenLoss` says.
+    A class whose loss depends on tokens alone need not extend this; it implements `TokenLoss`
+    instead.
     """
 
     def loss(self, passed: Passed) -> LossSum:
@@ -138,7 +137,7 @@ class OverTokens(Objective):
     """An objective over tokens alone."""
 
     def __init__(self, each: TokenLoss) -> None:
-        """Hand on to ``each``."""
+        """Wrap a token loss."""
         self.each = each
 
     def loss(self, passed: Passed) -> LossSum:
@@ -161,8 +160,8 @@ class TokenLoss(Protocol):
 def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
     """Return the cross entropy of each target with a gradient, f32 ``[M]``, in nats.
 
-    For losses that weigh tokens or sum them by document. Logits of a chunk are made again in the
-    backward pass instead of kept.
+    For losses that weight tokens or sum them by document. Logits of a chunk are recomputed in the
+    backward pass instead of saved.
 
     Args:
         passed: the micro-batch.
@@ -188,10 +187,9 @@ def token_losses(passed: Passed, chunk_tokens: int) -> torch.Tensor:
 class CrossEntropy(Objective):
     """Cross entropy of each supervised token under the head's logits, in f32.
 
-    With gradients, ``label_smoothing``, ``z_loss`` and ``dft`` change it as `summed_cross_entropy`
-    says, and documents with weights have their sum of weighted losses and the sum of the tokens'
-    weights. Without gradients they do not, so that validation losses of runs with other values
-    compare.
+    With gradients, ``label_smoothing``, ``z_loss`` and ``dft`` apply (see `summed_cross_entropy`),
+    and documents with weights give the sum of weighted losses and of token weights. Without
+    gradients none of these apply, so that validation losses of different runs are comparable.
     """
 
     name: str
@@ -215,7 +213,7 @@ class CrossEntropy(Objective):
     def _of_kernel(
         self, fused: FusedHead, passed: Passed, weights_M: torch.Tensor | None
     ) -> LossSum:
-        """Return what `__call__` does, by a kernel that sums the losses, or gives each."""
+        """Return the result of `__call__`, computed by the fused kernel."""
         hidden_MD, targets_M = passed.hidden_MD, passed.batch.targets_M
         changes = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         if weights_M is None:
@@ -458,7 +456,7 @@ def summed_cross_entropy(
     Args:
         logits_CV: logits in any floating-point format; the gradient has the same format.
         targets_C: target ids.
-        weights_C: factor of each token's loss, f32; none weighs them alike.
+        weights_C: factor of each token's loss, f32; None weights them equally.
         label_smoothing: share ε of a target that is spread evenly over the vocabulary: the loss of
             a token is -(1 - ε) log p(target) - ε · mean over v of log p(v) (arXiv:1512.00567, §7).
         z_loss: weight of (log Z)² that is added for each token, Z the sum of the exponentials of

@@ -13,11 +13,10 @@ log m - KL(q‖m)). They are computed here a few rows at a time, as those of the
 that neither f32 logits nor distributions of all positions exist at the same time. Rows come from a
 data set; the student generates none (lambda = 0 in arXiv:2306.13649).
 
-The teacher can also be known by its K most probable tokens alone. All others then count as one
-outcome, the "ghost token" of arXiv:2503.16870: p and q have K + 1 values. Such a divergence is at
-most that over the vocabulary (data processing inequality) and equal to it for K = V - 1. With the
-gradient g of the K + 1 log-probabilities, that of a logit among the others is g times its share of
-their probability.
+The teacher can also be reduced to its K most probable tokens. All others then count as one outcome,
+the "ghost token" of arXiv:2503.16870: p and q have K + 1 values. Such a divergence is at most that
+over the vocabulary (data processing inequality) and equal to it for K = V - 1. If g is the gradient
+of the outcome of all others, that of a logit among them is g times its share of their probability.
 
 Hidden states may be compared too, as in arXiv:1909.10351, eq. 8, between models of the same width:
 Σ over layers of the mean over D of (s - t)², of student's states s and teacher's t.
@@ -60,9 +59,9 @@ _GPU_ELEMENTS = 16_000_000
 class Distillation(Objective):
     """Mean over tokens of (1 - ``ce_weight``) · divergence + ``ce_weight`` · cross entropy.
 
-    ``hidden_weight`` · the difference between hidden states is added, if they are known. Without
-    gradients it is the cross entropy alone, so that validation losses compare with those of runs
-    without a teacher; the divergence and the difference are metrics of both.
+    ``hidden_weight`` · the difference between hidden states is added, if they are compared. Without
+    gradients, the loss is the cross entropy alone, so that validation losses are comparable with
+    those of runs without a teacher. Divergence and difference are always reported as metrics.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Distillation(Objective):
     def loss(self, passed: Passed) -> LossSum:
         """Return the sum over the tokens of a micro-batch.
 
-        The teacher is ``passed.reference``, or what is known of it ``passed.top_tokens``.
+        The teacher is ``passed.reference`` or, if precomputed, ``passed.top_tokens``.
         """
         teacher, known, targets_M = passed.reference, passed.top_tokens, passed.batch.targets_M
         learns = torch.is_grad_enabled()
@@ -158,7 +157,7 @@ def summed_divergence(
 
     Args:
         logits_CV: the student's logits; the gradient has the same format.
-        teacher: its logits ``[C, V]`` without a gradient, or what is known of it.
+        teacher: the teacher's logits ``[C, V]`` without a gradient, or its top tokens.
         targets_C: target ids.
         beta: 0 is the forward KL, 1 the reverse, else the generalized Jensen-Shannon divergence.
         temperature: T, of the divergence alone.
@@ -231,23 +230,23 @@ def _log_softmax(logits_NV: torch.Tensor, temperature: float) -> tuple[torch.Ten
 def _over_outcomes(
     q_logs_NV: torch.Tensor, known: TopTokens, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `_divergence` does, over the teacher's top tokens and all others together."""
+    """Return `_divergence` over the teacher's top tokens and one outcome for all others."""
     q_logs_NL = _with_others(q_logs_NV, known.ids_MK)
     divergence, by_outcome_NL = _divergence(q_logs_NL, known.logp_ML, beta)
-    shares_NV = (q_logs_NV - q_logs_NL[:, -1:]).exp()  # of the others; at top tokens replaced
+    shares_NV = (q_logs_NV - q_logs_NL[:, -1:]).exp()  # of the others; top tokens are overwritten
     by_z_NV = shares_NV.mul_(by_outcome_NL[:, -1:])
     return divergence, by_z_NV.scatter_(1, known.ids_MK, by_outcome_NL[:, :-1])
 
 
 def _with_others(logs_NV: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of some tokens, and last that of all others, ``[N, K + 1]``."""
+    """Return the log-probabilities of some tokens and, last, of all others, ``[N, K + 1]``."""
     others_NV = logs_NV.scatter(1, ids_NK, -torch.inf)
     others_N1 = torch.logsumexp(others_NV, dim=1, keepdim=True)
     return torch.cat([logs_NV.gather(1, ids_NK), others_N1], dim=1)
 
 
 def top_tokens(teacher: Passed, top_k: int, *, chunk_tokens: int, temperature: float) -> TopTokens:
-    """Return what is kept of a micro-batch that has passed through the teacher.
+    """Return the top tokens of a micro-batch that has passed through the teacher.
 
     Args:
         teacher: the micro-batch.
@@ -271,7 +270,7 @@ class KnownTeacher:
     """A teacher's top tokens over one side of the rows, in host memory or a mapped file.
 
     Attributes:
-        before_D: supervised tokens of the documents before each, int64.
+        before_D: number of supervised tokens before each document, int64.
         values: K ids, L log-probabilities and the target's, f32 ``[T, 2 K + 2]``, in which an id is
             exact up to 2^24; NaN where not computed.
     """
@@ -280,7 +279,7 @@ class KnownTeacher:
     values: np.ndarray
 
     def of(self, batch: Batch) -> TopTokens:
-        """Return the part of a micro-batch, on its device."""
+        """Return the top tokens of a micro-batch, on its device."""
         found = torch.from_numpy(self.values[places(batch, self.before_D).numpy()])
         assert not found.isnan().any(), "all that the run needs was computed"
         kept = (found.shape[1] - 2) // 2
@@ -303,11 +302,11 @@ class KnownTeachers:
     probe: KnownTeacher | None = None
 
     def side(self, *, is_probed: bool, trains: bool) -> KnownTeacher:
-        """Return the side that a micro-batch is of.
+        """Return the side that a micro-batch belongs to.
 
         Args:
             is_probed: whether it has documents of the probe.
-            trains: whether it is one of training; otherwise it is one of validation.
+            trains: whether it is a training micro-batch; otherwise it is one of validation.
         """
         if is_probed:
             assert self.probe is not None, "a run without a probe has no such micro-batch"

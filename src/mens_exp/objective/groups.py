@@ -1,4 +1,4 @@
-"""GRPO: sampled answers become likelier if their reward is above that of others to their prompt.
+"""GRPO: make sampled answers likelier if their reward exceeds that of others to the same prompt.
 
 The clipped ratio compares the model with the adapter that training starts from, which is the one
 that sampled the answers, token by token. Log-probabilities under it and under the base are computed
@@ -63,7 +63,7 @@ class GroupRelative(Objective):
         self.max_completion_tokens = max_completion_tokens
 
     def loss(self, passed: Passed) -> LossSum:
-        """Return the sum over a micro-batch, and the number of what the step's mean is over."""
+        """Return the sum over a micro-batch, and its share of the divisor of the step's mean."""
         logp_M = -token_losses(passed, self.chunk_tokens)
         known = passed.sampled or self._before_training(passed, logp_M)
         advantage_M = known.advantage_M
@@ -99,7 +99,7 @@ class GroupRelative(Objective):
         )
 
     def _summed(self, losses_M: torch.Tensor, first_M: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return what a step sums of a micro-batch, and what it sums to divide by."""
+        """Return a micro-batch's share of the step's sum and of its divisor."""
         match self.form:
             case GroupLoss.grpo:
                 each = summed(losses_M, first_M.cumsum(0) - 1)
@@ -112,7 +112,7 @@ class GroupRelative(Objective):
                 return losses_M.mean(), 1
 
     def _before_training(self, passed: Passed, logp_M: torch.Tensor) -> Sampled:
-        """Return what stands for the unknown: as on the first step, with an advantage of 1.
+        """Return placeholders for the unknown values: as on the first step, with advantage 1.
 
         The checks of a model before its first step compare such losses and their gradients.
         """
@@ -131,7 +131,7 @@ class GroupRelative(Objective):
 def begins(batch: Batch) -> torch.Tensor:
     """Return which targets are the first of their document, bool ``[M]``.
 
-    A document's targets follow each other, and its first token is none.
+    A document's targets are consecutive, and its first token is never a target.
     """
     first_M = torch.ones_like(batch.predict_M, dtype=torch.bool)
     first_M[1:] = batch.predict_M.diff() != 1
@@ -139,11 +139,11 @@ def begins(batch: Batch) -> torch.Tensor:
 
 
 def places(batch: Batch, before_D: torch.Tensor) -> torch.Tensor:
-    """Return the place of each target among all supervised tokens of its side, int64 ``[M]``.
+    """Return the index of each target among all supervised tokens of its side, int64 ``[M]``.
 
     Args:
-        batch: the micro-batch, whose numbers of documents are read in host memory.
-        before_D: supervised tokens of the documents before each.
+        batch: the micro-batch, whose document numbers are read in host memory.
+        before_D: number of supervised tokens before each document.
     """
     document_M = batch.host.document_M
     assert document_M is not None, "streams number their documents"
@@ -158,7 +158,7 @@ class SampledSide:
     """Values of one side of the rows, known before training, in host memory.
 
     Attributes:
-        before_D: supervised tokens of the documents before each, int64.
+        before_D: number of supervised tokens before each document, int64.
         advantage_D: advantage of each document's answer, f32.
         old_logp_T: log-probabilities under the starting adapter, f32; NaN where not computed.
         base_logp_T: those under the base; None if the objective does not compare with it.
@@ -170,7 +170,7 @@ class SampledSide:
     base_logp_T: torch.Tensor | None
 
     def of(self, batch: Batch) -> Sampled:
-        """Return the part of a micro-batch, on its device."""
+        """Return the values of a micro-batch, on its device."""
         place_M = places(batch, self.before_D)
         old_M = self.old_logp_T[place_M]
         assert not old_M.isnan().any(), "all that the run needs was computed"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Log-likelihood of each answer of a micro-batch, f32 ``[S]`` in nats, and its tokens."""
+    """Log-likelihood of each answer of a micro-batch, f32 ``[S]`` in nats, and its token count."""
 
     logp_S: torch.Tensor
     tokens_S: torch.Tensor
@@ -36,14 +36,14 @@ class Answers:
         return self.logp_S / self.tokens_S
 
     def less(self, other: Answers) -> Answers:
-        """Return the log-likelihoods less those under another model."""
+        """Return the log-likelihoods minus those under another model."""
         return Answers(self.logp_S - other.logp_S, self.tokens_S)
 
 
 def segments(batch: Batch) -> torch.Tensor:
     """Return the document of each target, counted from 0 within the micro-batch, int64 ``[M]``.
 
-    Numbers of the batch do not do: one that reaches into the next epoch may have a document twice.
+    Document numbers are not unique: a batch that reaches into the next epoch may repeat a document.
     """
     document_M = batch.document_M
     assert document_M is not None, "streams number their documents"
@@ -67,7 +67,7 @@ def answers_of(passed: Passed, chunk_tokens: int) -> Answers:
 
 
 def against_base(passed: Passed, ours: Answers, chunk_tokens: int) -> Answers:
-    """Return the log-likelihoods less those under the base, if the objective compares with it."""
+    """Return the log-likelihoods minus those under the base, if the objective compares with it."""
     if passed.reference_logp_S is not None:
         return ours.less(Answers(passed.reference_logp_S, ours.tokens_S))
     if passed.reference is None:
@@ -85,11 +85,11 @@ class KnownReference:
     val_D: torch.Tensor
 
     def of(self, batch: Batch, *, trains: bool) -> torch.Tensor:
-        """Return those of a micro-batch's documents, ``[S]``, on its device.
+        """Return the log-likelihoods of a micro-batch's documents, ``[S]``, on its device.
 
         Args:
             batch: the micro-batch.
-            trains: whether it is one of training; otherwise it is one of validation.
+            trains: whether it is a training micro-batch; otherwise it is one of validation.
         """
         side_D = self.train_D if trains else self.val_D
         found_S: torch.Tensor = side_D.index_select(0, documents_of(batch))
@@ -106,7 +106,7 @@ def documents_of(batch: Batch) -> torch.Tensor:
 
 
 class OfAnswers(Objective):
-    """An objective of the answers' log-likelihoods; those of the base can be computed before."""
+    """An objective over log-likelihoods of answers; those under the base can be precomputed."""
 
     chunk_tokens: int
 
@@ -137,11 +137,11 @@ class Preference(OfAnswers):
       (arXiv:2310.12036, eq. 17). The paper has sums; TRL divides by the tokens, as its authors
       say that they did.
 
-    ``nll_weight`` adds the chosen answer's mean loss of a token (arXiv:2404.19733, eq. 1), of each
-    pair; TRL takes the mean over the tokens of a micro-batch, which is the same for one pair.
+    ``nll_weight`` adds the mean token loss of each pair's chosen answer (arXiv:2404.19733, eq. 1).
+    TRL takes the mean over the tokens of a micro-batch, which is the same for one pair.
 
-    Rewards that are reported are ``beta`` times the summed score with a reference, and ``beta``
-    times the compared one without, as TRL has them.
+    Reported rewards are ``beta`` times the summed score with a reference, and ``beta`` times the
+    compared score without one, as in TRL.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Preference(OfAnswers):
     ) -> None:
         """Set the settings; see :class:`mens_exp.config.objective.PairObjective`.
 
-        ``target`` is the margin between rewards that is aimed at.
+        ``target`` is the target margin between rewards.
         """
         self.beta, self.target = beta, target
         self.form, self.label_smoothing = PairLoss(loss), label_smoothing
@@ -222,9 +222,9 @@ class OddsRatio(Objective):
     """ORPO (arXiv:2403.07691, eq. 6 and 7): imitate the chosen row, and raise its odds.
 
     The likelihood p of an answer is the geometric mean of its tokens', its odds are p / (1 - p).
-    The loss of a pair is the mean loss of a token of the chosen row, its prompt included as in the
-    authors' code and in TRL, less ``beta`` times log σ(log odds chosen - log odds rejected). TRL
-    takes the former mean over the tokens of a micro-batch, which is the same for one pair.
+    The loss of a pair is the mean token loss of the chosen row, its prompt included as in the
+    authors' code and in TRL, minus ``beta`` times log σ(log odds chosen - log odds rejected). TRL
+    takes that mean over the tokens of a micro-batch, which is the same for one pair.
     """
 
     def __init__(self, *, beta: float, chunk_tokens: int) -> None:
@@ -248,7 +248,7 @@ class OddsRatio(Objective):
         )
 
 
-_CERTAIN = -1e-7  # log-likelihood from which on f32 has 1 - p = 0 (its spacing below 1 is 6e-8)
+_CERTAIN = -1e-7  # log-likelihood above which 1 - p is 0 in f32 (its spacing below 1 is 6e-8)
 
 
 def log_of_rest(logp_S: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def log_of_rest(logp_S: torch.Tensor) -> torch.Tensor:
 
 
 def pair_metrics(reward_S: torch.Tensor, nll_P: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the sums over pairs of what is reported: see ``PAIR_METRICS``."""
+    """Return the reported metrics, summed over pairs; see ``PAIR_METRICS``."""
     chosen_P, rejected_P = reward_S[::2], reward_S[1::2]
     return {
         "chosen_reward": chosen_P.sum(),
@@ -275,13 +275,13 @@ def pair_metrics(reward_S: torch.Tensor, nll_P: torch.Tensor) -> dict[str, torch
 
 
 class KahnemanTversky(OfAnswers):
-    """KTO (arXiv:2402.01306, eq. 7 and 8): a wanted answer gains on the base, another loses.
+    """KTO (arXiv:2402.01306, eq. 7 and 8): wanted answers gain on the base, unwanted ones lose.
 
-    With r the log-likelihood of an answer less that under the base, the loss of a wanted one is
-    ``wanted_weight`` times 1 - σ(beta (r - KL)), and of another ``unwanted_weight`` times
-    1 - σ(beta (KL - r)). KL is the mean of the same difference over the micro-batch for prompts
-    with answers of other rows, at least 0 and without a gradient. Of several processes each has
-    that of its own micro-batch, so that their number changes nothing; TRL takes the mean over them.
+    With r the log-likelihood of an answer minus that under the base, the loss of a wanted one is
+    ``wanted_weight`` times 1 - σ(beta (r - KL)), and of an unwanted one ``unwanted_weight`` times
+    1 - σ(beta (KL - r)). KL is the mean of r over the micro-batch's prompts with answers of other
+    rows, clamped to at least 0 and without a gradient. Each process uses the KL of its own
+    micro-batch, so that the number of processes changes nothing; TRL averages over processes.
     """
 
     def __init__(

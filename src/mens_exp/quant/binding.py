@@ -1,7 +1,7 @@
 """Bindings: the objects that load, describe and dequantize base weights, one for each quantizer.
 
-:mod:`mens_exp.config.quant` has what is known of a quantizer without torch, and names its
-binding. Those of bitsandbytes are in :mod:`mens_exp.quant.bnb`.
+:mod:`mens_exp.config.quant` has the facts of a quantizer that need no torch, and names its
+binding. The bindings of bitsandbytes are in :mod:`mens_exp.quant.bnb`.
 
 Shapes: O outputs and I inputs of a layer, N rows of a weight.
 """
@@ -48,35 +48,35 @@ class RoundTrip:
 
 
 class Binding:
-    """The layers of one quantizer; what is not overridden leaves weights as they are."""
+    """Interface to the layers of one quantizer; the defaults leave weights unquantized."""
 
     @property
     def library(self) -> str:
-        """Name and version of what quantizes, for the record: the binding's package."""
+        """Name and version of the binding's package, for the record."""
         package = type(self).__module__.partition(".")[0]
         try:
             return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:  # a module that no distribution of its name has
+        except metadata.PackageNotFoundError:  # no distribution has the module's name
             return package
 
     def loading_config(
         self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
     ) -> Any:
-        """Return the configuration for transformers' loader; None loads weights as they are.
+        """Return the configuration for transformers' loader; None loads weights unquantized.
 
         Args:
             quant: the `quant` group.
-            skip: paths of modules that stay unquantized, beside the head.
+            skip: paths of modules that stay unquantized, in addition to the head.
             weights: the base's weights on disk.
         """
         del quant, skip, weights
 
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
-        """Quantize modules of a loaded model in place, where the loader did not.
+        """Quantize modules of a loaded model in place, if the loader did not.
 
         Args:
-            model: transformers' model, its weights in the compute format.
-            paths: of the linear modules of decoder layers that this quantizer stores.
+            model: transformers' model, with weights in the compute format.
+            paths: the linear modules of decoder layers to quantize.
             quant: the settings of these modules.
         """
 
@@ -86,7 +86,7 @@ class Binding:
         return False
 
     def keep_trainable(self, layers: Collection[Any]) -> None:
-        """Keep layers computing what they compute in training, with a backward pass."""
+        """Make layers compute the same in evaluation as in training, and keep their backward."""
 
     def finish(
         self,
@@ -94,20 +94,20 @@ class Binding:
         quant: QuantConfig,
         read: Callable[[str, torch.device], torch.Tensor],
     ) -> None:
-        """Apply what the loader has no setting for.
+        """Apply the settings that the loader does not support.
 
         Args:
             layers: by path.
             quant: the `quant` group.
-            read: gives the published weight of a path on a device, ``[O, I]``.
+            read: returns the published weight of a path on a device, ``[O, I]``.
         """
 
     def facts(self, layer: Any) -> dict[str, Any]:
-        """Read back how a layer is stored: ``quant``, ``double_quant`` and what else is known."""
+        """Read back how a layer is stored: ``quant``, ``double_quant`` and other known facts."""
         raise NotImplementedError
 
     def dequantized(self, layer: Any) -> torch.Tensor:
-        """Return what a layer's weight stands for, f32 ``[O, I]``."""
+        """Return the dequantized weight of a layer, f32 ``[O, I]``."""
         raise NotImplementedError
 
     def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
@@ -125,41 +125,41 @@ class Binding:
         shape: tuple[int, int],
         quantizer: Quantizer,
     ) -> Callable[[int, int], torch.Tensor]:
-        """Quantize a weight piece by piece; give rows of what it stands for, f32 ``[N, I]``.
+        """Quantize a weight piece by piece; return a reader of dequantized rows, f32 ``[N, I]``.
 
         Args:
-            read: gives rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
+            read: returns rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
             shape: ``(O, I)``; blocks divide the width.
             quantizer: the record of the quantizer.
         """
         raise NotImplementedError
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether a layer computes in training what :meth:`weight` of it does, plus a bias."""
+        """Tell whether the training forward is a product with :meth:`weight`, plus a bias."""
         del layer
         return False
 
     def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight that a layer multiplies inputs of a dtype with, ``[O, I]``."""
+        """Return the weight that a layer multiplies inputs of a dtype by, ``[O, I]``."""
         raise NotImplementedError
 
     def quantizes_inputs(self, layer: Any) -> bool:
-        """Tell whether a layer quantizes what it is given."""
+        """Tell whether a layer quantizes its inputs."""
         del layer
         return False
 
     def differs_in_evaluation(self, layer: Any) -> bool:
-        """Tell whether others, who load the base and evaluate, compute something else here."""
+        """Tell whether other programs that load the base evaluate this layer differently."""
         del layer
         return False
 
     def as_published(self, layers: Collection[Any]) -> AbstractContextManager[None]:
-        """Compute, inside the block and in evaluation, as others do who load the base."""
+        """Within the context, evaluate as other programs that load the base do."""
         del layers
         return nullcontext()
 
     def quantizing_on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Inside the block, quantize on a device what is kept where it is loaded to."""
+        """Within the context, quantize on a device other than the one the base is loaded to."""
         del device
         return nullcontext()
 
@@ -183,7 +183,7 @@ def binding_of(spec: QuantizerSpec) -> Binding:
     """Return the binding that a quantizer names.
 
     Raises:
-        SetupError: it cannot be imported, or is none.
+        SetupError: it cannot be imported, or is not a binding.
     """
     if spec.name in _LOADED:
         return _LOADED[spec.name]
@@ -192,5 +192,5 @@ def binding_of(spec: QuantizerSpec) -> Binding:
 
 
 def loaded_bindings() -> tuple[Binding, ...]:
-    """Return the bindings that were asked for in this process, in that order."""
+    """Return the bindings requested so far in this process, in order."""
     return tuple(_LOADED.values())

@@ -61,14 +61,14 @@ def quantization_config(
 
 
 def _left_out(skip: Sequence[str]) -> list[str] | None:
-    """Name what stays unquantized; naming any replaces transformers' own choice, the head."""
+    """Name the modules that stay unquantized; a list replaces transformers' default, the head."""
     return [*skip, "lm_head"] if skip else None
 
 
 class _OfBitsandbytes(Binding):
     @property
     def library(self) -> str:
-        """The library."""
+        """Name and version of bitsandbytes."""
         return f"bitsandbytes {metadata.version('bitsandbytes')}"
 
 
@@ -92,7 +92,7 @@ class _FourBit(_OfBitsandbytes):
         )
 
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
-        """Quantize the layers that transformers' loader was told to leave to another quantizer."""
+        """Quantize the layers that transformers' loader skipped."""
         from bitsandbytes.nn import Linear4bit, Params4bit
 
         for path in paths:
@@ -124,9 +124,9 @@ class _FourBit(_OfBitsandbytes):
     def keep_trainable(self, layers: Collection[Any]) -> None:
         """Keep evaluation from repacking weights.
 
-        With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference;
-        from then on its backward returns no input gradient and every adapter below stops learning
-        in silence.
+        With AVX512-BF16, one evaluation forward repacks a 4-bit module's weight for inference. From
+        then on its backward returns no input gradient, and adapters in earlier layers silently stop
+        learning.
         """
         for layer in layers:
             layer.support_avx512bf16_for_cpu = False
@@ -137,10 +137,10 @@ class _FourBit(_OfBitsandbytes):
         quant: QuantConfig,
         read: Callable[[str, torch.device], torch.Tensor],
     ) -> None:
-        """Make blocks of the size that is asked for.
+        """Requantize layers to the configured block size.
 
-        bitsandbytes' configuration has no block size, so that other blocks are made here, from the
-        published weights: what 64 have left of them would be rounded twice.
+        ``BitsAndBytesConfig`` has no block size, so the loader uses the default. Other sizes are
+        quantized from the published weights: requantizing the loaded codes would round twice.
         """
         for path, layer in layers.items():
             if layer.weight.quant_state.blocksize != quant.block:
@@ -148,7 +148,7 @@ class _FourBit(_OfBitsandbytes):
                 layer.weight = quantized_like(layer.weight, values_OI, block_size=quant.block)
 
     def facts(self, layer: Any) -> dict[str, Any]:
-        """Read back type, blocks and storage."""
+        """Read back quantization type, block size, double quantization and storage dtype."""
         state = _state(layer)
         return {
             "quant": str(state.quant_type),
@@ -158,7 +158,7 @@ class _FourBit(_OfBitsandbytes):
         }
 
     def dequantized(self, layer: Any) -> torch.Tensor:
-        """Return what the codes stand for, f32 ``[O, I]``."""
+        """Return the dequantized weight, f32 ``[O, I]``."""
         return dequantized(layer.weight)
 
     def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
@@ -190,7 +190,7 @@ class _FourBit(_OfBitsandbytes):
         return FourBitRows(read, shape, quantizer).read
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether codes are as they were loaded, which an evaluation kernel may change."""
+        """Tell whether the codes are as loaded; a CPU kernel for evaluation may repack them."""
         state = _state(layer)
         return not getattr(state, "packing_format_for_cpu", False)
 
@@ -213,7 +213,7 @@ class _FourBit(_OfBitsandbytes):
 
 
 class _EightBit(_OfBitsandbytes):
-    """bitsandbytes' 8-bit layers; what is done to them is in :mod:`mens_exp.quant.int8`."""
+    """bitsandbytes' 8-bit layers, with the changes in :mod:`mens_exp.quant.int8`."""
 
     def loading_config(
         self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
@@ -233,23 +233,23 @@ class _EightBit(_OfBitsandbytes):
         return isinstance(module, _classes()[1])
 
     def keep_trainable(self, layers: Collection[Any]) -> None:
-        """Compute one thing in training and in evaluation."""
+        """Make layers compute the same in training and in evaluation."""
         from mens_exp.quant.int8 import in_one_mode
 
         in_one_mode(layers)
 
     def facts(self, layer: Any) -> dict[str, Any]:
-        """Read back what becomes of inputs."""
+        """Read back whether inputs are quantized."""
         quantizes = f"int8, outliers above {INT8_THRESHOLD} in f16"
         inputs = quantizes if self.quantizes_inputs(layer) else "as computed"
         return {"quant": "int8", "double_quant": False, "int8_inputs": inputs}
 
     def dequantized(self, layer: Any) -> torch.Tensor:
-        """Return what the codes stand for, f32 ``[O, I]``."""
+        """Return the dequantized weight, f32 ``[O, I]``."""
         return dequantized(layer.weight)
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether inputs are left as they are, and codes are where training has them."""
+        """Tell whether inputs stay unquantized and the state holds the codes."""
         return not self.quantizes_inputs(layer) and layer.state.CB is not None
 
     def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -259,11 +259,11 @@ class _EightBit(_OfBitsandbytes):
         return found.mul_(scales_O.unsqueeze(1).mul(1 / 127))
 
     def quantizes_inputs(self, layer: Any) -> bool:
-        """Tell whether a layer quantizes what it is given, as it does on a GPU."""
+        """Tell whether a layer quantizes its inputs, as it does on a GPU."""
         return bool(layer.weight.device.type != "cpu")
 
     def differs_in_evaluation(self, layer: Any) -> bool:
-        """Tell whether the layer is on a CPU, where the library quantizes inputs to evaluate."""
+        """Tell whether the layer is on a CPU, where the library quantizes inputs in evaluation."""
         return not self.quantizes_inputs(layer)
 
     def as_published(self, layers: Collection[Any]) -> AbstractContextManager[None]:
@@ -276,7 +276,7 @@ class _EightBit(_OfBitsandbytes):
 def _state(layer: Any) -> Any:
     """Return the quantization state of a 4-bit layer.
 
-    A weight in parts is a plain tensor; see `keep_quantization_state`.
+    A sharded weight is a plain tensor without a state; see `keep_quantization_state`.
     """
     return getattr(layer.weight, "quant_state", None) or layer.quant_state
 
@@ -286,7 +286,7 @@ FOUR_BIT, EIGHT_BIT = _FourBit(), _EightBit()
 
 @functools.cache
 def _classes() -> tuple[type, type]:
-    with quiet():  # imported first here where nothing is quantized
+    with quiet():  # the first import of bitsandbytes if nothing is quantized
         from bitsandbytes.nn import Linear4bit, Linear8bitLt
     return Linear4bit, Linear8bitLt
 
@@ -295,7 +295,7 @@ def _classes() -> tuple[type, type]:
 def quantizing_on(device: torch.device) -> Iterator[None]:
     """Make transformers' loader quantize on a device other than the one it loads to.
 
-    A base loaded into host memory then has the codes that this device computes, which is also much
+    A base loaded into host memory then has the codes that this device computes, and loads much
     faster. By default the loader quantizes on the device that it loads to.
     """
     with quiet():
@@ -321,13 +321,13 @@ def _tensor(values: Any) -> torch.Tensor:
 
 
 def _bindings() -> tuple[Binding, ...]:
-    """Return bitsandbytes' and those of installed packages that are in use."""
+    """Return bitsandbytes' bindings and the others that this process has loaded."""
     others = (one for one in loaded_bindings() if one not in (FOUR_BIT, EIGHT_BIT))
     return (FOUR_BIT, EIGHT_BIT, *others)
 
 
 def binding_that_holds(module: torch.nn.Module) -> Binding | None:
-    """Return the binding of the quantizer whose layer a module is; None where it is plain."""
+    """Return the binding of a quantized module; None if the module is not quantized."""
     return next((one for one in _bindings() if one.holds(module)), None)
 
 
@@ -353,11 +353,11 @@ def quantization_facts(
     Args:
         model: transformers' model; may have PEFT layers.
         usual: name of the quantizer to describe if there are several; None is the first layer's.
-        block: its weights that share a scale, if its layers differ in that.
+        block: block size to describe if the layers of that quantizer differ.
 
     Returns:
-        The facts of one layer, ``quantized_linears``, and, if there are several quantizers or block
-        sizes, the number of layers of each as ``quantized_as`` and ``in_blocks_of``.
+        The facts of one layer, ``quantized_linears``, and, if quantizers or block sizes differ, the
+        number of layers of each as ``quantized_as`` and ``in_blocks_of``.
     """
     found = [b.facts(layer) for b, layers in _by_binding(model).items() for layer in layers]
     if not found:
@@ -374,7 +374,7 @@ def quantization_facts(
 
 
 def parameter_count(model: torch.nn.Module) -> int:
-    """Count parameters, each once; of quantized layers those that their codes stand for."""
+    """Count parameters, each once; a quantized layer counts its dequantized weights."""
     layers = list(quantized_linears(model).values())
     codes = {id(layer.weight) for layer in layers}
     plain = sum(one.numel() for one in model.parameters() if id(one) not in codes)
@@ -382,7 +382,7 @@ def parameter_count(model: torch.nn.Module) -> int:
 
 
 def values_of(module: torch.nn.Module) -> torch.Tensor:
-    """Return what a linear layer's weight stands for, f32 ``[O, I]``, quantized or not."""
+    """Return the weight of a linear layer, dequantized if necessary, f32 ``[O, I]``."""
     binding = binding_that_holds(module)
     if binding is not None:
         return binding.dequantized(module)
@@ -396,7 +396,7 @@ def quantizer_named(
     """Describe the quantizer of the `quant` group for the record.
 
     Args:
-        config: the `quant` group, of a quantizer.
+        config: the `quant` group; it names a quantizer.
         rounded_to: the dtype to which weights are rounded before quantization.
         skip: paths of the projections that stay unquantized.
     """
@@ -445,22 +445,22 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
 
 
 def keep_trainable(model: torch.nn.Module) -> None:
-    """Keep quantized modules computing what they compute in training, with a backward pass."""
+    """Make quantized modules compute the same in evaluation as in training; keep their backward."""
     for binding, layers in _by_binding(model).items():
         binding.keep_trainable(layers)
 
 
 def keep_quantization_state(model: torch.nn.Module) -> None:
-    """Store the quantization state on 4-bit layers, whose weights are about to lose their class.
+    """Store the quantization state on 4-bit layers before sharding removes their weights' class.
 
-    For a weight that is gathered from shards, bitsandbytes reads the scales from the layer.
+    For a weight gathered from shards, bitsandbytes reads the scales from the layer.
     """
     for module in quantized_linears(model).values():
         module.quant_state = module.weight.quant_state
 
 
 def quantizes_inputs(model: torch.nn.Module) -> bool:
-    """Tell whether layers of a model quantize what they are given."""
+    """Tell whether any layer of a model quantizes its inputs."""
     return any(
         binding.quantizes_inputs(layer)
         for binding, layers in _by_binding(model).items()
@@ -469,7 +469,7 @@ def quantizes_inputs(model: torch.nn.Module) -> bool:
 
 
 def differs_in_evaluation(model: torch.nn.Module) -> bool:
-    """Whether others, who load the quantized base and evaluate, compute something else here."""
+    """Tell whether other programs that load the quantized base evaluate it differently."""
     return any(
         binding.differs_in_evaluation(layer)
         for binding, layers in _by_binding(model).items()
@@ -479,7 +479,7 @@ def differs_in_evaluation(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def as_published(model: torch.nn.Module) -> Iterator[None]:
-    """Compute, inside the block and in evaluation, as others do who load the quantized base."""
+    """Within the context, evaluate as other programs that load the quantized base do."""
     with ExitStack() as stack:
         for binding, layers in _by_binding(model).items():
             stack.enter_context(binding.as_published(layers))
@@ -507,7 +507,7 @@ def dequantized(weight: Any) -> torch.Tensor:
 def quantized_like(weight: Any, values_OI: torch.Tensor, *, block_size: int | None = None) -> Any:
     """Quantize other values with the settings of an existing 4-bit weight.
 
-    They are first rounded to the dtype to which the loader rounds weights, so that the result
+    The values are first rounded to the dtype to which the loader rounds weights, so that the result
     computes like any other 4-bit weight of the model.
     """
     from bitsandbytes.nn import Params4bit

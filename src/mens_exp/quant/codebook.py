@@ -1,11 +1,11 @@
-"""Weights as codes of a list of levels, with a scale for each block of them, in plain torch.
+"""Weights as codes into a list of levels, with a scale for each block, in plain torch.
 
 NormalFloat of k bits (QLoRA, arXiv:2305.14314, section 3), symmetric integers, integers with a zero
 point (arXiv:1712.05877, section 2.1), and the 4-bit floats of OCP's microscaling formats (MXFP4,
-v1.0, sections 5.3 and 6.3) and of NVIDIA (NVFP4: a block of 16, scales in E4M3 and one f32 scale a
-tensor). Every device of torch computes them; they are a reference, slower than a kernel.
+v1.0, sections 5.3 and 6.3) and of NVIDIA (NVFP4: blocks of 16, scales in E4M3 and one f32 scale per
+tensor). They run on every torch device, as a reference; dedicated kernels are faster.
 
-Shapes: O outputs and I inputs of a layer, N blocks of a row, C codes of a byte.
+Shapes: O outputs and I inputs of a layer, N blocks of a row, C codes per byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.config.quant import QuantConfig
 
-_E2M1_EXPONENT: Final = 2  # of the largest level, 1.5 · 2²
+_E2M1_EXPONENT: Final = 2  # exponent of the largest level, 1.5 · 2²
 _MOST_E4M3: Final = 448.0
 _LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
 _BITS_OF_BYTE: Final = 8
@@ -34,17 +34,17 @@ _CODE_BITS: Final = (2, 3, 4, 8)
 _THREE: Final = 3  # bits: eight codes take three bytes, and four a word of twelve bits
 _BITS_OF_WORD: Final = 12
 _CODES_OF_THREE_BYTES: Final = 8
-_PIECE: Final = 1 << 20  # weights computed at once, each of which takes some 40 bytes
+_PIECE: Final = 1 << 20  # weights processed at once, at about 40 bytes of memory each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A rule that finds the scales of blocks; they are stored in f32, whatever their format.
+    """A rule that computes the scales of blocks; they are stored in f32, whatever their format.
 
     Attributes:
         name: the format, in records.
-        find: gives scales, f32 ``[..., N]``, from the largest magnitude of each block, that of the
-            whole tensor, and the largest level.
+        find: returns scales, f32 ``[..., N]``, from the largest magnitude of each block, the
+            largest magnitude of the whole tensor, and the largest level.
     """
 
     name: str
@@ -57,7 +57,7 @@ def _by_magnitude(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> tor
 
 
 def _power_of_two(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> torch.Tensor:
-    """Return 2 to the exponent of a block's magnitude, less that of the largest level."""
+    """Return 2 to the power of a block's exponent minus the exponent of the largest level."""
     del of_all, top
     _, exponent_N = torch.frexp(most_N)  # the mantissa is in [0.5, 1)
     power_N = (exponent_N - 1 - _E2M1_EXPONENT).clamp(-127, 127)
@@ -65,7 +65,7 @@ def _power_of_two(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> tor
 
 
 def _e4m3(most_N: torch.Tensor, of_all: torch.Tensor, top: float) -> torch.Tensor:
-    """Return scales in E4M3, relative to one scale of the tensor that lets them use its range."""
+    """Return scales in E4M3, times one scale of the tensor that lets them use E4M3's range."""
     of_tensor = of_all / (top * _MOST_E4M3)
     relative_N = (most_N / top / of_tensor).clamp(_LEAST_E4M3, _MOST_E4M3)
     return relative_N.to(torch.float8_e4m3fn).float() * of_tensor
@@ -79,13 +79,13 @@ TWO_LEVEL = Scaling(name="e4m3, and f32 of the tensor", find=_e4m3)
 
 @dataclass(frozen=True, kw_only=True)
 class Codebook:
-    """A list of levels and what scales them.
+    """A list of levels and the rule for their scales.
 
     Attributes:
         levels: ascending; a weight is a level times its block's scale.
-        scaling: of the blocks.
-        to_even: whether a value halfway between two levels takes the one an even number of steps
-            from zero, as IEEE 754 rounds; otherwise the lower one, as bitsandbytes' kernels.
+        scaling: the rule for the blocks' scales.
+        to_even: whether a value halfway between two levels rounds to the one an even number of
+            steps from zero, as in IEEE 754; otherwise to the lower one, as in bitsandbytes.
     """
 
     levels: tuple[float, ...]
@@ -94,12 +94,12 @@ class Codebook:
 
     @property
     def stored_bits(self) -> int:
-        """Bits that a code takes: 2, 4 or 8, so that whole codes are in a byte, or 3."""
+        """Bits per code: 2, 4 or 8, so that a byte holds whole codes, or 3."""
         bits = (len(self.levels) - 1).bit_length()
         return next(size for size in _CODE_BITS if bits <= size)
 
     def nearest(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the number of the level next to each value, int64."""
+        """Return the index of the level nearest to each value, int64."""
         levels = torch.tensor(self.levels, dtype=torch.float32, device=x.device)
         between = (levels[1:] + levels[:-1]) / 2
         lower = torch.bucketize(x, between)
@@ -120,7 +120,7 @@ class Codebook:
         """Return codes and scales of a weight that is read twice, piece by piece.
 
         Args:
-            read: gives rows ``first`` to ``last`` (exclusive) of the weight.
+            read: returns rows ``first`` to ``last`` (exclusive) of the weight.
             shape: ``(O, I)``; ``block`` divides I.
             block: weights that share a scale.
 
@@ -141,9 +141,9 @@ class Codebook:
         return self.packed(codes.flatten(1).to(torch.uint8)), scales_ON
 
     def packed(self, codes_OI: torch.Tensor) -> torch.Tensor:
-        """Put codes into bytes, uint8 ``[O, I / C]``, the first in the highest bits.
+        """Pack codes into bytes, uint8 ``[O, I / C]``, the first in the highest bits.
 
-        Eight codes of three bits take three bytes, so that 8 has to divide I.
+        Eight 3-bit codes take three bytes, so I must be a multiple of 8.
         """
         if self.stored_bits == _THREE:
             return _packed_by_eight(codes_OI)
@@ -168,11 +168,11 @@ class Codebook:
         return self.nearest(blocks / scales_ON[..., None]), scales_ON
 
     def valued(self, levels: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
-        """Return what levels ``[O, N, block]`` stand for under the scales of their blocks."""
+        """Return the values of levels ``[O, N, block]`` under the scales of their blocks."""
         return levels * scales_ON[..., None]
 
     def unpacked(self, packed: torch.Tensor) -> torch.Tensor:
-        """Take codes out of bytes, uint8 ``[O, I]``."""
+        """Unpack bytes into codes, uint8 ``[O, I]``."""
         bits, words, size = self.stored_bits, packed, _BITS_OF_BYTE
         if bits == _THREE:
             words, size = _words_of_four(packed), _BITS_OF_WORD
@@ -184,7 +184,7 @@ class Codebook:
         scales_ON: torch.Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Return the values that codes and scales stand for, ``[O, I]``, rounded from f32."""
+        """Return dequantized values, ``[O, I]``, computed in f32 and rounded to a dtype."""
         table = _levels_of_words(self, packed.device)
         rows, bytes_of_row = packed.shape
         width = bytes_of_row * _BITS_OF_BYTE // self.stored_bits
@@ -202,7 +202,7 @@ class Codebook:
 
 @dataclass(frozen=True, kw_only=True)
 class Affine(Codebook):
-    """Integers from zero on; each block has a scale and the integer that stands for zero.
+    """Unsigned integers; each block has a scale and a zero point, the integer that encodes zero.
 
     The scales are f32 ``[O, N, 2]``: a scale and a zero point. A block's range includes zero.
     """
@@ -221,19 +221,19 @@ class Affine(Codebook):
         return steps.clamp(0, top).long(), torch.stack([scale_ON, zero_ON], -1)
 
     def valued(self, levels: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
-        """Return what integers stand for."""
+        """Return the values of integers under the scales and zero points of their blocks."""
         scale_ON, zero_ON = scales_ON.unbind(-1)
         return (levels - zero_ON[..., None]) * scale_ON[..., None]
 
 
 def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
-    """Return first and last row (exclusive) of the pieces that are computed at once."""
+    """Return the first and last row (exclusive) of each piece."""
     step = max(1, _PIECE // width)
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _packed_by_eight(codes_OI: torch.Tensor) -> torch.Tensor:
-    """Put codes of three bits into three bytes for eight of them, uint8 ``[O, 3 I / 8]``."""
+    """Pack every eight 3-bit codes into three bytes, uint8 ``[O, 3 I / 8]``."""
     together = codes_OI.int().reshape(len(codes_OI), -1, _CODES_OF_THREE_BYTES)
     number = together[..., 0]
     for place in range(1, _CODES_OF_THREE_BYTES):
@@ -242,19 +242,19 @@ def _packed_by_eight(codes_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _words_of_four(packed: torch.Tensor) -> torch.Tensor:
-    """Return three bytes as two numbers of twelve bits, int32 ``[O, I / 4]``: four codes each."""
+    """Return every three bytes as two 12-bit words of four codes each, int32 ``[O, I / 4]``."""
     high, middle, low = packed.int().reshape(len(packed), -1, 3).unbind(-1)
     return torch.stack([(high << 4) | (middle >> 4), ((middle & 15) << 8) | low], -1).flatten(1)
 
 
 def _codes_of_words(words: torch.Tensor, size: int, bits: int) -> torch.Tensor:
-    """Take numbers of ``size`` bits apart into codes, the first in the highest bits."""
+    """Split words of ``size`` bits into codes, the first in the highest bits."""
     shifts = range(size - bits, -1, -bits)
     return torch.stack([(words >> shift) & (2**bits - 1) for shift in shifts], -1)
 
 
 def _looked_up(table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return the levels of words; an embedding of single numbers is the slower one."""
+    """Look up the levels of words; with one code per word, ``index_select`` is faster."""
     if table.shape[1] == 1:
         return table[:, 0].index_select(0, words.flatten().long())
     return torch.nn.functional.embedding(words.int(), table)
@@ -262,12 +262,12 @@ def _looked_up(table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _levels_of_words(book: Codebook, device: torch.device) -> torch.Tensor:
-    """Return the levels of the codes in each byte, f32 ``[256, C]``; or in twelve bits."""
+    """Return the levels of the codes in each byte, f32 ``[256, C]``, or in each 12-bit word."""
     size = _BITS_OF_WORD if book.stored_bits == _THREE else _BITS_OF_BYTE
-    with torch.inference_mode(mode=False):  # a step may use it later
+    with torch.inference_mode(mode=False):  # a training step may reuse the cached table
         levels = torch.tensor(book.levels, dtype=torch.float32)
         codes = _codes_of_words(torch.arange(1 << size), size, book.stored_bits)
-        # No word holds a code beyond the last one.
+        # No word holds a code beyond the last level.
         return levels[codes.clamp(max=len(levels) - 1)].to(device)
 
 
@@ -275,8 +275,8 @@ def normal_float(bits: int) -> tuple[float, ...]:
     """Return the levels of NormalFloat: quantiles of a normal distribution, zero among them.
 
     They are spaced evenly in probability on either side of zero, with one more above it, and
-    divided by the largest. The outermost probability is the mean of those that would leave half a
-    share beyond 2^k and beyond 2^k - 1 levels, as bitsandbytes has it for four bits.
+    divided by the largest. The outermost probability is the mean of ``1 - 1 / (2 (2^k - 1))`` and
+    ``1 - 1 / (2 2^k)``, as in bitsandbytes for four bits.
     """
     outermost = 1 - (1 / (2 * (2**bits - 1)) + 1 / (2 * 2**bits)) / 2
     half = 2 ** (bits - 1)
@@ -300,11 +300,11 @@ def _unsigned(bits: int) -> Affine:
 
 
 E2M1: Final = tuple(-one for one in E2M1_MAGNITUDES[:0:-1]) + E2M1_MAGNITUDES
-"""The levels of a 4-bit float with two bits of exponent; zero is one level of both signs."""
+"""The levels of a 4-bit float with two exponent bits; +0 and -0 are one level."""
 
 
 class _Dequantized(torch.autograd.Function):
-    """A product with a weight that the backward pass dequantizes again instead of keeping it."""
+    """A linear product whose backward dequantizes the weight again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: CodebookLinear) -> torch.Tensor:
@@ -319,15 +319,15 @@ class _Dequantized(torch.autograd.Function):
 
 
 class CodebookLinear(torch.nn.Linear):
-    """A frozen linear layer whose weight is codes; it replaces the class of a plain layer."""
+    """A frozen linear layer stored as codes; it replaces the class of a plain layer in place."""
 
     book: Codebook
     name: str
     compute_dtype: torch.dtype
-    column_I: torch.Tensor | None  # the column of each input's codes; None is its own
+    column_I: torch.Tensor | None  # the column of each input's codes; None: in input order
 
     def quantize(self, name: str, book: Codebook, values_OI: torch.Tensor, block: int) -> None:
-        """Take the codes of a weight."""
+        """Quantize a weight and store its codes."""
         self.take(name, book, *book.quantize(values_OI, block), dtype=values_OI.dtype)
 
     def take(
@@ -340,10 +340,10 @@ class CodebookLinear(torch.nn.Linear):
         dtype: torch.dtype,
         column_I: torch.Tensor | None = None,
     ) -> None:
-        """Take codes and scales as :meth:`Codebook.quantize_pieces` gives them."""
+        """Store codes and scales in the layout of :meth:`Codebook.quantize_pieces`."""
         self.book, self.name, self.compute_dtype = book, name, dtype
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
-        # As bytes: a change of a model's dtype would round them.
+        # Bytes, because `model.to(dtype)` would round floats.
         self.register_buffer("scale_bytes", scales_ON.contiguous().view(torch.uint8), False)
         self.register_buffer("column_I", column_I, False)
 
@@ -354,13 +354,13 @@ class CodebookLinear(torch.nn.Linear):
         return found.view(torch.float32)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return what the codes stand for, ``[O, I]``."""
+        """Return the dequantized weight, ``[O, I]``."""
         found = self.book.dequantize(self.weight, self.scales(), dtype)
         return found if self.column_I is None else found[:, self.column_I]
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
-        """The codes, under HQQ's name: where PEFT finds it, it asks `dequantize` for the weight."""
+        """The codes, under HQQ's name: PEFT calls `dequantize` on layers that have it."""
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
@@ -374,10 +374,10 @@ class CodebookLinear(torch.nn.Linear):
 
 
 class CodebookBinding(Binding):
-    """Layers of codes, of a quantizer's name."""
+    """Codebook layers with the name of one quantizer."""
 
     def __init__(self, name: str) -> None:
-        """Bind a name."""
+        """Bind the quantizer's name."""
         self.name = name
 
     def holds(self, module: torch.nn.Module) -> bool:
@@ -385,7 +385,7 @@ class CodebookBinding(Binding):
         return isinstance(module, CodebookLinear) and module.name == self.name
 
     def facts(self, layer: Any) -> dict[str, Any]:
-        """Read back levels, blocks and scales."""
+        """Read back number of levels, block size and format of scales."""
         return {
             "quant": layer.name,
             "double_quant": False,
@@ -395,12 +395,12 @@ class CodebookBinding(Binding):
         }
 
     def dequantized(self, layer: Any) -> torch.Tensor:
-        """Return what the codes stand for, f32 ``[O, I]``."""
+        """Return the dequantized weight, f32 ``[O, I]``."""
         found: torch.Tensor = layer.dequantized()
         return found
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell that every layer computes with its dequantized weight."""
+        """Return True: every layer computes with its dequantized weight."""
         del layer
         return True
 
@@ -414,17 +414,17 @@ class CodesBinding(CodebookBinding):
     """Layers of one codebook."""
 
     def __init__(self, name: str, book: Codebook) -> None:
-        """Bind the codebook of a quantizer's name."""
+        """Bind the quantizer's name and its codebook."""
         super().__init__(name)
         self.book = book
 
     @property
     def library(self) -> str:
-        """This module; the number is raised if it gives other values."""
+        """This module; the number is raised when its values change."""
         return "mens_exp codebooks 1"
 
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
-        """Replace the weights of layers by codes."""
+        """Replace the weights of layers with codes."""
         for path in paths:
             layer: Any = as_linear(model.get_submodule(path))
             model.set_submodule(path, layer)
@@ -445,7 +445,7 @@ class CodesBinding(CodebookBinding):
         shape: tuple[int, int],
         quantizer: Quantizer,
     ) -> Callable[[int, int], torch.Tensor]:
-        """Quantize in pieces, and keep codes and scales."""
+        """Quantize in pieces, keep codes and scales, and dequantize rows on demand."""
         rounded, dtype = DTYPES[quantizer["rounded_to"]], DTYPES[quantizer["compute_dtype"]]
         packed, scales_ON = self.book.quantize_pieces(
             lambda first, last: read(first, last).to(rounded), shape, quantizer["block_size"]

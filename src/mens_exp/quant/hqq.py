@@ -1,7 +1,7 @@
 """Half-Quadratic Quantization (https://mobiusml.github.io/hqq_blog), by the hqq package.
 
-It needs no data: for each block of weights it finds the zero point, which is no integer, that
-minimises an error in which outliers count less. The layers are those of a codebook.
+It needs no data: for each block of weights, it optimizes a real-valued zero point under an error
+that gives outliers less weight. The layers are :class:`~mens_exp.quant.codebook.CodebookLinear`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class _HalfQuadratic(Affine):
-    """Integers from zero on, whose scales and zero points the package finds."""
+    """Unsigned integers; the package computes scales and zero points."""
 
     def quantize_pieces(
         self, read: Callable[[int, int], torch.Tensor], shape: tuple[int, int], block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales of a weight, which is read whole."""
+        """Return codes and scales of a weight, read in one piece."""
         from hqq.core.quantize import Quantizer
 
         weight_OI = read(0, shape[0]).float()
@@ -43,7 +43,7 @@ class _HqqCodes(CodesBinding):
     """Layers of HQQ."""
 
     def __init__(self, bits: int) -> None:
-        """Bind the quantizer of a number of bits."""
+        """Bind HQQ with a number of bits."""
         levels = tuple(map(float, range(2**bits)))
         super().__init__(f"hqq{bits}", _HalfQuadratic(levels=levels, scaling=WITH_ZERO))
 

@@ -31,7 +31,7 @@ class OneModeLinear(Linear8bitLt):  # type: ignore[misc]  # bitsandbytes is unty
     It replaces the class of an existing layer, so that weights are not created twice.
     """
 
-    training: bool  # torch's own
+    training: bool  # declared by torch.nn.Module
     one_mode = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,9 +45,9 @@ class OneModeLinear(Linear8bitLt):  # type: ignore[misc]  # bitsandbytes is unty
         return output
 
     def init_8bit_state(self) -> None:
-        """Take the codes from the parameter, which keeps its scales.
+        """Take the codes from the parameter, but leave its scales on it.
 
-        PEFT's DoRA replaces the parameter at each forward; without its scales, they would be lost.
+        PEFT's DoRA replaces the parameter at each forward and would otherwise lose the scales.
         """
         super().init_8bit_state()
         self.weight.SCB = self.state.SCB
@@ -62,11 +62,11 @@ class OneModeLinear(Linear8bitLt):  # type: ignore[misc]  # bitsandbytes is unty
 
 def in_one_mode(layers: Iterable[Any]) -> None:
     """Make quantized layers of bitsandbytes compute the same in both modes."""
-    # It would otherwise warn at every call that it rounds inputs to f16 before quantizing them.
+    # bitsandbytes warns at every call that it rounds inputs to f16 before quantizing them.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for layer in layers:
         layer.__class__ = OneModeLinear
-        if layer.weight.CB is not None:  # otherwise already taken over
+        if layer.weight.CB is not None:  # None: the state already has the codes
             layer.init_8bit_state()
         layer.weight.SCB = layer.state.SCB
 

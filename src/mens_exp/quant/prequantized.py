@@ -1,7 +1,7 @@
-"""Bases that were published quantized: their own codes, kept as they are.
+"""Bases that were published quantized: their own codes, unchanged.
 
-transformers builds the model with empty places for the layers of codes and loads the rest; the
-codes are read from the files, translated to a codebook's without a change of any value.
+transformers builds the model with placeholders for the quantized layers and loads the rest. The
+codes are then read from the files and converted to codebook codes; no value changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = "prequantized"
 
 
 class _Awaited(torch.nn.Module):
-    """The place of a layer whose codes transformers does not read; it reads its bias."""
+    """Placeholder for a layer whose codes are read later; transformers loads only its bias."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _empty(found: StoredCodes, bias: torch.nn.Parameter | None) -> Any:
 
 
 def _plain(dtype: torch.dtype, found: StoredCodes, bias: torch.nn.Parameter | None) -> Any:
-    """Return a linear layer of what stored codes stand for."""
+    """Return a plain linear layer with dequantized stored codes."""
     layer = _empty(found, bias)
     values_OI = found.rows(0, len(found.codes_OI)).to(dtype)
     layer.weight = torch.nn.Parameter(values_OI, requires_grad=False)
@@ -64,14 +64,14 @@ def _layer(dtype: torch.dtype, found: StoredCodes, bias: torch.nn.Parameter | No
 
 
 def dequantizing_config(weights: StoredWeights, dtype: torch.dtype) -> Any:
-    """Return a configuration for transformers' loader that gives layers of codes plain weights.
+    """Return a configuration for transformers' loader that dequantizes layers stored as codes.
 
     Args:
         weights: the base's weights on disk.
-        dtype: of the plain weights.
+        dtype: dtype of the dequantized weights.
 
     Returns:
-        The configuration; None where no layer is stored as codes.
+        The configuration; None if no layer is stored as codes.
     """
     if not weights.coded_weights:
         return None
@@ -81,7 +81,7 @@ def dequantizing_config(weights: StoredWeights, dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _classes() -> tuple[type, type]:
-    """Return transformers' classes of a quantization of ours, registered with its loader."""
+    """Define a configuration and a quantizer class, and register them with transformers."""
     from transformers.quantizers import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -124,17 +124,17 @@ def _classes() -> tuple[type, type]:
 
 
 class _Prequantized(CodebookBinding):
-    """Layers of a base's own codes."""
+    """Layers that keep the codes of a base published quantized."""
 
     @property
     def library(self) -> str:
-        """This module; the number is raised if it reads other values."""
+        """This module; the number is raised when the values it reads change."""
         return "mens_exp stored codes 1"
 
     def loading_config(
         self, quant: QuantConfig, skip: Sequence[str], weights: StoredWeights | None
     ) -> Any:
-        """Return a configuration that has the layers of codes read here."""
+        """Return a configuration that loads stored codes through this module."""
         del skip
         assert weights is not None, "the loader of bases gives them"
         config, _ = _classes()

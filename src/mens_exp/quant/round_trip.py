@@ -1,9 +1,9 @@
 """Quantize a weight to 4 bits and back, whole or in blocks of rows, and measure the error.
 
 In blocks of rows, the values are bit-for-bit those that bitsandbytes computes from the whole weight
-at once: blocks of 4-bit codes are independent of each other, and the scales, which are not under
-double quantization, are quantized together. bitsandbytes itself needs sixteen bytes per weight
-during this; this code needs half a byte, and one piece.
+at once. Blocks of 4-bit codes are independent of each other; their scales, which double
+quantization couples, are quantized together. bitsandbytes needs sixteen bytes per weight for this;
+this code needs half a byte, plus one piece.
 
 Shapes: O outputs and I inputs of a projection, N rows of a piece, or tokens of a batch of inputs.
 """
@@ -49,10 +49,10 @@ def quantized_rows(
     *,
     where: str,
 ) -> Callable[[int, int], torch.Tensor]:
-    """Quantize a weight and return what gives rows of its values, f32 ``[N, I]``.
+    """Quantize a weight and return a reader of its dequantized rows, f32 ``[N, I]``.
 
     Args:
-        read: gives rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
+        read: returns rows ``first`` to ``last`` (exclusive) of the weight, ``[N, I]``.
         shape: ``(O, I)``.
         quantizer: the quantizer of the base.
         where: name of the weight, for messages.
@@ -74,7 +74,7 @@ def quantized_rows(
 
 
 class FourBitRows:
-    """Half a byte per weight, plus scales; rows are dequantized on demand."""
+    """A weight in 4-bit codes and f32 scales, whose rows are dequantized on demand."""
 
     def __init__(
         self,
@@ -147,10 +147,10 @@ class Variant:
 
 
 def variants_of(quant: QuantConfig) -> tuple[Variant, ...]:
-    """Return the configured variant, the one with the other double_quant, and the other 4-bit type.
+    """Return the configured variant, the one with double_quant flipped, and the other 4-bit type.
 
     Args:
-        quant: the `quant` group. Beside a quantizer that is not bitsandbytes', the other variant is
+        quant: the `quant` group. For a quantizer other than NF4 and FP4, the only other variant is
             NF4 with double quantization.
     """
     if quant.quant_type not in _OTHER:
@@ -168,7 +168,7 @@ def variant_of(quant: QuantConfig) -> Variant:
 
 
 def stored_as(weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
-    """Return the values with which a quantized layer of the model computes, f32.
+    """Return the values that a quantized layer of the model computes with, f32.
 
     The loader rounds weights to the compute dtype before it quantizes them, and a layer
     dequantizes to that dtype.

@@ -1,7 +1,7 @@
 """Integers of torchao's weight-only quantization, by the torchao package.
 
-Codes and scales are the package's own, so an adapter is trained against the weights that torchao's
-``quantize_`` gives the model elsewhere. The layers are those of a codebook.
+Codes and scales are the package's own, so an adapter is trained against the same weights that other
+programs get from torchao's ``quantize_``. The layers are codebook layers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class _Integers(Codebook):
-    """Symmetric integers with one more below zero; the package finds codes and scales."""
+    """Signed integers, one more below zero than above; the package computes codes and scales."""
 
     def quantize_pieces(
         self, read: Callable[[int, int], torch.Tensor], shape: tuple[int, int], block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales of a weight, which is read whole."""
+        """Return codes and scales of a weight, read in one piece."""
         with quiet():
             from torchao.quantization import quantize_
 
@@ -36,7 +36,7 @@ class _Integers(Codebook):
         return self.packed(codes_OI), found.scale.float().reshape(shape[0], -1)
 
     def package_config(self, block: int) -> Any:
-        """Return the package's configuration, of which a group is a block."""
+        """Return the package's configuration, with groups of ``block`` weights."""
         from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
         int4: torch.dtype = getattr(torch, "int4")  # noqa: B009  # torch's stubs lack it
@@ -44,7 +44,7 @@ class _Integers(Codebook):
 
 
 class _Rows(_Integers):
-    """Integers with one scale a row."""
+    """Integers with one scale per row."""
 
     def package_config(self, block: int) -> Any:
         """Return the package's configuration."""

@@ -1,10 +1,10 @@
 """AdaLoRA's allocation of ranks (arXiv:2303.10512), computed by PEFT's own allocator.
 
-After each step, the importance of every value is its sensitivity, ``|w · gradient|``, times the
-uncertainty of that, both averaged over steps. The factors with the least important triplets of a
-row of A, a factor and a column of B become zero, until as many are left as the budget allows. The
-budget falls over the steps, for all layers together. The gradient also pulls A and B towards
-orthogonal matrices; the loss that is reported is that of the objective alone.
+After each step, the importance of a value is its sensitivity, ``|w · gradient|``, times the
+uncertainty of the sensitivity, both averaged over steps. A triplet is a row of A, a factor and a
+column of B. The factors of the least important triplets become zero until the budget is met. The
+budget falls over the steps, for all layers together. A gradient also pulls A and B towards
+orthogonality; the reported loss is that of the objective alone.
 
 Shapes: R rank, X inputs or outputs of a projection.
 """
@@ -26,7 +26,7 @@ _AVERAGES = ("exp_avg_ipt", "exp_avg_unc")
 
 
 class RankAllocation:
-    """The importance of an adapter's ranks, and which of them are left."""
+    """The importance of an adapter's ranks, and the ranks that are left."""
 
     def __init__(
         self, lora: LoraConfig, parameters: Mapping[str, torch.nn.Parameter], *, total_steps: int
@@ -36,7 +36,7 @@ class RankAllocation:
         Args:
             lora: the `lora` group.
             parameters: the adapter's, by logical name.
-            total_steps: length of the run, which leaves steps to allocate ranks in.
+            total_steps: length of the run; it leaves steps in which to allocate ranks.
         """
         from peft import AdaLoraConfig
         from peft.tuners.adalora.layer import RankAllocator
@@ -80,7 +80,7 @@ class RankAllocation:
             one.grad = gradient if one.grad is None else one.grad + gradient
 
     def update(self, step: int) -> None:
-        """Take ranks away after a step, numbered from 0, as PEFT's `update_and_allocate` does."""
+        """Set ranks to zero after a step, numbered from 0, as PEFT's `update_and_allocate` does."""
         last = self.total_steps - self.settle
         if step > last:
             self.allocator.mask_using_rank_pattern(self, self.left)
@@ -101,7 +101,7 @@ class RankAllocation:
         for name in _AVERAGES:
             values = {key: value.to(devices[key]) for key, value in state[name].items()}
             setattr(self.allocator, name, values)
-        self.allocator.ipt = dict.fromkeys(state[_AVERAGES[0]])  # made anew at each step
+        self.allocator.ipt = dict.fromkeys(state[_AVERAGES[0]])  # recomputed at each step
         self.left = state["left"]
 
 

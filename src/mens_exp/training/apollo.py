@@ -13,17 +13,17 @@ from mens_exp.training.low_rank import PlainProjections
 class ApolloAdamw(PlainProjections, APOLLOAdamW):  # type: ignore[misc]  # an untyped package's
     """The package's optimizer, seeded by the run, whose state a checkpoint can hold.
 
-    The package draws the projections of a weight with a generator of its own, whose seed is the
-    weight's number.
+    The package draws a weight's projections from a separate generator, seeded with the weight's
+    index.
     """
 
     kept = ("ortho_matrix", "seed", "svd_count")
 
     def __init__(self, params: Any, *, seed: int, **settings: Any) -> None:
-        """Give each parameter a seed of the run in place of its number.
+        """Give each parameter a seed drawn from the run's in place of its index.
 
         Args:
-            params: groups; the one of the projected weights has `rank`.
+            params: groups; that of the projected weights has `rank`.
             seed: the run's.
             settings: other arguments of `apollo_torch.APOLLOAdamW`.
         """

@@ -189,7 +189,7 @@ def build_module(
         config: the whole configuration.
         backend: the model to train.
         data: the rows.
-        teacher: the model to learn from, or what is known of it, if the objective has one.
+        teacher: the teacher model, or its cached top tokens, if the objective has one.
         rank: the rank of this process.
     """
     declare(config.objective.spec.metrics)
@@ -213,7 +213,7 @@ def build_module(
 def _module(
     config: RunConfig, backend: Backend, objective: Objective | TokenLoss, *, total_steps: int
 ) -> TrainingModule:
-    """Build the module: ours, one that inherits from it, or another that ours takes in."""
+    """Build the module: ours, a subclass of it, or a user's LightningModule hosted by ours."""
     node = config.module
     cls: Any = get_class(node._target_)  # Hydra's own spelling
     settings = {f.name: getattr(node, f.name) for f in fields(node) if f.name != "_target_"}
@@ -316,7 +316,7 @@ class ComputeFormat(Precision):
 
 
 def _plugins(config: RunConfig, rank: Rank) -> list[Any]:
-    """Build our plugins and the user's; a precision plugin of theirs takes the place of ours."""
+    """Build our plugins and the user's; a precision plugin of the user's replaces ours."""
     own = [instantiate(one, _convert_="all") for one in config.trainer.plugins or []]
     if not any(isinstance(one, Precision) for one in own):
         own.append(ComputeFormat(config))
@@ -343,9 +343,9 @@ def _profiler(config: RunConfig, run: RunRecord) -> Profiler | None:
 
 
 class StopsAfterWholeSteps(Callback):
-    """Ends a run that a callback wants to end after a whole optimizer step, which is validated.
+    """Delays a callback's request to stop until the end of an optimizer step, which is validated.
 
-    Lightning would end it after any micro-batch. Callbacks that only stop after a validation, as
+    Lightning would stop after any micro-batch. Callbacks that only stop after a validation, as
     early stopping does, are not delayed.
     """
 
@@ -369,7 +369,7 @@ class StopsAfterWholeSteps(Callback):
         self._look(trainer, pl_module)
 
     def _look(self, trainer: Trainer, pl_module: TrainingModule) -> bool:
-        """Stop training if that was asked for and is due; return whether this is the moment."""
+        """Stop training if that was requested and is due; return whether this call stops it."""
         self._is_asked = self._is_asked or trainer.should_stop
         if not self._is_asked or trainer.state.fn is not TrainerFn.FITTING:
             return False
@@ -381,7 +381,7 @@ class StopsAfterWholeSteps(Callback):
         return is_now
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Say in the record that the run is shorter than planned, unless it stopped early."""
+        """Note in the record that the run is shorter than planned, unless it stopped early."""
         del pl_module
         step, results = trainer.global_step, self.run.manifest.results
         if self._stopped_at is None or step >= trainer.max_steps or results.get("stopped_early"):
@@ -421,7 +421,7 @@ def _callbacks(
 
 
 def _users_before_telemetry(nodes: list[CallbackConfig]) -> list[CallbackConfig]:
-    """Move the user's callbacks before the one that writes a step down, with what they record."""
+    """Move the user's callbacks before the telemetry writer, which writes what they record."""
     ours = [node for node in nodes if node._target_.startswith(_OURS)]  # Hydra's own spelling
     targets = [node._target_ for node in ours]
     place = targets.index(_WRITER) if _WRITER in targets else len(ours)
@@ -441,10 +441,10 @@ def _callback(
 def lightning_quiet() -> Iterator[None]:
     """Suppress Lightning's notices on the terminal; our own record covers each of them.
 
-    What its callbacks print stays, because none is there unless the user asks for it.
+    Output of its callbacks stays, because they are only present if the user adds them.
 
     Raises:
-        RequestError: Lightning, or a callback of its own, refuses what was asked for.
+        RequestError: Lightning, or one of its callbacks, refuses the settings.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     levels = {**dict.fromkeys(names, logging.ERROR), "lightning.pytorch.callbacks": logging.INFO}
@@ -459,9 +459,9 @@ def lightning_quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
             # Shown if Slurm is installed; but we or torchrun start the processes of a run.
             warnings.filterwarnings("ignore", message="The `srun` command is available")
-            # The names of formats say what is computed in; it then counts 32 bits, as it should.
+            # Our precision plugin only names a format; Lightning then counts 32 bits, as it should.
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model")
-            # A checkpoint of an earlier release has the state of the mirror, then a callback.
+            # Checkpoints of earlier releases hold the state of the mirror, which was a callback.
             warnings.filterwarnings("ignore", message="Be aware that when using.*WandbMirror")
             yield
     except (MisconfigurationException, RuntimeError) as error:

@@ -1,15 +1,15 @@
-"""Values that a frozen model gives documents, computed once before training and kept in the cache.
+"""Values of documents under a frozen model, computed once before training and kept in the cache.
 
-Training does not change them, so the model passes over the documents of the run once, and over none
-at later runs on the same model and rows.
+Training does not change them, so each document passes through the model once; later runs on the
+same model and rows read the cache.
 
-A training block passes through the model by itself. Its values are those of a step to the bit where
-a micro-batch is one block. Of several blocks the composition changes with each epoch, and the
-values are equal within the rounding of other shapes. Validation always has the same micro-batches.
+Each training block passes through the model alone. If a micro-batch is one block, the values equal
+those of a training step bit for bit. If it has several, its composition changes with each epoch,
+and the values agree within rounding. Validation always has the same micro-batches.
 
 The key of a cache entry covers everything that changes a value: weights and definition of the
 model, the encoded documents and their blocks, the device and its kernels, packages and code, and
-what the caller adds. An entry has NaN for documents that no run needed yet. Its digest is checked
+what the caller adds. An entry has NaN for documents that no run has needed. Its digest is checked
 when it is read.
 
 Shapes: D documents of a side, P values of all of them, W columns of a value.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mens_exp.planning.machine import Rank
     from mens_exp.training.module import RunRecord
 
-# Micro-batches of each process between two writings of the cache, which is what a stop loses.
+# Micro-batches per process between two writes of the cache; a killed run loses at most as many.
 # Writing a million values takes 0.02 s. Unverified guess.
 _KEPT_EVERY = 64
 
@@ -49,7 +49,7 @@ _code = functools.cache(code_digest)  # of the code that this process has loaded
 
 
 def surroundings(run: RunRecord, model: BaseModel, device: torch.device) -> dict[str, Any]:
-    """Return what changes the values of a model on a machine.
+    """Return the part of a cache key that covers model, device and software.
 
     Args:
         run: the open run.
@@ -74,7 +74,7 @@ class CachedPass:
     """The documents of one side, their micro-batches, and their entry of the cache.
 
     Attributes:
-        values: of all documents in order, f32 ``[P, W]``; NaN where they are not known.
+        values: of all documents in order, f32 ``[P, W]``; NaN if not known.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class CachedPass:
         counts_D: np.ndarray | None = None,
         width: int = 1,
     ) -> None:
-        """Combine them.
+        """Compute the key of the entry; :meth:`read` reads it.
 
         Args:
             name: the kind of values, a directory of the cache.
-            common: what changes the values besides documents and micro-batches.
+            common: the part of the key that covers all but documents and micro-batches.
             stream: the micro-batches.
-            needed: the numbers of those that the run reads.
+            needed: the numbers of the micro-batches that the run reads.
             documents_sha256: content hash of the encoded documents.
             counts_D: values of each document; None is one.
             width: W.
@@ -117,14 +117,14 @@ class CachedPass:
         self._documents = [np.concatenate(blocks[i * size : (i + 1) * size]) for i in needed]
 
     def of(self, documents: np.ndarray) -> np.ndarray:
-        """Return the places of documents' values, int64."""
+        """Return the indices of documents' values, int64."""
         return np.concatenate(
             [np.arange(self._bounds[one], self._bounds[one + 1]) for one in documents]
         )
 
     @property
     def needed_values(self) -> np.ndarray:
-        """The values of the documents that the run needs, f32; NaN where they are not known."""
+        """The values of the documents that the run needs, f32; NaN if not known."""
         found: np.ndarray = self.values[self.of(np.concatenate(self._documents))]
         return found
 
@@ -143,7 +143,7 @@ class CachedPass:
         ]
 
     def read(self, run: RunRecord, rank: Rank) -> None:
-        """Take over what the first process finds in the cache; say so if that is damaged."""
+        """Load the first process's entry in every process; report an entry that is damaged."""
         found = self._stored() if rank.is_first else None
         if found is None and rank.is_first and self.directory.exists():
             note = f"{self.directory} was damaged; its {self._what} are computed again"
@@ -155,9 +155,9 @@ class CachedPass:
             self.values = found
 
     def mapped(self) -> np.ndarray:
-        """Return the values, from the file of the cache if this machine has it.
+        """Return the values, memory-mapped from the cache file if this machine has it.
 
-        Its pages are read when they are needed, and the system can reclaim them.
+        Its pages are read on demand, and the system can reclaim them.
         """
         found = self._opened()
         if found is None or not np.array_equal(found, self.values, equal_nan=True):
@@ -181,7 +181,7 @@ class CachedPass:
         return shaped
 
     def complete(self, passed: Callable[[Batch], np.ndarray], rank: Rank) -> None:
-        """Compute what is missing, and write the cache every so often and at the end.
+        """Compute the missing values, and write the cache periodically and at the end.
 
         Args:
             passed: returns the values of a micro-batch's documents, in its order.
@@ -202,9 +202,9 @@ class CachedPass:
     def _compute(
         self, passed: Callable[[Batch], np.ndarray], numbers: Sequence[int], rank: Rank
     ) -> None:
-        """Compute micro-batches; processes take turns, and as many passes each.
+        """Compute micro-batches, with the same number of passes in every process.
 
-        A base that is sharded needs all processes in each pass.
+        A sharded base needs all processes in each pass.
         """
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for turn in range(-(-len(numbers) // rank.world_size)):
@@ -216,7 +216,7 @@ class CachedPass:
             self.values[self.of(documents)] = values.reshape(-1, self.values.shape[1])
 
     def _keep(self) -> None:
-        """Write the cache, with what another run has added to it."""
+        """Write the cache, merged with the values that another run has added."""
         with file_lock(self.directory.parent / f".{self.directory.name}.lock"):
             stored = self._stored()
             if stored is not None:

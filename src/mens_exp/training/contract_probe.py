@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.objective.causal import LossSum
 
-# What is random in training; torch's has no other name.
+# Modules that are random in training; torch's base class of dropout has no public name.
 _RANDOM = (EmbeddingNoise, KeyedDropout, torch.nn.modules.dropout._DropoutNd)  # noqa: SLF001
 
 
@@ -79,7 +79,7 @@ Reference: TypeAlias = "tuple[ReferencePart | None, str | None]"
 
 # Relative differences caused by rounding; see `_tolerance`.
 _TOLERANCES = {"f32": 1e-3, "bf16": 0.05, "f16": 0.05}
-# Of loss and gradient against transformers alone, in f32. Measured: at most 1e-6 of either in every
+# For loss and gradient against plain transformers, in f32. Measured: at most 1e-6 each in every
 # family that trains (docs/measured/families.md); logits off by 2 % move SmolLM2's by 3e-3 and 4e-2.
 _REFERENCE, _REFERENCE_INT8 = (1e-5, 1e-4), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from
@@ -258,7 +258,7 @@ def _otherwise(config: RunConfig, first: Batch, together: int) -> list[str]:
 class _Short:
     """A document up to its last supervised token: ids, loss mask, and further values.
 
-    It continues the first ``shared`` of its tokens; they are those of the document before it.
+    The first ``shared`` of its tokens are also the first ones of the document before it.
     """
 
     ids: np.ndarray
@@ -267,7 +267,7 @@ class _Short:
     shared: int
 
     def cut(self, begin: int, tokens: int) -> _Short:
-        """Return some of its tokens, up to the last supervised one of them."""
+        """Return ``tokens`` tokens from ``begin`` on, up to the last supervised one."""
         mask = self.mask[begin : begin + tokens].copy()
         mask[0] = False  # its predecessor is missing
         part = slice(begin, begin + int(mask.nonzero()[0].max(initial=0)) + 1)
@@ -294,14 +294,14 @@ def _documents(batch: Batch) -> list[_Short]:
             before = np.arange(*(prefix or (0, 0)))
             places = np.append(before, np.arange(start, start + own[-1] + 1))
             mask = learned[places]
-            mask[: len(before)] = False  # of the document that they are from
+            mask[: len(before)] = False  # supervised only in the document that they are from
             further = {name: one[places] for name, one in extra.items()}
             found.append(_Short(ids[places], mask, further, len(before)))
     return found
 
 
 def _cut(unit: Sequence[_Short]) -> list[_Short]:
-    """Cut documents that stay together; those that share a prompt go on sharing its end."""
+    """Cut documents that stay together; those that share a prompt still share its end."""
     shared = unit[-1].shared
     if shared and unit[-1].mask[shared]:
         begin = max(shared - _TOKENS // 2, 0)
@@ -390,7 +390,7 @@ class _Trial:
 
 
 def units_of(documents: Encoded) -> list[range]:
-    """Return the numbers of documents that stay together."""
+    """Return the indices of documents that stay together, unit by unit."""
     together = documents.together
     return [range(i, i + together) for i in range(0, len(documents), together)]
 
@@ -399,7 +399,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp_min(1e-12))
 
 
-_MOST_PARAMETERS = 20_000_000  # kept of two gradients; all of any adapter, part of a full model
+_MOST_PARAMETERS = 20_000_000  # compared; all of any adapter, some of a full model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,7 +101,7 @@ def receive(store: Store) -> Any:
 
 @contextmanager
 def joined(rank: Rank, device: torch.device, store: Store) -> Iterator[None]:
-    """Be a member of the process group inside the block.
+    """Join the process group for the duration of the block.
 
     Args:
         rank: the rank of this process.
@@ -147,7 +147,7 @@ _LOADING = 1.5  # times a base's size, while it is read and quantized; a guess
 
 
 def is_sharded(config: RunConfig, rank: Rank) -> bool:
-    """Whether this process holds only a shard of the base."""
+    """Return whether this process holds only a shard of the base."""
     return config.trainer.sharing is Chosen.fsdp and not rank.is_alone
 
 

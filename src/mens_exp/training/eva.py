@@ -1,8 +1,8 @@
-"""EVA (arXiv:2410.07170): adapters start from the main directions of what their layers read.
+"""EVA (arXiv:2410.07170): adapters start from the principal directions of their layers' inputs.
 
-A begins as the first right singular vectors of a layer's inputs, less their mean, at the supervised
-tokens of the run's own micro-batches. PEFT's incremental decomposition updates them one micro-batch
-at a time, until no direction turns any more. B is zero, so the model still equals its base.
+A starts as the leading right singular vectors of a layer's centred inputs at the supervised tokens
+of the run's own micro-batches. PEFT's incremental PCA updates them one micro-batch at a time, until
+all directions have converged. B is zero, so the model still equals its base.
 
 PEFT can also move ranks from layer to layer (`rho` above 1). Here each layer keeps the rank of the
 plan, as with ``rho=1``; the other settings have PEFT's defaults.
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _STAYS = 0.99  # cosine of two updates of a direction: PEFT's `tau`
 _SEED = 42  # of the decomposition's sketch, as in PEFT
-_MOST = 1000  # micro-batches; PEFT goes on for ever. Unverified guess.
+_MOST = 1000  # micro-batches; PEFT has no limit. Unverified guess.
 
 
 class _Directions:
-    """The main directions of the inputs of one layer."""
+    """The principal directions of the inputs of one layer."""
 
     def __init__(self, r: int) -> None:
         from peft.utils.incremental_pca import IncrementalPCA
@@ -43,7 +43,7 @@ class _Directions:
         return getattr(self.pca, "components_", None)
 
     def update(self, x_NI: torch.Tensor) -> None:
-        """Take inputs into account; too few for the decomposition's sketch are left out."""
+        """Update with inputs; too few for the decomposition's sketch are skipped."""
         if self.stay or len(x_NI) < 2 * self.r:
             return
         before_RI = self.found
@@ -58,16 +58,16 @@ def start_from_inputs(backend: Any, stream: MicroBatches) -> dict[str, Any]:
 
     Args:
         backend: a backend whose adapter is LoRA's.
-        stream: the training micro-batches, taken from the first one on, and again if need be.
+        stream: the training micro-batches, from the first one on, repeated if necessary.
 
     Returns:
         Facts for the record.
 
     Raises:
-        TrainingError: the directions of a layer do not settle.
+        TrainingError: the directions of a layer do not converge.
     """
     began = time.perf_counter()
-    together = backend.shape.family.verified  # else layers may not read what their names say
+    together = backend.shape.family.verified  # else layers with one `reads` may differ in inputs
     readers: dict[str, list[str]] = {}
     for one in backend.modules_chosen:
         readers.setdefault(one.reads if together else one.path, []).append(one.logical)
@@ -88,7 +88,7 @@ def start_from_inputs(backend: Any, stream: MicroBatches) -> dict[str, Any]:
 
 
 def _passes(backend: Any, stream: MicroBatches, found: dict[str, _Directions]) -> int:
-    """Pass micro-batches through the base until all directions stay; return their number."""
+    """Pass micro-batches through the base until all directions converge; return their number."""
     device = next(backend.parameters()).device
     with preserve_state(backend), torch.no_grad(), backend.base_only():
         backend.eval()
@@ -97,7 +97,7 @@ def _passes(backend: Any, stream: MicroBatches, found: dict[str, _Directions]) -
             if not left:
                 return number
             batch = stream.batch(number % stream.total).to(device)
-            places_N = batch.target_places  # of the supervised tokens themselves, as in PEFT
+            places_N = batch.target_places  # the supervised tokens themselves, as in PEFT
             handles = [
                 backend.layers[logical].register_forward_pre_hook(_watch(one, places_N))
                 for logical, one in left.items()

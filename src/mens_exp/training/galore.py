@@ -20,7 +20,7 @@ class GaloreAdamw(PlainProjections, GaLore):  # type: ignore[misc]  # an untyped
 
         Args:
             group: the weight's group.
-            state: the weight's state, which it does not depend on.
+            state: the weight's state; unused.
         """
         del state
         names = ("rank", "update_proj_gap", "scale", "projection_type")

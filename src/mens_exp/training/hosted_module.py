@@ -1,8 +1,8 @@
-"""A LightningModule of the user's, taken in by ours, which keeps the record and the promises.
+"""A user's LightningModule hosted by ours, which keeps the record and the promises.
 
-The module is handed the backend and returns the mean loss of a micro-batch. Data order, dropout,
-accumulation, the division by all tokens of a step, validation, checkpoints and adapter stay ours;
-the manifest says which promises hold and which are unproven, because code of the user's decides.
+The user's module gets the backend and returns the mean loss of a micro-batch. Data order, dropout,
+accumulation, the division by all tokens of a step, validation, checkpoints and adapter stay ours.
+The manifest says which promises hold, and which are unproven because they rest on the user's code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RESTS_ON = {
 
 
 class HostedModule(TrainingModule):
-    """Trains by the steps of a module of the user's; see :func:`hosting`."""
+    """Trains with the steps of a user's module; see :func:`hosting`."""
 
     guest: type[LightningModule]
     settings: Mapping[str, Any]
@@ -52,10 +52,10 @@ class HostedModule(TrainingModule):
     def __init__(
         self, config: RunConfig, backend: Backend, objective: Any, *, total_steps: int
     ) -> None:
-        """Make the user's module of its settings, then add what ours keeps.
+        """Initialize the user's module from its settings, then our own state.
 
         Raises:
-            ConfigError: it optimizes by hand, or has attributes that are ours.
+            ConfigError: it uses manual optimization, or has attributes that the run reserves.
         """
         shared = {
             "backend": backend,
@@ -122,7 +122,7 @@ class HostedModule(TrainingModule):
         return super().configure_optimizers()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Validate by the objective, as any run does; then let the user's module look too."""
+        """Validate with the objective, as any run does; then call the user's hook."""
         super().validation_step(batch, batch_idx)
         if self.has("validation_step"):
             super(TrainingModule, self).validation_step(batch, batch_idx)
@@ -132,7 +132,7 @@ class HostedModule(TrainingModule):
         return [*super().trained(), *self.added().values()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep added parameters too."""
+        """Save added parameters too."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["added"] = {name: p.detach() for name, p in self.added().items()}
         super(TrainingModule, self).on_save_checkpoint(checkpoint)
@@ -146,47 +146,47 @@ class HostedModule(TrainingModule):
         super(TrainingModule, self).on_load_checkpoint(checkpoint)
 
     def on_after_backward(self) -> None:
-        """Put the average back, then let the user's module look."""
+        """Restore averaged weights, then call the user's hook."""
         super().on_after_backward()
         super(TrainingModule, self).on_after_backward()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide by the step's tokens, then let the user's module look."""
+        """Divide by the step's tokens, then call the user's hook."""
         super().on_before_optimizer_step(optimizer)
         super(TrainingModule, self).on_before_optimizer_step(optimizer)
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums, then let the user's module begin."""
+        """Reset the sums, then call the user's hook."""
         super().on_validation_epoch_start()
         super(TrainingModule, self).on_validation_epoch_start()
 
     def on_validation_epoch_end(self) -> None:
-        """Set the validation loss, then let the user's module look."""
+        """Set the validation loss, then call the user's hook."""
         super().on_validation_epoch_end()
         super(TrainingModule, self).on_validation_epoch_end()
 
     def has(self, hook: str) -> bool:
-        """Return whether the user's module has a hook of its own."""
+        """Return whether the user's module overrides a hook."""
         return getattr(self.guest, hook) is not getattr(LightningModule, hook)
 
     def added(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained beside the adapter: in checkpoints, and in no adapter."""
+        """Return the trained parameters that checkpoints contain, but no adapter."""
         known = {id(parameter) for parameter in self.backend.trainable().values()}
         named = self.named_parameters()
         return {name: p for name, p in named if p.requires_grad and id(p) not in known}
 
 
 def hosting(guest: type[LightningModule], settings: Mapping[str, Any]) -> type[HostedModule]:
-    """Return a class that is both ours and the user's: ours first, theirs where ours asks it."""
+    """Return a class that inherits from ours and the user's; our methods call theirs."""
     values = {"guest": guest, "settings": dict(settings), "__module__": guest.__module__}
     made: type[HostedModule] = type(guest.__name__, (HostedModule, guest), values)
     return made
 
 
 def promises(module: TrainingModule) -> dict[str, Any] | None:
-    """Say which promises hold for a module that is not ours, and which are unproven, and why.
+    """Report which promises hold for a user's module, and why others are unproven.
 
-    None for ours.
+    None for our own module.
     """
     kind = type(module)
     if kind is TrainingModule:

@@ -1,8 +1,8 @@
-"""Lightning loggers of a run: the record, which is told first, then those that the user chose.
+"""Lightning loggers of a run: the record first, then those that the user chose.
 
-What a callback or a module logs reaches ``telemetry.jsonl`` whatever the logger. The W&B mirror
-takes it from there. Other loggers get it from Lightning, and the run's own metrics from telemetry.
-A logger that fails later is left alone, and the failure is recorded.
+Values that a callback or a module logs reach ``telemetry.jsonl`` whatever the logger. The W&B
+mirror reads them there. Other loggers get them from Lightning, and the run's own metrics from
+telemetry. A logger that fails later is no longer used, and the failure is recorded.
 
 Every number has the optimizer step in which it was logged, counted from 1 as in the rest of the
 record; validations before the first step have step 0. Lightning itself counts finished steps, so
@@ -51,7 +51,7 @@ _OURS = "step"  # a key with which Lightning names the step itself
 
 
 class RecordLogger(Logger):
-    """Writes what is logged to telemetry.jsonl, before any other logger hears of it."""
+    """Writes logged values to telemetry.jsonl, before any other logger gets them."""
 
     def __init__(self, run: RunRecord) -> None:
         """Attach to ``run``; :class:`LoggerFeed` keeps step and condition current."""
@@ -83,20 +83,20 @@ class RecordLogger(Logger):
         return self
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record metrics under the step in progress, whatever number Lightning counts it by.
+        """Record metrics under the step in progress, whatever number Lightning passes.
 
         Raises:
             RequestError: a name is one of ours, or a misspelling of one.
         """
         del step
-        # Lightning adds the number of its own epoch, of which a run has only one.
+        # Lightning adds its epoch, which is always 0 in a run.
         self.log({name: v for name, v in metrics.items() if not (name == "epoch" and v == 0)})
 
     def log(self, data: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Record numbers, nested ones by dotted names, and the kinds of other values.
 
         Returns:
-            What is no number, such as images and tables: only another sink can hold it.
+            Values that are not numbers, such as images and tables, which only other sinks can hold.
 
         Raises:
             RequestError: as for :meth:`log_metrics`.
@@ -131,7 +131,7 @@ class RecordLogger(Logger):
         return None
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Record hyperparameters that a module or a callback saves; the configuration is known."""
+        """Record hyperparameters of a module or a callback, in addition to the configuration."""
         del args, kwargs
         values = vars(params) if hasattr(params, "__dict__") else dict(params)
         if not values:
@@ -142,7 +142,7 @@ class RecordLogger(Logger):
 
 
 class MirrorLogger(WandbLogger):
-    """The W&B mirror as Lightning's WandbLogger, with everything that its users know.
+    """The W&B mirror as Lightning's WandbLogger, with the interface that its users know.
 
     Numbers go to the record first and come back from there; what a record cannot hold, such as
     images and tables, goes straight to the mirror.
@@ -166,7 +166,7 @@ class MirrorLogger(WandbLogger):
         return self._mirror.id
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log what is no number; the numbers come through the record."""
+        """Log values that are not numbers; numbers come through the record."""
         del step
         if media := {name: value for name, value in metrics.items() if not _is_number(value)}:
             self.experiment.log(media)
@@ -196,7 +196,7 @@ class MirrorLogger(WandbLogger):
 
 
 class RecordedRun:
-    """A W&B run for users' code: `log` writes numbers to the record, the rest is the run's own."""
+    """A W&B run for users' code: `log` writes numbers to the record, all else is W&B's own."""
 
     def __init__(self, sink: wandb.Run, record: RecordLogger) -> None:
         """Wrap ``sink``, which the mirror feeds and ends."""
@@ -241,14 +241,14 @@ def _kind(value: Any) -> str:
 
 
 class MirroredLogger(Logger):
-    """Mixin of a logger that the user chose: nothing that fails in it stops training."""
+    """Mixin for a logger that the user chose: its failures never stop training."""
 
     sink: str
     record: RecordLogger
     has_failed = False
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log metrics under the record's number of the step, if Lightning's own is meant."""
+        """Log metrics under the record's step number where Lightning passes its own."""
         now = self.record.step
         if not is_point({"condition": self.record.condition, "step": now}):
             return
@@ -274,7 +274,7 @@ class MirroredLogger(Logger):
         self._attempt(lambda: handle(checkpoint_callback))
 
     def finalize(self, status: str) -> None:
-        """Flush: Lightning calls this after each validation and fit, and the run goes on."""
+        """Flush: Lightning calls this after each validation and fit, while the run continues."""
         del status
         self.save()
 
@@ -309,12 +309,12 @@ def _results(record: RecordLogger, manifest: Manifest) -> dict[str, float]:
 
 
 def attempt_of(run: RunRecord) -> str:
-    """Name the attempt: a logger of an attempt would overwrite the files of the one before."""
+    """Name the attempt, so that its loggers do not overwrite the files of the previous one."""
     return f"attempt_{max(1, len(run.manifest.attempts))}"
 
 
 def build_loggers(config: RunConfig, run: RunRecord, rank: Rank) -> list[Logger]:
-    """Build the loggers of a process: the record, then the user's, which only the first has.
+    """Build the loggers of a process: the record and, in the first process, the user's.
 
     Raises:
         SetupError: a logger does not start.
@@ -362,7 +362,7 @@ def _place(run: RunRecord, name: str) -> dict[str, Any]:
 
 
 def _own_settings(sink: str, node: OwnLogger, run: RunRecord) -> dict[str, Any]:
-    """Return the settings of a user's logger, with the run's place for what it does not set."""
+    """Return the settings of a user's logger, with the run's directories as defaults."""
     cls: Any = get_class(node._target_)
     known = {field.name for field in dataclasses.fields(OwnLogger)}
     settings = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
@@ -374,13 +374,13 @@ def _own_settings(sink: str, node: OwnLogger, run: RunRecord) -> dict[str, Any]:
 
 
 def offered_to(cls: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments among those offered that a class names."""
+    """Return the offered arguments that a class accepts."""
     taken = inspect.signature(cls).parameters
     return {name: value for name, value in offered.items() if name in taken}
 
 
 def _follower(logger: Logger, every_n_steps: int) -> Callable[[Event], None]:
-    """Return what passes the run's own metrics on to a logger, as they come to the record."""
+    """Return a telemetry subscriber that passes the run's own metrics on to a logger."""
 
     def take(record: Event) -> None:
         payload = record["payload"]
@@ -410,7 +410,7 @@ class LoggerFeed(Callback):
     """Keeps the step of the record current, and gives the settings to the loggers once."""
 
     def __init__(self, record: RecordLogger, config: RunConfig) -> None:
-        """Log the part of the configuration that training reads, as hyperparameters."""
+        """Collect the hyperparameters: the part of the configuration that training reads."""
         self.record = record
         self.settings = dict(flat_settings(settings_read(dataclasses.asdict(config), "train")))
 
@@ -431,7 +431,7 @@ class LoggerFeed(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a step with its first micro-batch, and without the user's metrics of the last."""
+        """Begin a step at its first micro-batch, and drop the user's metrics of the last step."""
         del batch, batch_idx
         if pl_module.at_step_boundary:
             self.record.step = trainer.global_step + 1
@@ -439,7 +439,7 @@ class LoggerFeed(Callback):
                 del pl_module.step_metrics[name]
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Note what is validated; outside training, no step is in progress."""
+        """Set the condition; outside training, no step is in progress."""
         self.record.condition = "sanity" if trainer.sanity_checking else pl_module.condition
         if trainer.state.fn is not TrainerFn.FITTING:
             self.record.step = trainer.global_step
@@ -470,15 +470,15 @@ def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
 class RunTrainer(Trainer):
     """Lightning's Trainer, whose `logger` is the first that the user chose.
 
-    Lightning takes the first of all, and here the record comes before the user's.
+    Lightning's own would be the record, which comes before the user's.
     """
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger of the user's, or the record if there is none.
+        """The user's first logger, or the record if there is none.
 
-        Users call it directly, where Lightning goes through `loggers`: what is logged to it goes to
-        all of them.
+        Users call it directly, while Lightning iterates over `loggers`. Its `log_metrics` and
+        `log_hyperparams` therefore go to all of them.
         """
         own = [one for one in self.loggers if not isinstance(one, RecordLogger)]
         first = next(iter(own or self.loggers), None)
@@ -490,7 +490,7 @@ class RunTrainer(Trainer):
 
 
 def _for_users(logger: Logger, loggers: Sequence[Logger]) -> Logger:
-    """Return a logger as it is, except that metrics and hyperparameters go to several."""
+    """Return a copy of a logger whose metrics and hyperparameters go to several."""
 
     def to_all(name: str) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:

@@ -1,13 +1,13 @@
 """LoRA-GA (arXiv:2407.05000): adapters start from the gradient of the weights they adapt.
 
-With the gradient G of the run's first optimizer step, G = U S V, of a weight W, A begins as the
-first r rows of V and B as the next r columns of U. The base then holds W - s B A, quantized, so
-that the model starts within rounding of it. Factors are those of PEFT 0.21 (its defaults ``ArB2r``
-and ``stable``): B is multiplied by S, and by the fourth root of its rows over the root of γ. The
-authors' own code leaves S out and scales A like B.
+G = U S V is the gradient of a weight W in the run's first optimizer step. A starts as the first r
+rows of V, and B as the next r columns of U. The base then holds W - s B A, quantized, so that the
+model starts within rounding of W. Factors are those of PEFT 0.21 (its defaults ``ArB2r`` and
+``stable``): B is multiplied by S, and by the fourth root of its number of rows over the root of γ.
+The authors' own code leaves S out and scales A like B.
 
-PEFT refuses quantized bases. Here G is that by the dequantized weight, summed from what each layer
-reads and the gradient of what it returns, in f32.
+PEFT refuses quantized bases. Here, G is the gradient of the dequantized weight, accumulated in f32
+from each layer's inputs and output gradients.
 
 Shapes: N positions, I inputs and O outputs of a layer, R rank, K twice the rank.
 """
@@ -32,7 +32,7 @@ _GAMMA = 16  # PEFT's `stable_gamma`, and the paper's in most of its experiments
 
 
 def start_from_gradients(config: RunConfig, backend: Any, stream: MicroBatches) -> dict[str, Any]:
-    """Set A and B of every adapted layer, and take their product out of the base, in place.
+    """Set A and B of every adapted layer, and subtract their product from the base, in place.
 
     Args:
         config: the whole configuration.
@@ -55,7 +55,7 @@ def pair_of(gradient_OI: torch.Tensor, *, r: int, layer: str) -> Pair:
     """Return A and B, f32.
 
     Args:
-        gradient_OI: of the mean loss by a weight.
+        gradient_OI: gradient of the mean loss with respect to a weight.
         r: rank, at most half of O and of I.
         layer: logical name, which seeds the decomposition's sketch.
     """
@@ -67,7 +67,7 @@ def pair_of(gradient_OI: torch.Tensor, *, r: int, layer: str) -> Pair:
 def _gradients(
     config: RunConfig, backend: Any, stream: MicroBatches, many: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of the mean loss of some micro-batches by each adapted weight."""
+    """Return the gradient of the mean loss of ``many`` micro-batches for each adapted weight."""
     objective = objective_of(config)
     assert isinstance(objective, CrossEntropy), "others are refused"
     device = next(backend.parameters()).device
@@ -94,7 +94,7 @@ def _gradients(
 
 
 def _watch(total_OI: torch.Tensor) -> Any:
-    """Return a hook that adds what a layer's passes contribute to the gradient of its weight."""
+    """Return a forward hook that accumulates the gradient of a layer's weight."""
 
     def see(_: Any, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         x_NI = inputs[0].detach().flatten(0, -2)

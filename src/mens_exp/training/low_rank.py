@@ -1,7 +1,7 @@
 """State of optimizers that project gradients, in a form that a checkpoint can hold.
 
-The packages keep an object for each projected weight. A checkpoint is read without executing
-anything in it, so it holds the object's tensors and numbers instead.
+The packages keep an object for each projected weight. A checkpoint is read without executing any
+code in it, so it holds the object's tensors and numbers instead.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _OBJECT = "projector"  # its key in the state of a weight, in both packages
 
 
 class PlainProjections(Optimizer):
-    """Mixed into a package's optimizer: saves its projections as plain values, and loads them."""
+    """Mixin of a package's optimizer that saves and loads its projections as plain values."""
 
-    kept: ClassVar[tuple[str, ...]]  # what distinguishes a used projector from a new one
+    kept: ClassVar[tuple[str, ...]]  # attributes in which a used projector differs from a new one
 
     def new_projector(self, group: dict[str, Any], state: dict[str, Any]) -> Any:
         """Build the package's object for a weight, as its own step would.
@@ -28,12 +28,12 @@ class PlainProjections(Optimizer):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the package's state, its objects replaced by their values."""
+        """Return the package's state, with objects replaced by their values."""
         found = super().state_dict()
         return {**found, "state": {key: self._plain(one) for key, one in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, on the weights' devices, and build the objects again.
+        """Load a state onto the weights' devices, and rebuild the objects.
 
         Args:
             state_dict: what :meth:`state_dict` returned.

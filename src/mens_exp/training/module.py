@@ -106,9 +106,9 @@ class _Read:
 class _Sums:
     """The sums of an optimizer step, or of a validation.
 
-    ``count`` is of what the loss is a sum over, ``supervised`` of tokens with a label, ``tokens``
-    of all tokens without padding. What a device has computed stays there, because reading it waits
-    for the device.
+    ``count`` is the number of units that the loss sums over, ``supervised`` that of tokens with a
+    label, ``tokens`` that of all tokens without padding. Values computed on a device stay there,
+    because reading them would wait for the device.
     """
 
     loss: float | torch.Tensor = 0.0
@@ -162,22 +162,20 @@ class TrainingModule(LightningModule):
     all processes, so that metrics and counters are the same on each. Training always validates
     after its last step, whatever the interval, so that the final adapter has a loss.
 
-    ``selected`` is the step and the validation loss of the adapter in the model at the end of
-    training. ``step_metrics`` holds the declared metrics of the current step; callbacks add to it
-    with :meth:`record`, and the telemetry callback writes it together with ``step_digests``.
-    ``before_update`` holds what checks the loss sum and the norm of the gradient before the update
-    of the current step. ``known_reference`` has the log-likelihoods under the base, if they were
-    computed before training, ``known_answers`` what is known of the sampled answers of training and
-    of validation, if the objective compares groups of them, and ``teacher`` the model to learn
-    from, if the objective has one, or ``known_teachers`` what was computed of it before training.
-    ``scored`` is the step of the latest scorecard of this process
-    (-1 before the first) and its metrics. ``validated_bytes`` is the size of the text that
-    validation predicts, if it is known and the objective is a likelihood; the loss is then also
-    reported in bits per byte.
-    ``validated`` has a row for each of the ``validation_documents`` documents, [documents, 2] f64:
-    summed loss (nats) and supervised tokens at the latest validation, both 0 for a document that is
-    not validated on. It is None if the objective gives no per-token loss. ``selected_validated`` is
-    the same for ``selected``.
+    Attributes:
+        selected: step and validation loss of the adapter in the model at the end of training.
+        step_metrics: declared metrics of the current step; callbacks add to it with :meth:`record`,
+            and the telemetry callback writes it together with ``step_digests``.
+        before_update: checks of the step's loss sum and gradient norm, called before the update.
+        known_reference: log-likelihoods under the base, if computed before training.
+        known_answers: values of sampled training and validation answers, for group objectives.
+        teacher: the teacher model; ``known_teachers`` has its top tokens, if precomputed.
+        scored: step of the latest scorecard of this process (-1 before the first), and its metrics.
+        validated_bytes: size of the text that validation predicts, if known and the objective is a
+            likelihood; the loss is then also reported in bits per byte.
+        validated: summed loss (nats) and supervised tokens of each of the ``validation_documents``
+            documents at the latest validation, f64 ``[documents, 2]``, 0 for documents left out;
+            None if the objective gives no per-token loss. ``selected_validated``: for ``selected``.
     """
 
     strict_loading = False  # a checkpoint holds only the adapter; the frozen base is rebuilt
@@ -244,7 +242,7 @@ class TrainingModule(LightningModule):
         """Set a metric of the current step: one of ours, or one of the user's own.
 
         Raises:
-            RequestError: an own metric has no area in its name, or is a misspelling of ours.
+            RequestError: a user's metric has no area in its name, or is a misspelling of ours.
         """
         self.step_metrics[step_metric(name).name] = float(value)
 
@@ -252,7 +250,7 @@ class TrainingModule(LightningModule):
         """Set the learning rate of the next step; it changes after a resume with more steps."""
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
         if not isinstance(scheduler, LambdaLR):
-            return  # of a class of the user's, whose own state was restored
+            return  # a user's class, whose own state was restored
         step = self.trainer.global_step
         rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         for group, (peak, multiple) in zip(optimizer.param_groups, rates, strict=True):
@@ -275,7 +273,7 @@ class TrainingModule(LightningModule):
         return loss.total * (self.trainer.accumulate_grad_batches * weight)
 
     def on_after_backward(self) -> None:
-        """Put the average back, if the optimizer trains another point than the one it returns."""
+        """Restore averaged weights, if the optimizer computes gradients at another point."""
         switch(self.trainer.optimizers, learns=False)
 
     def training_loss(self, batch: Batch, batch_idx: int) -> LossSum:
@@ -323,15 +321,15 @@ class TrainingModule(LightningModule):
     def _precomputed(self, batch: Batch) -> torch.Tensor | None:
         """Return the log-likelihood of each document under the base, if it is known.
 
-        The PEFT view may compute the base in other forms, so that it needs a pass.
+        The PEFT view may compute the base differently, so it needs a pass.
         """
         if self.known_reference is None or self.condition == "peft_view":
             return None
         return self.known_reference.of(batch, trains=self.training)
 
     def of_base(self, batch: Batch) -> Passed:
-        """Pass a micro-batch through the base alone, whose head stays that of the base."""
-        is_base = self.condition == "base"  # inside of `as_base`, which would end with this block
+        """Pass a micro-batch through the base alone; the returned head is the base's, too."""
+        is_base = self.condition == "base"  # inside `as_base`, which a nested block would end
 
         def alone() -> AbstractContextManager[None]:
             return nullcontext() if is_base else self.backend.base_only()
@@ -346,7 +344,7 @@ class TrainingModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn gradient sums into the gradient of the mean, before clipping.
 
-        The figures of the step are read from the device together, once.
+        All figures of the step are read from the device at once.
 
         Raises:
             DataError: the step has no supervised token.
@@ -358,7 +356,7 @@ class TrainingModule(LightningModule):
         gradients = [p.grad for p in self.trained() if p.grad is not None]
         if isinstance(self.trainer.strategy, ShardedBase):
             averaged(gradients)  # DDP has done this already
-        # As a number where it is known, because reading it would wait for the device.
+        # A Python number if known, because reading one would wait for the device.
         count = float(self._step.count) if self.trainer.world_size == 1 else figures[1]
         for gradient in gradients:
             gradient.div_(count)
@@ -391,7 +389,7 @@ class TrainingModule(LightningModule):
         self._step = _Sums()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Take a step, and then ranks away, before anything sees the weights."""
+        """Take a step, then let AdaLoRA zero ranks, before anything reads the weights."""
         super().optimizer_step(*args, **kwargs)
         if self.ranks is not None:
             self.ranks.update(self.trainer.global_step)
@@ -510,7 +508,7 @@ class TrainingModule(LightningModule):
             loss = self.validation["val/loss"]
             per_byte = bits_per_byte(loss, int(found.supervised), self.validated_bytes)
             self.validation["val/bits_per_byte"] = per_byte
-        # For callbacks that monitor one; equal on all processes. Loggers have them from telemetry.
+        # For callbacks that monitor one; equal on all processes. Loggers get them from telemetry.
         counted = "val/supervised_tokens"
         shown = {name: value for name, value in self.validation.items() if name != counted}
         self.log_dict(shown, sync_dist=True, logger=False)
@@ -520,7 +518,7 @@ class TrainingModule(LightningModule):
 
     @contextmanager
     def as_probed(self) -> Iterator[None]:
-        """Expect, inside the block, the short documents of the probe."""
+        """Treat micro-batches inside the block as the probe's short documents."""
         self.is_probed = True
         try:
             yield
@@ -529,7 +527,7 @@ class TrainingModule(LightningModule):
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Switch the adapter off inside the block, to validate the base model."""
+        """Disable the adapter inside the block, to validate the base model."""
         self.condition = "base"
         try:
             with self.backend.base_only():

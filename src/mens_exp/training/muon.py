@@ -53,12 +53,12 @@ class MuonAndAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the two work on the groups and the state of this one."""
+        """Make both use the groups and the state of this optimizer."""
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of both; torch replaces groups and state by new ones."""
+        """Load the state of both; torch replaces groups and state with new objects."""
         super().load_state_dict(state_dict)
         self._share()
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def build_scheduler(
     config: AnySchedule, optimizer: torch.optim.Optimizer, *, total_steps: int
 ) -> LRScheduler:
-    """Build the schedule of the learning rate, which is asked once for each optimizer step.
+    """Build the learning-rate schedule, which is stepped once per optimizer step.
 
-    A class of the user's gets the length of the run if it takes ``total_steps``.
+    A user's class gets the length of the run if it takes ``total_steps``.
     """
     from torch.optim.lr_scheduler import LambdaLR
 
@@ -47,7 +47,7 @@ def build_scheduler(
     return LambdaLR(optimizer, lambda step: config.multiple(step, total_steps))
 
 
-# Identify the optimizer, or make its groups of parameters; the rest are its arguments.
+# Settings that name the optimizer or form its parameter groups; all others are its arguments.
 _OURS = {"_target_", "name", "loraplus_lr_ratio"}
 _LORA_B = "lora_b"
 
@@ -57,9 +57,9 @@ def parameter_groups(
     parameters: Mapping[str, torch.nn.Parameter],
     linear: Collection[str] = (),
 ) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
-    """Return the trained parameters; in two groups if they are treated differently.
+    """Return the trained parameters, in two groups if they are treated differently.
 
-    With LoRA+, B and every vector, such as DoRA's magnitudes, learn faster: PEFT's division
+    With LoRA+, B and every vector, such as DoRA's magnitudes, learn faster, as in PEFT
     (`peft.optimizers.create_loraplus_optimizer`). GaLore and APOLLO project large linear weights.
 
     Args:
@@ -103,8 +103,8 @@ def build_optimizer(
 
     Args:
         config: the `optim` group.
-        parameters: by name; the last part of an adapter's is that of its record.
-        linear: names of the decoder's linear weights, where they are trained.
+        parameters: by name; that of an adapter's ends as in its record.
+        linear: names of the decoder's linear weights, if they are trained.
         seed: the run's.
 
     Raises:
@@ -135,10 +135,10 @@ def build_optimizer(
 
 
 def switch(optimizers: Sequence[torch.optim.Optimizer], *, learns: bool) -> None:
-    """Put into the model the point where gradients are taken, or the one that is the result.
+    """Put into the model the point where gradients are computed, or the one that is the result.
 
-    They differ for :class:`mens_exp.training.schedule_free.ScheduleFreeAdamW` alone. A module of
-    the user's that brings an optimizer of that kind switches it itself.
+    They differ only for :class:`mens_exp.training.schedule_free.ScheduleFreeAdamW`. A user's module
+    with another optimizer of that kind switches it itself.
     """
     for optimizer in optimizers:
         change = getattr(optimizer, "to_gradient_point" if learns else "to_average", None)

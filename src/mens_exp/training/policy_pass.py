@@ -1,11 +1,10 @@
 """Log-probabilities of sampled answers, computed once before training, and their advantages.
 
-An objective that compares answers in groups needs, for every token of them, the log-probability
+An objective that compares answers in groups needs, for each of their tokens, the log-probability
 under the adapter that training starts from and, with a KL term, under the base. Training changes
-neither. They are computed again when a run is resumed: the adapter of the checkpoint is loaded
-later, and the passes take the blocks one by one in their own order, so that a resumed run has the
-same values. Of a micro-batch with several blocks they are equal to those of a step within the
-rounding of other shapes; of one block, to the bit.
+neither. A resumed run computes the same values again: the checkpoint's adapter is loaded later, and
+blocks always pass one by one in stored order. The values equal those of a training step bit for bit
+if a micro-batch is one block, and within rounding if it has several.
 
 Shapes: D documents and T supervised tokens of a side, M targets of a micro-batch.
 """
@@ -46,9 +45,9 @@ def known_answers(
     data: RowsDataModule,
     rank: Rank,
 ) -> tuple[SampledSide, SampledSide]:
-    """Compute what an objective over groups needs of the answers of training and of validation.
+    """Compute the values that a group objective needs of the training and validation answers.
 
-    All processes of a run execute this together; each computes its share.
+    This is a collective operation; each process computes its share.
 
     Args:
         run: the open run, whose manifest records it.
@@ -58,7 +57,7 @@ def known_answers(
 
     Raises:
         ConfigError: the objective is of a class that compares in another way.
-        DataError: a prompt has one answer alone.
+        DataError: a prompt has only one answer.
     """
     if not isinstance(module.objective, GroupRelative):
         raise ConfigError(
@@ -95,7 +94,7 @@ def _side(
 ) -> SampledSide:
     """Pass the needed micro-batches of a side through the model and the base.
 
-    Processes take turns, and as many passes each: a base that is sharded needs all of them.
+    Every process makes the same number of passes, because a sharded base needs all of them.
     """
     documents = stream.documents
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(documents.supervised)])
@@ -125,7 +124,7 @@ def _side(
 
 
 def _passed(module: TrainingModule, batch: Batch, kinds: int) -> np.ndarray:
-    """Return log-probabilities under the model and, of two kinds, the base, ``[kinds, M]``."""
+    """Return log-probabilities under the model and, if ``kinds`` is 2, the base, ``[kinds, M]``."""
     there = batch.to(next(module.parameters()).device)
     module.backend.begin(batch.index)
     objective = module.objective

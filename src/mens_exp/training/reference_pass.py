@@ -1,9 +1,9 @@
 """Log-likelihoods under the base, computed once before training and kept in the cache.
 
-An objective that compares with the base needs one number of each answer, which training does not
-change: see `objective.precompute_ref_log_probs` and :mod:`mens_exp.training.cached_pass`. The
-key of a cache entry also covers the base's quantization and compute format, and the places and the
-kind of the adapter, whose layers compute the base too.
+An objective that compares with the base needs one number per answer, which training does not
+change: see `objective.precompute_ref_log_probs` and :mod:`mens_exp.training.cached_pass`. The key
+of a cache entry also covers the base's quantization and compute format, and the adapter's method
+and targets, because its layers compute the base too.
 
 Shapes: D documents of a side, S documents of a micro-batch.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.training.module import RunRecord, TrainingModule
 
 _NAME = "reference_log_probs"
-# Settings of `lora` that change the adapter's own values alone, which are off in this pass.
+# Settings of `lora` that change only the adapter's values; the adapter is disabled in this pass.
 _OFF = {"r": 1, "alpha": 1, "dropout": 0.0, "rank_pattern": {}, "alpha_pattern": {}}
 
 
@@ -46,9 +46,9 @@ def known_reference(
     data: RowsDataModule,
     rank: Rank,
 ) -> KnownReference:
-    """Read the log-likelihoods that a run needs from the cache, and compute what is missing.
+    """Read the log-likelihoods that a run needs from the cache, and compute the missing ones.
 
-    All processes of a run execute this together; each computes its share.
+    This is a collective operation; each process computes its share.
 
     Args:
         config: the whole configuration.
@@ -81,7 +81,7 @@ def known_reference(
     cached = 0
     with preserve_state(module):
         for name, side in sides.items():
-            module.train(name == "train")  # as the passes that it takes the place of
+            module.train(name == "train")  # same mode as the passes that it replaces
             side.read(run, rank)
             cached += side.known
             side.complete(functools.partial(_passed, module), rank)
@@ -101,7 +101,7 @@ def known_reference(
 def _key(
     config: RunConfig, run: RunRecord, base: BaseModel, module: TrainingModule
 ) -> dict[str, Any]:
-    """Return what changes the values besides documents and micro-batches."""
+    """Return the part of the key that covers all but documents and micro-batches."""
     off: dict[str, Any] = {name: one for name, one in _OFF.items() if hasattr(config.lora, name)}
     assert isinstance(module.objective, OfAnswers), "known_reference refuses others"
     return {

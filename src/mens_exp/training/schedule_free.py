@@ -1,10 +1,10 @@
 """Schedule-free AdamW whose model holds the average, except while a gradient is computed.
 
 The method (arXiv:2405.15682) has three points: z, which takes the steps; x, the average of all z,
-which is the result; and y, between the two, where gradients are taken. The schedulefree package
-keeps y in the model while it trains, and goes to x and back by interpolation, which rounds: a run
-that validates more often would then learn something else. Here y is kept, so that a round trip
-changes no bit, and the model holds x whenever something may look at it.
+which is the result; and y, between the two, where gradients are computed. The schedulefree package
+keeps y in the model while it trains, and computes x and then y again by interpolation, which
+rounds: a run that validates more often would learn other weights. Here y is stored, so that a round
+trip changes no bit, and the model holds x whenever other code may read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedulefree import AdamWScheduleFree
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_POINT = "y"  # of a parameter's state
+_POINT = "y"  # key in a parameter's state
 
 
 class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]  # an untyped package's
@@ -29,7 +29,7 @@ class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]  # an untyped 
 
     @torch.no_grad()
     def to_gradient_point(self) -> None:
-        """Put y into the parameters, the bits that the last step left."""
+        """Put y into the parameters, bit for bit as the last step left it."""
         for group in self.param_groups:
             for parameter in () if group["train_mode"] else group["params"]:
                 state = self.state[parameter]
@@ -58,5 +58,5 @@ class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]  # an untyped 
         return loss
 
     def to_average(self) -> None:
-        """Put x into the parameters, of the same bits each time."""
+        """Put x into the parameters, with the same bits each time."""
         self.eval()

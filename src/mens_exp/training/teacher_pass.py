@@ -1,8 +1,8 @@
 """A teacher's most probable tokens, computed once before training and kept in the cache.
 
-With `objective.top_k` the teacher passes over the documents of the run before the model that learns
-is loaded, and is gone then: see :mod:`mens_exp.training.cached_pass`. It is not loaded at all where
-the cache has everything.
+With `objective.top_k`, the run's documents pass through the teacher, which is freed before the
+student is loaded: see :mod:`mens_exp.training.cached_pass`. It is not loaded at all if the cache is
+complete.
 
 Shapes: M targets of a micro-batch, K kept tokens.
 """
@@ -56,15 +56,15 @@ def teacher_for(
     data: RowsDataModule,
     rank: Rank = ALONE,
 ) -> BaseModel | KnownTeachers | None:
-    """Return the teacher that training needs: the model itself, or what is known of it.
+    """Return the teacher that training needs: the model itself, or its cached top tokens.
 
-    With `objective.top_k` the cache is read, and what it lacks is computed. All processes of a run
-    execute this together; each computes its share.
+    With `objective.top_k`, the cache is read and completed. This is a collective operation; each
+    process computes its share.
 
     Args:
         config: the whole configuration.
         run: the open run, whose manifest records it.
-        teacher: the model to learn from, on disk; None if the objective has none.
+        teacher: the teacher model on disk; None if the objective has none.
         data: the rows.
         rank: the rank of this process.
 
@@ -110,7 +110,7 @@ def teacher_for(
         passed = _passed(Teacher(config, teacher, device), common, device)
         for side in sides:
             side.complete(passed, rank)
-        del passed  # and the teacher with it, before the model that learns is loaded
+        del passed  # frees the teacher before the student is loaded
         gc.collect()
         host.release_free()
     content = hashlib.sha256()
@@ -136,7 +136,7 @@ def _side(
 
 
 def _before(documents: Encoded) -> np.ndarray:
-    """Return the supervised tokens before each document, and at last those of all, int64."""
+    """Return the number of supervised tokens before each document, and of all, int64."""
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(documents.supervised)])
     before: np.ndarray = totals[documents.offsets]
     return before
@@ -155,7 +155,7 @@ def _known(side: CachedPass) -> KnownTeacher:
 def _passed(
     teacher: Teacher, common: dict[str, Any], device: torch.device
 ) -> Callable[[Batch], np.ndarray]:
-    """Return what computes the values of a micro-batch, f32 ``[M, 2 K + 2]``."""
+    """Return a function that computes the values of a micro-batch, f32 ``[M, 2 K + 2]``."""
     kept = functools.partial(
         top_tokens,
         top_k=common["top_k"],

@@ -94,7 +94,7 @@ _CUT = "…"
 _NO_TAG = frozenset({"hydra", "logger"})
 # Overrides that the name shows in another form.
 _SPELLED = frozenset({"experiment", "path", "resume", "seed", "task"})
-# Those that the name of a task that trains nothing spells, or that are no part of what it does.
+# Overrides that the name of a task without training already shows, or that do not affect the task.
 _TOLD = frozenset({"compare.factors", "factors", "format", "model", "out", "suite"})
 _OPTIONS = ("model", "backend")  # named at the end, unless they vary
 _DEPTH = 3  # directories between a job and its sweep (unverified guess)

@@ -173,7 +173,7 @@ _BEST = {"min": min, "max": max}
 
 
 def _best(run_dir: RunDir, manifest: Manifest) -> dict[str, float]:
-    """Return the best of what was measured while training ran, of the tuned model."""
+    """Return the best value of each metric of the tuned model during training."""
     events = read_events(run_dir.telemetry) if run_dir.telemetry.is_file() else []
     own = {name: one["direction"] for name, one in manifest.facts.get(_METRICS, {}).items()}
     directions = {name: one.direction for name, one in METRICS.items()} | own
@@ -273,11 +273,10 @@ class EventFeed:
     def log_last(self, values: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
         """Add tables to the last row and close it, then write the summary.
 
-        A curve and a result may share a name, and a row that is still open would be written after
-        the result. A table and a result may too, such as `arms` of a comparison. The summary
-        then keeps the table, or W&B would not find it. A service does not accept additions to a row
-        that it already has. If it has the last row, the tables are in it, or they are sent in a
-        separate row.
+        A curve and a result may share a name, and an open row would be written after the result. A
+        table and a result may share one too, such as `arms` of a comparison; the summary then keeps
+        the table, or W&B would not find it. The service does not accept additions to a row that it
+        already has: the tables are in that row already, or they are sent in a separate one.
         """
         if values or self._is_open:
             at = {} if self._last_s is None else {"_timestamp": self._last_s}
@@ -304,7 +303,7 @@ class EventFeed:
 
 
 def is_point(payload: Mapping[str, Any]) -> bool:
-    """Return whether what was validated is a point of the tuned model's curve.
+    """Return whether a validation is a point of the tuned model's curve.
 
     The base model is only its starting point; the PEFT view is in the results.
     """

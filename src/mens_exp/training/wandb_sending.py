@@ -300,7 +300,7 @@ def carry_out(order: Order, send: Callable[[Path], str]) -> int:
         send: sends it, given a staging directory, and returns the digest of what was sent.
 
     Returns:
-        0, or 3 where it has not arrived.
+        0, or 3 if it has not arrived.
     """
     record = Path(order.record)
     try:
@@ -411,9 +411,9 @@ def _sent(order: Order, run: RunDir, staging: Path) -> str:
 
 
 class _Console:
-    """The run's output as its mirror keeps it; printed again, W&B takes it for this process's.
+    """The run's output as its mirror keeps it, printed again so that W&B captures it here.
 
-    An attempt has a file; the mirror of an attempt that did not keep it has none.
+    Each attempt has one file, or none if its mirror did not keep the output.
     """
 
     def __init__(self, run: RunDir) -> None:

@@ -1,7 +1,7 @@
 """Tables and panels of a run or a study for W&B, rendered from the JSON record.
 
-A panel is one of `wandb.plot`, which a reviewer can filter; what W&B has no plot for, such as
-intervals, is a table. Only the functions that build wandb objects import wandb.
+A panel is a `wandb.plot`, which a reviewer can filter, or a table of data for which W&B has no
+plot, such as intervals. Only the functions that build wandb objects import wandb.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ALWAYS_SHOWN = frozenset({"parse_rate", "error"})
 
 
 def panels(run_dir: RunDir) -> dict[str, Any]:
-    """Return tables: `scorecard` (condition × KPI), `predictions` (row per item), a study's.
+    """Return the tables `scorecard` (condition × KPI), `predictions` (row per item), a study's.
 
-    Plots of `wandb.plot` are beside them, as `plots/…`. Each is present only if it is recorded.
+    Plots are named `plots/…`. Each panel is present only if its data is recorded.
 
     Raises:
         DataError: one of these files cannot be read.
@@ -166,7 +166,7 @@ _MOST_BARS = 30
 
 
 def _attribution(record: Attribution) -> dict[str, Any]:
-    """Return a row for each module that was quantized alone, and bars of the dearest."""
+    """Return a row for each module that was quantized alone, and bars of the most costly."""
     import wandb
 
     modules: list[Any] = sorted(record.modules, key=lambda one: one["rank"])
@@ -180,7 +180,7 @@ def _attribution(record: Attribution) -> dict[str, Any]:
 
 
 def study_plots(record: Comparison) -> dict[str, Any]:
-    """Return plots of a comparison: arms, curves of the losses, and runs by what they cost."""
+    """Return plots of a comparison: arms, loss curves, and runs by training time."""
     import wandb
 
     primary = record.primary

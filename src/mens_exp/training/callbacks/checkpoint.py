@@ -1,6 +1,6 @@
 """Checkpoints of the training state."""
 
-# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
+# Lightning types the module of a hook as LightningModule; build.py always passes our module.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Checkpoint(RunsLast):
 
 def _validation_follows(trainer: Trainer) -> bool:
     """Return whether Lightning validates after this micro-batch (its rules for integers)."""
-    if trainer.should_stop:  # after whole steps alone, see StopsAfterWholeSteps
+    if trainer.should_stop:  # only after complete steps, see StopsAfterWholeSteps
         return True
     interval = trainer.val_check_batch
     assert interval is not None, "set when training began"

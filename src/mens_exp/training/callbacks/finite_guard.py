@@ -1,6 +1,6 @@
 """Guard against non-finite losses and gradients."""
 
-# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
+# Lightning types the module of a hook as LightningModule; build.py always passes our module.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class FiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer
     ) -> None:
-        """Have the step's loss sum and its gradient checked, once the module has read them.
+        """Register a check of the step's loss sum and gradient, run once the module has read them.
 
-        A class of the user's with such a hook may read neither; its numbers are checked here.
+        A user's class that overrides this hook may read neither; they are checked here then.
         """
         del optimizer
         if trainer.global_step % self.check_every_n_steps:
@@ -58,8 +58,8 @@ class FiniteGuard(Callback):
 def _check(module: TrainingModule, step: int, loss: float, grad_norm: float) -> None:
     """Check a step's loss sum and every gradient.
 
-    A norm that is finite proves that each number of the gradient is. One that is not may be a
-    finite gradient's, whose squares are too large.
+    A finite norm proves that the gradient is finite. A non-finite norm proves nothing, because the
+    squares of a finite gradient may overflow.
 
     Raises:
         TrainingError: one of them is not finite.

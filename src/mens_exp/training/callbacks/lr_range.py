@@ -1,12 +1,12 @@
-"""The range test of learning rates: its end, and the rate that it proposes.
+"""The learning-rate range test: its end, and the rate that it proposes.
 
 Source: Smith 2015, arXiv:1506.01186, section 3.3. Like fastai's and Lightning's finders, it smooths
 the steps by an exponential moving average; like fastai, it proposes a tenth of the rate at which
-that is lowest. What it smooths is the loss less that of the frozen base on the same tokens: batches
-differ more from each other than a model does before and after a few steps.
+the average is lowest. It smooths the loss minus that of the frozen base on the same tokens, because
+batches differ more from each other than a model does over a few steps.
 """
 
-# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
+# Lightning types the module of a hook as LightningModule; build.py always passes our module.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mens_exp.data.batch import Batch
     from mens_exp.training.module import RunRecord, TrainingModule
 
-_KEEP = 0.9  # of the average, at each step
-_SHARE = 10.0  # the rate of the lowest loss over the one that is proposed
+_KEEP = 0.9  # decay of the moving average per step
+_SHARE = 10.0  # the rate with the lowest loss over the proposed one
 _FEWEST = 5  # steps of a test that can propose a rate
 
 
@@ -68,7 +68,7 @@ class LrRange(Callback):
         self._sums = torch.zeros(2, dtype=torch.float64)  # of the base's losses, and their count
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Stop at once where a resumed test had diverged."""
+        """Stop at once if a resumed test had diverged."""
         del pl_module
         trainer.should_stop = trainer.should_stop or self._has_diverged
 
@@ -76,7 +76,7 @@ class LrRange(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Compute the base's loss on a micro-batch, before it is learned from."""
+        """Compute the base's loss on a micro-batch, before the model trains on it."""
         del trainer, batch_idx
         if batch.is_filler:
             return
@@ -88,7 +88,7 @@ class LrRange(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, *_: Any, **__: Any
     ) -> None:
-        """Add a step, and ask for the end where the loss diverges."""
+        """Add a step, and request a stop if the loss diverges."""
         if not pl_module.at_step_boundary:
             return
         self.rates.append(pl_module.step_metrics["optim/lr"])
@@ -111,7 +111,7 @@ class LrRange(Callback):
         return {"rates": self.rates, "losses": self.losses, "base_losses": self.base_losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the steps before a checkpoint."""
+        """Restore the steps before a checkpoint."""
         self.rates, self.losses = [*state_dict["rates"]], [*state_dict["losses"]]
         self.base_losses = [*state_dict["base_losses"]]
 
@@ -133,7 +133,7 @@ def proposal(
     Args:
         rates: the rate of each step, ascending.
         losses: the loss of each step, in nats a token.
-        base_losses: that of the base on the same tokens.
+        base_losses: the base's loss on the same tokens.
         diverged: whether the test ended because the loss diverged.
     """
     smoothed = _smoothed([one - base for one, base in zip(losses, base_losses, strict=True)])

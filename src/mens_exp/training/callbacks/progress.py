@@ -1,6 +1,6 @@
 """Training progress in a terminal or in a notebook."""
 
-# Lightning hands a hook whatever module it trains; the one that build.py gives it is ours.
+# Lightning types the module of a hook as LightningModule; build.py always passes our module.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -92,17 +92,16 @@ class Progress(Callback):
 class _CellBar:
     """A bar in the output of a notebook's cell, drawn again for each step.
 
-    rich draws one with ipywidgets, which a kernel and its front end must both have; an element of
-    HTML needs neither.
+    rich needs ipywidgets in both the kernel and its front end; an HTML element does not.
     """
 
     def __init__(self, total: int) -> None:
-        """Begin a bar of so many steps; -1 if epochs bound the run."""
+        """Start a bar of ``total`` steps; -1 if epochs bound the run."""
         self._total = total
         self._handle: Any = None
 
     def show(self, step: int, text: str) -> None:
-        """Draw the bar at a step, in its place."""
+        """Draw the bar at a step, in place."""
         from IPython.display import HTML, display
 
         known = self._total > 0
