@@ -1,1 +1,1 @@
-"""Quantized base weights with bitsandbytes."""
+"""Quantized base weights: one binding for each quantizer."""
