@@ -169,7 +169,7 @@ for line in sys.stdin.buffer:
 
 
 def pattern_problems(patterns: Sequence[str], where: str) -> list[str | None]:
-    """Return, for each string, the reason why it is no regular expression; None if it is one.
+    """Return, for each string, the reason why it is not a regular expression; None if it is one.
 
     Args:
         patterns: the strings.

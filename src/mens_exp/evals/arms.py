@@ -128,7 +128,7 @@ def arms_of(trials: Sequence[Trial], factors: Sequence[str]) -> list[Arm]:
         factors: dotted settings, or groups.
 
     Raises:
-        ConfigError: a factor is no setting and no group of these runs.
+        ConfigError: a factor is neither a setting nor a group of these runs.
     """
     for factor in factors:
         _refuse_unknown(factor, trials)

@@ -334,7 +334,7 @@ def _error(source: str) -> str | None:
 def _parsed(source: str) -> ast.Module | Exception:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
+            warnings.simplefilter("ignore")  # generated code may contain invalid escapes
             tree = ast.parse(source)
             compile(tree, "<completion>", "exec", dont_inherit=True)  # finds a misplaced return
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:

@@ -1,8 +1,8 @@
 """suite=rust: Rust functions in MultiPL-E's form, compiled by rustc and graded by their tests.
 
 The prompt ends with an opening brace; the tests close it and contain the main function. A
-completion may continue the prompt's function, or give the whole function, alone, in Markdown fences
-or between sentences. Braces are matched here; everything else is left to the compiler.
+completion may continue the prompt's function or contain the whole function, also in Markdown fences
+or within prose. Braces are matched here; everything else is left to the compiler.
 `rust_grading.py` runs answer and tests in separate processes.
 """
 
@@ -57,8 +57,7 @@ if TYPE_CHECKING:
 
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _RUST: Final = frozenset({"", "rs", "rust"})
-# Comments and literals, in which braces do not count, and brackets. Lifetimes have no closing quote
-# and do not match.
+# Comments and literals, in which brackets do not count, and brackets. Lifetimes do not match.
 _TOKEN: Final = re.compile(
     r"""//[^\n]*|/\*.*?\*/|r(?P<hashes>\#*)".*?"(?P=hashes)|"(?:\\.|[^"\\])*"|'(?:\\[^\n]+?|[^\\'\n])'"""
     r"|[{}()\[\]]|;",

@@ -96,8 +96,7 @@ def crossed(
     Args:
         differences_SI: differences of S seeds on the same I items, at least one of each.
         alpha: two-sided error rate; the interval covers 1 - alpha.
-        weights_I: weights of the items in a seed's mean, such as tokens of a document; None means
-            equal weights.
+        weights_I: weights of the items in a mean, such as tokens of a document; None: equal ones.
 
     Returns:
         The interval; its ``sd`` and ``n`` are those of the seeds. With one seed or one item, there

@@ -109,9 +109,8 @@ _CURRENT: Final[contextvars.ContextVar[_Generation]] = contextvars.ContextVar("g
 class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
     """Stopping criterion: the generation was ended, or has produced one of its stops.
 
-    The text is decoded incrementally, because transformers' ``stop_strings`` misses stops with
-    control bytes. It is decoded both without special tokens, as the client sees it, and with them,
-    because they may be stops too.
+    The text is decoded incrementally, because transformers' ``stop_strings`` misses control bytes,
+    and both without special tokens, as the client sees it, and with them, as they may be stops.
     """
 
     def __init__(self, generation: _Generation, tokenizer: Any) -> None:

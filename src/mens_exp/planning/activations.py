@@ -123,8 +123,8 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
 
     Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
     query, key and value (and their fused kernel's output); gate, up and their
-    activation; for each input of an adapter, the result of dropout and its mask; what the
-    adapter method keeps of each target.
+    activation; for each input of an adapter, the result of dropout and its mask; and the tensors
+    that the adapter method saves for each target.
     """
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     narrow = shape.num_key_value_heads * shape.head_dim

@@ -81,8 +81,7 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows per byte of source read
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens exactly from a warm cache, or else estimate them.
 
-    Estimates are based on characters, on some encoded rows if the tokenizer is available, or on
-    file sizes.
+    Estimates use characters, some encoded rows if the tokenizer is available, or file sizes.
     """
     data = config.data
     is_whole = not asked(data.filter)

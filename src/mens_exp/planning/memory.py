@@ -70,7 +70,7 @@ _KERNELS_PER_SHAPE, _MOST_SHAPES = 24_000_000, 16
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
-# unverified guess: no GPU was at hand. A CUDA context with its libraries takes about half a
+# unverified guess: no GPU was available. A CUDA context with its libraries takes about half a
 # gigabyte, and the caching allocator rounds up.
 _CUDA_FRAMEWORK = 600_000_000
 _CUDA_KEPT = {"activations": 1.10, "attention scores": 1.10}

@@ -1,4 +1,4 @@
-"""task=plan: predict what a run would do and cost, without running it.
+"""task=plan: predict the actions and costs of a run without running it.
 
 The ledger keeps the predictions of a run next to its measurements.
 """
