@@ -1,4 +1,4 @@
-"""This machine and this process, without importing torch: devices, cores, rank, memory in use.
+"""This machine and this process, without importing torch: devices, memory, cores, rank.
 
 Facts that only torch or the driver can determine (whether a library loads, whether a kernel runs)
 are not guessed here; `task=doctor` tests them. The first process of a run writes the record and

@@ -1,7 +1,7 @@
 """Read and check a search (hydra/sweeper=optuna): its request, its space, and its cells.
 
-Before the first draw, the space is probed for options that cannot be combined, values that can
-never run, and settings without effect.
+Before the first draw, the space is probed for options that can be combined, values that can never
+run, and settings without effect.
 """
 
 from __future__ import annotations
