@@ -39,16 +39,16 @@ SIZES = ("r", "in", "out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterForm:
-    """The tensors that an adapter has for each layer, and the update that they stand for.
+    """The tensors that an adapter has for each layer, and the update that they encode.
 
     Attributes:
         name: the adapter method, as records have it.
         tensors: sizes of each tensor, by the last part of its name: ``r`` (rank), ``in``, ``out``,
             or others that :meth:`sizes` derives from these.
         root_scale: whether the scale of ``B A`` is ``alpha / sqrt(r)`` instead of ``alpha / r``.
-        no_delta: why the tensors are no update ``s · B A``; None if they are.
+        no_delta: reason why the tensors do not encode an update ``s · B A``; None if they do.
         shares: whether the update also needs random matrices that all layers share.
-        in_peft: whether a record describes the tensors, and PEFT's configuration of them.
+        in_peft: whether only PEFT can apply the tensors; a record describes their sizes.
     """
 
     name: str
@@ -88,7 +88,7 @@ class AdapterForm:
     def weight_shape(
         self, layer: str, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[int | None, ...]:
-        """Return the shape of the weight that a layer's tensors update, None where they leave it.
+        """Return the shape of the weight that a layer's tensors update; unknown sizes are None.
 
         Args:
             layer: logical name.
@@ -103,12 +103,12 @@ class AdapterForm:
         return (*stacked, *self.ends(found))
 
     def ends(self, sizes: Mapping[str, int]) -> tuple[int | None, int | None]:
-        """Return the outputs and inputs of a layer whose tensors have these sizes, if known."""
+        """Return a layer's numbers of outputs and inputs, derived from the sizes of its tensors."""
         return sizes.get("out"), sizes.get("in")
 
 
 class _Lokr(AdapterForm):
-    """LoKr's Kronecker product of two matrices, each side of the layer being a product of two."""
+    """LoKr's Kronecker product; outputs and inputs of the layer are each split into two factors."""
 
     def sizes(self, *, r: int, width: int, out: int) -> dict[str, int]:
         """Split outputs and inputs into two factors each."""
@@ -121,7 +121,7 @@ class _Lokr(AdapterForm):
 
 
 class _RandLora(AdapterForm):
-    """RandLoRA's factors on as many random bases as make up the layer's full rank."""
+    """RandLoRA's factors of random bases, whose ranks add up to the full rank of the layer."""
 
     def sizes(self, *, r: int, width: int, out: int) -> dict[str, int]:
         """Count the bases."""
@@ -130,7 +130,7 @@ class _RandLora(AdapterForm):
 
 
 def factors(size: int) -> tuple[int, int]:
-    """Return two factors of a size, as near to each other as they can be, the smaller one first."""
+    """Return the two factors of a size that are closest to each other, the smaller one first."""
     smaller = next(one for one in range(math.isqrt(size), 0, -1) if size % one == 0)
     return smaller, size // smaller
 
@@ -203,7 +203,7 @@ FORMS = {
 
 
 def form_in_peft(described: Mapping[str, Sequence[str]]) -> AdapterForm:
-    """Return the form of a type of PEFT; names of sizes are free, but each has a tensor's name."""
+    """Return the form of a PEFT method without a form here, given the sizes of its tensors."""
     return replace(FORMS["passthrough"], tensors={part: tuple(d) for part, d in described.items()})
 
 
@@ -354,7 +354,7 @@ def write_tensors(
 
 
 def few(problems: list[DataError], where: str) -> list[DataError]:
-    """Return the first problems of a file and the number of others, as a model has many layers."""
+    """Return the first problems of a file, and the number of the others, for short messages."""
     more = len(problems) - _SHOWN
     if more <= 0:
         return problems
@@ -425,7 +425,7 @@ def _shape_problems(
 def _head_problems(
     header: Header, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> list[DataError]:
-    """Check the head's matrices, which alone span vocabulary and width, against the header."""
+    """Compare the head's matrices, which have the vocabulary size and width, with the header."""
     wanted = {"lora_a": (-1, header.d_model, "d_model"), "lora_b": (0, header.vocab, "vocab")}
     found = []
     for half, (axis, size, name) in wanted.items():

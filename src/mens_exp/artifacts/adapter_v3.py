@@ -2,9 +2,9 @@
 
 Tensors are ``{logical}.lora_a`` A_RI [r, in] and ``{logical}.lora_b`` B_OR [out, r], float32.
 The layout is that of the Vox mens trainer. Our additions are the key `mens_exp` and, if its variant
-is ``dora``, ``{logical}.lora_magnitude`` [out]; a method of another package has tensors of its own,
-which `mens_exp.tensors` describes. The key `mens_exp.quantizer` records how the base
-was quantized, in enough detail to reproduce its 4-bit values bit for bit.
+is ``dora``, ``{logical}.lora_magnitude`` [out]. `mens_exp.tensors` describes the tensors of another
+package's method. `mens_exp.quantizer` records the quantization of the base in enough detail to
+reproduce its 4-bit values bit for bit.
 
 A reader that does not know `mens_exp` takes ``(B @ A) * alpha / max(rank, 1)`` as the delta of
 every layer. A training run writes the matrices that it trained, whose scale may differ.
@@ -225,7 +225,7 @@ class AdapterManifest:
             the quantizer of the base (`quantizer`), `projections` of VeRA and RandLoRA, the fields
             of PEFT's configuration (`peft_config`) if the variant is ``passthrough``, whether an
             adapted head is tied, and the sizes of each tensor of a layer (`tensors`) if the variant
-            is ``passthrough`` or none of ours.
+            is ``passthrough`` or another package's.
     """
 
     format: str = "vox_mens_adapter"
@@ -285,7 +285,7 @@ class AdapterManifest:
 
     @property
     def form(self) -> AdapterForm:
-        """The tensors of each layer and what they stand for; LoRA's if the record is invalid."""
+        """The form of each layer's tensors; LoRA's if the record is invalid."""
         if self._has_known_tensors:
             return FORMS[self.variant]
         described = (self.mens_exp or {}).get("tensors")
@@ -322,12 +322,12 @@ class AdapterManifest:
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """The fields of PEFT's configuration; empty for a method with a name here."""
+        """The fields of PEFT's configuration; empty unless the variant is ``passthrough``."""
         return (self.mens_exp or {}).get("peft_config") or {}
 
     @property
     def shared(self) -> Mapping[str, Any]:
-        """The description of what all layers share."""
+        """The random matrices or the PEFT configuration shared by all layers; empty if none."""
         return self.projections or self.peft_config
 
     @property
@@ -373,7 +373,7 @@ class AdapterManifest:
             yield from self._projection_problems(f"{where}: mens_exp.projections")
 
     def _size_problems(self, described: Mapping[str, Any], where: str) -> Iterator[DataError]:
-        """Yield names that are no tensor's, and sizes that a layer does not have."""
+        """Yield malformed tensor names, unknown names of sizes, and an empty description."""
         for name, sizes in described.items():
             known = {f"{name}_{place}" for place in range(9)} if self._is_in_peft else SIZES
             is_list = isinstance(sizes, list) and sizes and {*map(str, sizes)} <= {*known}
@@ -388,7 +388,7 @@ class AdapterManifest:
             yield DataError("no tensor at all", where=f"{where}: mens_exp.tensors")
 
     def _projection_problems(self, where: str) -> Iterator[DataError]:
-        """Yield projections that are missing, and a rank that is not the header's."""
+        """Yield missing projections, and a seed or rank other than the expected one."""
         described = (self.mens_exp or {}).get("projections")
         if described is None:
             yield DataError(

@@ -229,7 +229,7 @@ def _machine() -> str:
 
 
 def _temporary_of(path: Path) -> Path:
-    """Return a temporary path; creates the directory and deletes files of dead writers."""
+    """Return a temporary path, after creating its directory and deleting files of dead writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path not in _cleared:  # once per target: a directory may hold very many files
         remove_stale(path.parent, path.name)
@@ -265,7 +265,7 @@ def _remove(path: Path) -> None:
 
 
 def _written(match: re.Match[str]) -> str:
-    """Return the name that a temporary one stands for, also of one inside of another write."""
+    """Return the target's name for a temporary name, including one nested in another write."""
     inner = _TEMPORARY.fullmatch(match["name"])
     return match["name"] if inner is None else _written(inner)
 

@@ -96,7 +96,7 @@ class Comparison(TypedDict):
 
 
 class Mixture(TypedDict):
-    """A quantizer for every module that together cost the least, at a number of bits.
+    """The assignment of quantizers to modules with the lowest cost within a budget of bits.
 
     Attributes:
         variants: module path -> its variant.

@@ -300,21 +300,21 @@ class Inspection(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_inspection``.
-        version: of this layout.
-        kind: what lies there.
-        path: as it was inspected.
-        what: the same in words.
-        form: of its adapter, ``v3``, ``v2`` or ``peft``; None where there is none.
-        variant: ``lora``, ``rslora`` or ``dora``; None as above.
-        base: None where no record names one.
-        parameters: of the adapter.
-        layers: by logical name.
-        checkpoint: of a training state.
-        certificate: of something written by a merge or an export.
-        lineage: oldest first.
-        verification: of inspect.verify.
-        replay: of inspect.replay.
-        unknown: field that is null, or figure that is absent -> why.
+        version: version of this layout.
+        kind: kind of the inspected path.
+        path: the inspected path.
+        what: the kind in words.
+        form: format of its adapter, ``v3``, ``v2`` or ``peft``; None without an adapter.
+        variant: method of its adapter, such as ``lora``; None without an adapter.
+        base: the base model; None if no record names it.
+        parameters: number of parameters of the adapter.
+        layers: adapted layers, by logical name.
+        checkpoint: the training state, if it is one.
+        certificate: the certificate of a merge or an export.
+        lineage: ancestors, oldest first.
+        verification: result of inspect.verify.
+        replay: result of inspect.replay.
+        unknown: null field or missing figure -> reason.
     """
 
     MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1}

@@ -282,7 +282,7 @@ class Comparison(StoredRecord):
         return set().union(*others) - own
 
     def only_adds_seeds(self, arm: str) -> bool:
-        """Return whether each recorded look at an arm has all seeds of those before, this last."""
+        """Return whether each look at an arm has all seeds of the smaller ones, this one last."""
         own, *others = self._looks_at(arm)
         return all(one <= more for one, more in pairwise([*sorted(others, key=len), own]))
 

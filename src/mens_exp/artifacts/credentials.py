@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MOST_SHOWN: Final = 4  # characters of a secret, and never more than a quarter of it
+_MOST_SHOWN: Final = 4  # characters of a masked secret, and never more than a quarter of it
 
 
 class Pattern(NamedTuple):
@@ -84,16 +84,16 @@ SECRETS: Final[dict[str, Pattern]] = {
 }
 _REPLACED: Final = re.compile(r"(?i)example|your|change|placeholder|dummy|xxx|\*\*\*|[<>{}$%]")
 
-# In a record nothing counts as a placeholder, and a name alone makes a value suspicious.
+# In a record, no value counts as a placeholder, and a key's name alone makes a value suspicious.
 _KEY_BLOCK: Final = re.compile(
     r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*KEY[A-Z ]*-----|\Z)",
     re.DOTALL,
 )
-# A password may hold @, and / where nobody escaped it; digits before a / are a port.
+# A password may contain @ and an unescaped /; digits before a / are a port.
 _IN_URL: Final = re.compile(
     r"(?<!/)//(?P<secret>[^\s/\"']+|[^\s/@:\"']{1,99}:(?!\d+/)[^\s@\"']{1,256})@"
 )
-_SURE: Final = (  # names of nothing else: there even a value like a content hash is masked
+_SURE: Final = (  # unambiguous names: even a value in the form of a content hash is masked
     r"(?:api|access|account|private|signing)[_-]?key|secret(?:[_-]?(?:access[_-]?)?key)?"
     r"|pass(?:word|wd|phrase)?|pwd|(?:amz|goog)-signature"
 )
@@ -184,7 +184,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_random(text: str, *, may_be_hash: bool = True) -> bool:
-    """Distinguish a random token from a word, a path or, where one may stand, a content hash."""
+    """Distinguish a random token from a word, a path or, if `may_be_hash`, a content hash."""
     if len(text) < _LEAST_LENGTH or re.search(r"\s", text):
         return False
     if may_be_hash and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text):

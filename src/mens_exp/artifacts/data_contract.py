@@ -148,9 +148,9 @@ class _Cached(StoredRecord):
         write_record(replace(self, sha256=_content_of(self)), path)
 
     def keep(self: Any, path: Path) -> str | None:
-        """Write the record if the disk lets it; return the reason why not, which harms no run."""
+        """Write the record; return the reason if it cannot be written, since no run needs it."""
         try:
-            remove_stale(path.parent)  # of any entry: nobody may need the same again
+            remove_stale(path.parent)  # of all entries: this one may never be written again
             self.write(path)
         except OSError as error:
             return f"{path} was not kept for later runs: {error.strerror or error}"

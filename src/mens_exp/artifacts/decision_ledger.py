@@ -324,7 +324,7 @@ def _wrong(
 
 
 def _unlike_its_kind(entry: Mapping[str, Any]) -> str | None:
-    """Return a field that an entry of its kind and version wrongly has or lacks; None if none."""
+    """Return a contradiction between an entry and its kind or version; None if there is none."""
     kinds = [EntryKind.CYCLE, EntryKind.DECISION]
     is_new = entry["version"] >= _FREEZES_RUNS
     if is_new:

@@ -58,9 +58,9 @@ def digest(obj: object) -> str:
     return sha256_bytes(canonical_json(obj))
 
 
-CERTIFICATE = "parity.json"  # in a written directory, or after the name of a written file
+CERTIFICATE = "parity.json"  # in an output directory, or appended to an output file's name
 _ADAPTER = {".jinja", ".json", ".safetensors"}
-_CARD = ".md"  # of a model, for its owner to edit
+_CARD = ".md"  # a model card, which its owner may edit
 _DEPTH = 3  # adapter/peft/adapter_model.safetensors is the deepest
 
 
@@ -98,7 +98,7 @@ def refuse_changed_model(directory: Path) -> dict[Path, str]:
 
 
 def refuse_changed_adapter(directory: Path) -> None:
-    """Refuse the adapter of a run if its files, configuration or template differ from the written.
+    """Refuse the adapter of a run if its files, configuration or chat template were changed.
 
     Args:
         directory: the directory of the adapter, in a run or elsewhere.
@@ -246,7 +246,7 @@ def last_intact_checkpoint(run: RunDir) -> tuple[Path | None, list[str]]:
 
 
 def rename_later_checkpoints(run: RunDir, step: int) -> None:
-    """Rename states of later steps than the one resumed from, as new ones will replace them."""
+    """Rename the states of later steps than `step` to ``*.damaged``; new ones will replace them."""
     for path in run.states():
         if int(path.stem.removeprefix("step_")) > step:
             path.rename(path.with_name(f"{path.name}.damaged"))

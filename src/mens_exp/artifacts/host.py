@@ -116,7 +116,7 @@ def run_lock(path: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-# What a file of a lock raises that is missing, torn, of an earlier version or nested without end.
+# Errors from a lock file that is missing, truncated, from an earlier version, or nested too deeply.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -194,7 +194,7 @@ def spawn_python(
         output: file for standard output and standard error.
         environment: environment of the process, by default this one's; this package is importable.
         cwd: working directory of the process, by default this one's.
-        before: a command that is given the interpreter's own, and starts it.
+        before: a command to which the interpreter's command line is appended, such as ``srun``.
 
     Raises:
         OSError: the system cannot start another process.
@@ -215,16 +215,16 @@ _RESET_PEAK = "5"  # proc(5): clear_refs, 5 resets the peak resident set size
 
 
 def collect_rarely() -> None:
-    """Collect garbage rarely until :func:`collect_as_usual`: a process that starts makes little.
+    """Collect garbage rarely until :func:`collect_as_usual`: startup creates little garbage.
 
-    Among a million objects that are imported and stay, Python looks for garbage again and again
-    (measured: 1.7 of the 11 s of three tiny steps, and 0.6 s so).
+    By default, Python repeatedly scans the million imported objects (measured: 1.7 of the 11 s of
+    three tiny steps; 0.6 s with this setting).
     """
     gc.set_threshold(_RARELY, *_AS_USUAL[1:])
 
 
 def collect_as_usual() -> None:
-    """End :func:`collect_rarely`, before tensors take memory; without effect in other processes."""
+    """Undo :func:`collect_rarely` before tensors take memory; no effect if it was not called."""
     if gc.get_threshold()[0] == _RARELY:
         gc.freeze()
         gc.set_threshold(*_AS_USUAL)
@@ -292,7 +292,7 @@ _BY_NUMBER: Final = {
     errno.ENFILE: ("too many files are open", "end other programs"),
     errno.ENOMEM: _MEMORY,
 }
-# Libraries in other languages raise no OSError: Rust puts the number in the text, torch only words.
+# Native libraries raise no OSError: Rust's message has the errno, and torch's only describes it.
 _IN_RUST: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _BY_TEXT: Final = {
     "No space left on device": _FULL,
@@ -393,8 +393,8 @@ def held_bytes() -> dict[str, int]:
 def load() -> dict[str, float]:
     """Return the load of the machine and of this process's GPU, under their metric names.
 
-    The processors' load is that since the last call. What is unknown is left out: without NVIDIA's
-    ``nvidia-ml-py`` or its driver, everything of the GPU.
+    The CPU load covers the time since the last call. Unknown values are omitted; without NVIDIA's
+    ``nvidia-ml-py`` or its driver, these are all values of the GPU.
     """
     found = {
         "system/cpu_percent": psutil.cpu_percent(interval=None),
@@ -408,7 +408,7 @@ def load() -> dict[str, float]:
 
 
 def _gpu_load(uuid: str) -> dict[str, float]:
-    """Ask the driver; a GPU may lack a sensor, and a container may not show its driver."""
+    """Query the driver; a GPU may lack a sensor, and a container may hide the driver."""
     try:
         import pynvml
     except ImportError:

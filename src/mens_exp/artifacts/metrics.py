@@ -289,7 +289,7 @@ def metric(name: str) -> Metric:
 
 
 _OWN: dict[str, Metric] = {}  # the user's metrics, by name
-_ALIKE = 0.9  # of two names, above which one is taken for a misspelling (unverified guess)
+_ALIKE = 0.9  # similarity from which a name counts as a misspelling (unverified guess)
 _USED = "declared by its first use"
 
 
@@ -301,10 +301,10 @@ def declares(
     reduction: Reduction = "last",
     note: str = "",
 ) -> Callable[[_Declaring], _Declaring]:
-    """Declare a metric of one's own on the class or function that logs it.
+    """Declare a custom metric on the class or function that logs it.
 
-    Reports, comparisons and sinks then know its unit and which direction is better. A metric that
-    is only used has neither.
+    Reports, comparisons and sinks then know its unit and which direction is better. An undeclared
+    metric has neither.
 
     Args:
         name: as it is logged; ``area/what`` by convention.
@@ -333,7 +333,7 @@ def declares(
 
 
 def own_metric(name: str) -> Metric:
-    """Return a metric that is not ours; its first use declares it.
+    """Return a user's metric; its first use declares it.
 
     Raises:
         RequestError: the name is one of ours, or looks like a misspelling of one.
@@ -359,7 +359,7 @@ def step_metric(name: str) -> Metric:
     """Return the metric that a step records: one of ours by name or alias, or the user's own.
 
     Raises:
-        RequestError: an own metric has no area in its name, or looks like a misspelling of ours.
+        RequestError: a user's metric has no area in its name, or looks like a misspelling of ours.
     """
     found = METRICS.get(name) or _BY_ALIAS.get(name)
     if found is not None:
@@ -374,15 +374,15 @@ def step_metric(name: str) -> Metric:
 
 
 def mistaken(name: str, logged: Iterable[str]) -> str | None:
-    """Return a near name, if a metric that may be logged by any code of the user's is a mistake.
+    """Return a correction for a metric that neither the run nor the user's code can log.
 
     Args:
-        name: the metric that something waits for.
-        logged: the metrics of a run itself that it could wait for.
+        name: the metric that a setting refers to.
+        logged: the metrics of the run itself that the setting may refer to.
 
     Returns:
-        The name that was probably meant, or the first of ``logged`` for a name that the user's code
-        may not log; None if it may.
+        The name that was probably meant, or the first of ``logged`` for another built-in metric;
+        None if the run or the user's code may log the metric.
     """
     names = [*logged, *_OWN]
     if name in names:
@@ -404,7 +404,7 @@ def _refuse_ours(name: str) -> None:
 
 
 def _misspelled(name: str) -> str | None:
-    """Return the name of ours that was probably meant; numbers in names are told apart.
+    """Return the built-in name that was probably meant; it must have the same numbers.
 
     Lightning's own names, such as ``train_loss``, are the user's.
     """
@@ -419,9 +419,9 @@ def _numbers(name: str) -> list[str]:
 
 
 def declaration(name: str) -> dict[str, Any] | None:
-    """Return what a record keeps of a metric that is not built in: readers may lack the code.
+    """Return a metric's declaration for a record, whose readers may lack the code.
 
-    None for a metric that is.
+    A built-in metric needs none and yields None.
 
     Raises:
         MensError: no such metric exists.

@@ -60,9 +60,9 @@ def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
     """Describe the code, the packages and the machine of this process.
 
     The commit is that of the checkout that tracks `package`, and null if there is none, as in an
-    installed wheel. Changes are those of tracked files, and new files of code; rows and outputs
-    that nothing tracks are none. If the working directory belongs to a different checkout, which
-    may hold the user's configuration and classes, it is described as well.
+    installed wheel. Changes to tracked files and untracked Python files make it dirty; untracked
+    data and outputs do not. If the working directory belongs to a different checkout, which may
+    hold the user's configuration and classes, it is described as well.
 
     Args:
         cwd: the working directory.
@@ -128,7 +128,7 @@ def _code(root: Path | None, new_in: Path) -> dict[str, str | bool | None]:
     }
 
 
-@functools.cache  # what a process has imported stays, whatever is installed later
+@functools.cache  # the imported code stays the same, whatever is installed later
 def _packages() -> dict[str, str]:
     versions = {"mens-exp": __version__}
     for name in PACKAGES:

@@ -68,7 +68,7 @@ def parse_json(data: bytes, where: str) -> Any:
 
 @functools.cache
 def _hints(declared: Any) -> Mapping[str, Any]:
-    """Return the types of a class's fields, which Python compiles from their texts each time."""
+    """Return the types of a class's fields; cached, since Python recompiles the annotations."""
     return get_type_hints(declared)
 
 
@@ -315,7 +315,7 @@ def read_lines(
 
     Raises:
         DataError: the file is missing, or a line violates a rule (``file:line``).
-        Problems: lines violate several.
+        Problems: the lines violate several rules.
     """
     *lines, rest = read_bytes(path).split(b"\n")
     if rest and not torn_end:

@@ -152,7 +152,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """Answers to held-out rows that nobody scored."""
+        """Unscored answers to held-out rows."""
         return self.path / "samples.json"
 
     @property
@@ -206,7 +206,7 @@ class RunDir:
 
     @property
     def wandb(self) -> Path:
-        """The directory of the offline mirror."""
+        """The directory of W&B's offline files."""
         return self.path / "wandb"
 
     @property
@@ -235,7 +235,7 @@ class RunDir:
         return self.path / "csv"
 
     def of_logger(self, name: str) -> Path:
-        """The directory of a logger of the user's, by the name of its option."""
+        """Return the directory of a user-defined logger, by the name of its option."""
         return self.path / name
 
     @property
@@ -278,7 +278,7 @@ def resolve(text: str, here: Path = Path(), *, task: str | None = None) -> RunDi
     Args:
         text: ``latest``, the run that started last, or a run directory. A task that opens a new
             run must resolve ``latest`` before it does.
-        here: directory whose runs are known, as `runs_near` finds them.
+        here: directory in which `runs_near` looks for runs.
         task: restrict ``latest`` to runs of this task.
 
     Raises:
@@ -329,8 +329,8 @@ def runs(outputs: Path) -> Iterator[RunDir]:
 def runs_near(here: Path) -> Iterator[RunDir]:
     """Yield the runs under ``outputs``, and those up to two directories below `here`.
 
-    The latter are those of ``hydra.run.dir=run`` and ``hydra.sweep.dir=sweep``. Other programs call
-    files manifest.json too, so that these have to be a run's record.
+    The latter are those of ``hydra.run.dir=run`` and ``hydra.sweep.dir=sweep``. Other programs also
+    write files named manifest.json, so theirs are excluded.
     """
     yield from runs(here / _OUTPUTS)
     for depth in ("*", "*/*"):
@@ -357,6 +357,6 @@ def started_utc(run: RunDir, task: str | None = None) -> str:
 
 
 def _nearest(path: Path, here: Path) -> str | None:
-    """Return the run with the likest path, else the last one; None if there is no run."""
+    """Return the run with the most similar path, else the last one; None if there is no run."""
     known = [run.path.as_posix() for run in runs_near(here)]
     return nearest(path.as_posix(), known) or (max(known) if known else None)

@@ -1,4 +1,4 @@
-"""scorecard.json, events.jsonl and samples.json: a suite's measurements, its items, and others."""
+"""scorecard.json, events.jsonl and samples.json: a suite's KPIs, its items, unscored answers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class _LintEvent(TypedDict, total=False):
 
 
 class _OwnEvent(TypedDict, total=False):
-    """A field present only if an own suite measures KPIs that are not in the table.
+    """A field present only if a user-defined suite measures KPIs that are not in the table.
 
     Attributes:
-        values: KPI -> value of the last attempt; one that an answer does not have is absent.
+        values: KPI -> value of the last attempt, without KPIs that do not apply to the answer.
     """
 
     values: dict[str, float]
@@ -161,8 +161,8 @@ class Scorecard(StoredRecord):
         metrics: metric of the user's callbacks and modules -> its value for the run, as in the
             manifest's ``results.metrics``; None if no value was finite. Empty if the run trained
             nothing.
-        declared: KPI of an own suite, a mean over the answers that have it -> its unit, direction
-            and meaning.
+        declared: KPI of a user-defined suite, a mean over the answers that have it -> its unit,
+            direction and meaning.
         generation: how answers were generated: engine, temperature, samples, retries.
         sandbox: where generated code ran; None if none was run. ``unsafe`` is not valid for
             promotion.
@@ -282,12 +282,12 @@ class Sample(TypedDict):
 
 @dataclass(kw_only=True, slots=True)
 class Samples(StoredRecord):
-    """Answers that are to be read and were not scored.
+    """Unscored answers, to be read.
 
     Attributes:
         format: always ``mens_exp_samples``.
         version: version of this layout.
-        max_new_tokens: the longest answer.
+        max_new_tokens: maximum length of an answer.
         items: in the order of their ids.
     """
 
@@ -297,7 +297,7 @@ class Samples(StoredRecord):
     items: list[Sample]
 
     def problems(self, where: str) -> list[DataError]:
-        """Return an item that is there twice."""
+        """Return the items that occur twice."""
         names = [one["item_id"] for one in self.items]
         twice = sorted({name for name in names if names.count(name) > 1})
         return [DataError("an item twice", where=f"{where}: items", found=one) for one in twice]

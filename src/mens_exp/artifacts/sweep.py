@@ -50,11 +50,11 @@ class SweepDir:
         return self.batch / f"attempts_{number}.jsonl"
 
     def unwanted(self, number: int) -> Path:
-        """Return the file by which a job of a Hydra plugin's launcher hears that it is to end."""
+        """Return the file that asks a job of a Hydra launcher plugin to stop."""
         return self.batch / f"unwanted_{number}"
 
     def alive(self, number: int) -> Path:
-        """Return the file that such a job touches every few seconds."""
+        """Return the heartbeat file that such a job touches every few seconds."""
         return self.batch / f"alive_{number}"
 
     @property
@@ -115,8 +115,8 @@ class Trial(TypedDict):
     ``params`` are the sampled overrides, without those that have no effect given the others.
     ``values`` are the objectives, in order; null until the trial is complete. ``intermediate`` are
     validation losses by optimizer step. ``job`` is the number of the job that produced the values:
-    the trial's own, that of an earlier trial that amounts to the same run, or null for one that
-    cannot run. ``meaning`` is a hash of that run's behaviour and outputs.
+    the trial's own, that of an earlier trial with the same run, or null if it cannot run.
+    ``meaning`` is a hash of that run's behaviour and outputs.
     """
 
     number: int
@@ -185,7 +185,7 @@ class JobState(StrEnum):
     PRUNED = "pruned"  # a search stopped it because others are better
 
 
-# Shown, never written: a job that is running by its record, and whose process was killed.
+# Displayed, never written: the job's record says running, but its process was killed.
 INTERRUPTED = "interrupted"
 
 

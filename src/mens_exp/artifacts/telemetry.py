@@ -81,7 +81,7 @@ class Telemetry:
     def emit(self, event: str, payload: Mapping[str, Any]) -> None:
         """Append one event, then pass it to every subscriber; credentials in it are masked.
 
-        The first event with a metric of the user's follows a ``metric_declared`` event for it.
+        A ``metric_declared`` event precedes the first use of each of the user's metrics.
 
         Args:
             event: a name from EVENTS.
@@ -202,7 +202,7 @@ def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSeries:
-    """A metric of the user's: its declaration, and (step, value) in the order they came."""
+    """A user's metric: its declaration, and its (step, value) points in order of arrival."""
 
     declaration: dict[str, Any]
     points: list[tuple[int, float | None]] = field(default_factory=list)
@@ -238,7 +238,7 @@ def own_series(events: Iterable[Event]) -> dict[str, OwnSeries]:
 def own_results(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, float | None]]:
     """Return the declarations of the user's metrics in a telemetry file, and their values.
 
-    Those that only other conditions than the tuned model have are left out.
+    Metrics without a value under the tuned condition are omitted.
     """
     if b'"metric_declared"' not in path.read_bytes():
         return {}, {}

@@ -31,8 +31,8 @@ MAX_YAML_NODES: Final = 100_000  # the largest run configuration has about 500
 MAX_YAML_DEPTH: Final = 100
 _OPEN: Final = 0  # the size of a collection that is still open
 _MOST_DIGITS: Final = 4_300  # Python's own limit; base-60 numbers take quadratic time
-# Of longer whole numbers, many can be found whose hashes are equal, and a mapping with these as its
-# keys takes quadratic time. The longest settings are seeds of 64 bits.
+# Longer integers can be chosen to have equal hashes, and a mapping with such keys takes quadratic
+# time. The longest integers in settings are 64-bit seeds.
 _MOST_WHOLE_DIGITS: Final = 20
 _WHOLE: Final = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|0b[01_]+|[0-9_:]+)")
 _DIGITS: Final = re.compile(r"[-+0-9a-fA-FxXoO:_.]+")
@@ -169,7 +169,7 @@ for line in sys.stdin.buffer:
 
 
 def pattern_problems(patterns: Sequence[str], where: str) -> list[str | None]:
-    """Return, for each string, the reason why it is no regular expression; None if it is one.
+    """Return, for each string, the reason why it is not a regular expression; None if it is one.
 
     Args:
         patterns: the strings.
@@ -226,7 +226,7 @@ def first_match(patterns: Sequence[str], text: str, where: str) -> int | None:
         elif compiled.match(text):
             plain = number
             break
-    if asked:  # all in one question: a process takes longer to ask than a pattern to match
+    if asked:  # all in one request: a round trip takes longer than a match
         several = [patterns[number] for number in asked]
         found: int | None = _WORKER.ask("match", several, text, where)
         if found is not None:

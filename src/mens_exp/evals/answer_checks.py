@@ -41,11 +41,11 @@ class Check(Protocol):
 
 
 def check_named(kind: JsonlCheck, function: str | None) -> Check:
-    """Return a check.
+    """Return the check of a kind.
 
     Args:
-        kind: which one.
-        function: the user's own, ``<file>.py:<name>``.
+        kind: the kind.
+        function: the user's function for ``function``, ``<file>.py:<name>``.
 
     Raises:
         ConfigError: there is no such function.
@@ -76,27 +76,27 @@ class Exact(_Text):
     """Equal text, ignoring white space at both ends."""
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Compare."""
+        """Compare the texts."""
         del prompt
         return None if answer.strip() == expected.strip() else "it is not what was asked for"
 
 
 class Contains(_Text):
-    """All texts are contained, ignoring case."""
+    """An answer that contains all expected texts, ignoring case."""
 
     def refuses(self, expected: Any) -> str | None:
-        """Take a text or several."""
+        """Accept one or several texts."""
         texts = [expected] if isinstance(expected, str) else expected
         good = isinstance(texts, list) and bool(texts)
         good = good and all(isinstance(one, str) and one for one in texts)
         return None if good else "must be a text, or a list of texts"
 
     def reference(self, expected: Any) -> str:
-        """Write them one below the other."""
+        """Return the texts, one per line."""
         return "\n".join([expected] if isinstance(expected, str) else expected)
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Count what is missing."""
+        """Count the missing texts."""
         del prompt
         texts = [expected] if isinstance(expected, str) else expected
         absent = sum(one.casefold() not in answer.casefold() for one in texts)
@@ -104,25 +104,25 @@ class Contains(_Text):
 
 
 class Regex(_Text):
-    """The pattern matches somewhere."""
+    """An answer in which the pattern matches somewhere."""
 
     def refuses(self, expected: Any) -> str | None:
-        """Take a pattern."""
+        """Accept a regular expression."""
         if not isinstance(expected, str) or not expected:
             return "must be a pattern"
         problem = pattern_problem(expected, _PATTERNS)
         return None if problem is None else f"is not a pattern: {problem}"
 
     def reference(self, expected: Any) -> str:
-        """Return nothing: no text follows from a pattern."""
+        """Return an empty text: a pattern yields no answer."""
         del expected
         return ""
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Search.
+        """Search for the pattern.
 
         Raises:
-            DataError: the pattern takes too long to be looked for.
+            DataError: the search takes too long.
         """
         del prompt
         return (
@@ -136,7 +136,7 @@ class JsonSchema(_Text):
     """JSON, possibly in a fence, that conforms to the schema."""
 
     def refuses(self, expected: Any) -> str | None:
-        """Take a schema."""
+        """Accept a JSON Schema."""
         import jsonschema
 
         if not isinstance(expected, dict):
@@ -154,16 +154,16 @@ class JsonSchema(_Text):
         return None
 
     def reference(self, expected: Any) -> str:
-        """Return nothing: no text follows from a schema."""
+        """Return an empty text: a schema yields no answer."""
         del expected
         return ""
 
     def parses(self, answer: str) -> bool | None:
-        """Tell whether it is JSON."""
+        """Return whether the answer is JSON."""
         return not isinstance(_json(answer), ValueError)
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Validate."""
+        """Validate the answer against the schema."""
         import jsonschema
         from jsonschema_specifications import REGISTRY
         from referencing.exceptions import Unresolvable
@@ -172,7 +172,7 @@ class JsonSchema(_Text):
         value = _json(answer)
         if isinstance(value, ValueError):
             return f"it is not JSON: {value}"
-        # Without a registry jsonschema would fetch what a schema refers to.
+        # Without a registry, jsonschema would fetch remote references.
         guarded = _guarded(jsonschema.validators.validator_for(expected))
         validator = guarded(expected, registry=REGISTRY)
         try:
@@ -190,7 +190,7 @@ class JsonSchema(_Text):
 
 
 def _ids(schema: Any) -> Iterator[str]:
-    """Yield the names that parts of a schema define."""
+    """Yield the ids that parts of a schema define."""
     if isinstance(schema, dict):
         named = schema.get("$id", schema.get("id"))
         if isinstance(named, str):
@@ -234,7 +234,7 @@ def _guarded(kind: Any) -> Any:
     guarded = jsonschema.validators.extend(kind, known)
 
     def evolve(validator: Any, **changes: Any) -> Any:
-        # jsonschema takes its own class, without the guard, where a part names its draft.
+        # For a part that names its draft, jsonschema would use its own class, without the guard.
         part = changes.get("schema", validator.schema)
         fields = (one for one in guarded.__attrs_attrs__ if one.init)
         values = {one.alias: getattr(validator, one.name) for one in fields}
@@ -253,22 +253,22 @@ class Function:
     name: str
 
     def refuses(self, expected: Any) -> str | None:
-        """Take anything."""
+        """Accept any value."""
         del expected
         return None
 
     def reference(self, expected: Any) -> str:
-        """Return nothing: no text follows from a function."""
+        """Return an empty text: a function yields no answer."""
         del expected
         return ""
 
     def parses(self, answer: str) -> bool | None:
-        """Return None: it has no form."""
+        """Return None: a function requires no form."""
         del answer
         return None
 
     def error(self, prompt: str, expected: Any, answer: str) -> str | None:
-        """Ask the function.
+        """Call the function.
 
         Raises:
             DataError: it fails, or returns no verdict.
@@ -307,7 +307,7 @@ def function_named(text: str) -> Callable[[str, Any, str], Any]:
         text: ``<file>.py:<name>``.
 
     Raises:
-        ConfigError: file not found or function, or the file fails.
+        ConfigError: the file or the function does not exist, or importing the file fails.
     """
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
@@ -337,7 +337,7 @@ def _no_function(text: str, found: str) -> ConfigError:
 
 
 def _json(answer: str) -> Any:
-    """Return the value, or the error."""
+    """Return the parsed value, or the parser's error."""
     try:
         return json.loads(code_of(answer), parse_constant=_no_json)
     except ValueError as error:

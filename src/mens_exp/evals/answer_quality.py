@@ -1,7 +1,7 @@
 """Static quality measures of an answer's code: strict, canonical, rich, or a stub.
 
 Nothing is executed. Python is analysed through its syntax tree, other languages through their
-tokens. This static part of a judgement is the same in every suite.
+tokens. All suites share this static part of a judgement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARKERS: Final = re.compile(
     re.IGNORECASE,
 )
 _ENOUGH: Final = 5  # statements that make an answer rich; unverified guess
-# A line of speech: four words or more that end as sentences do, none of them code.
+# A line of prose: at least four words, none of them code, that end like a sentence.
 _SPEECH: Final = re.compile(r"[A-Za-z][\w'’-]*(?:[,;]? +[\w'’`*()-]+){3,}[^=]*[.:!?]\**")
 _CODE_WORDS: Final = frozenset(
     [
@@ -80,11 +80,11 @@ class Quality:
 
 
 def quality_of(completion: str, code: str, *, is_python: bool = True) -> Quality:
-    """Read an answer.
+    """Measure the static quality of an answer.
 
     Args:
-        completion: all that the model said.
-        code: the part of it that counts.
+        completion: the whole completion.
+        code: its graded code.
         is_python: whether the code is Python.
     """
     return Quality(
@@ -100,7 +100,7 @@ def parsed(code: str) -> ast.Module | str:
     """Return the syntax tree, or the parser's error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
+            warnings.simplefilter("ignore")  # generated code may contain invalid escapes
             return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
@@ -124,7 +124,7 @@ def _is_speech(line: str) -> bool:
 def is_canonical(code: str) -> bool:
     """Return whether Python code parses and has the layout of common formatters.
 
-    Blocks are indented by four spaces, one statement stands on a line, no line ends in blanks.
+    Blocks are indented by four spaces, each line has one statement and no trailing blanks.
     """
     tree = parsed(code)
     if isinstance(tree, str):
@@ -177,8 +177,8 @@ def richness(code: str, *, is_python: bool = True) -> float:
 
     Args:
         code: the code.
-        is_python: whether it is Python; of other languages, and of what does not parse, lines
-            are counted that are more than brackets and comments.
+        is_python: whether it is Python. For other languages and for code that does not parse, the
+            lines with more than brackets and comments are counted.
     """
     tree = parsed(code) if is_python else ""
     if isinstance(tree, str):
@@ -228,8 +228,8 @@ def judge_by_reading(completion: str, code: str, *, is_python: bool = True) -> J
     """Return the static part of a judgement; the suite adds the rest.
 
     Args:
-        completion: all that the model said.
-        code: the part of it that counts.
+        completion: the whole completion.
+        code: its graded code.
         is_python: whether the code is Python; the layout of other languages is not judged.
     """
     quality = quality_of(completion, code, is_python=is_python)

@@ -14,12 +14,12 @@ import sys
 from _json import encode_basestring_ascii as quoted
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # importing it, or `os`, or `json`, would take as long as Python's own start
+if TYPE_CHECKING:  # importing `typing`, `os` or `json` would take as long as starting Python
     from typing import Any, NoReturn
 
-_SMALL = 2**53  # beyond it, integers are hexadecimal: reading decimals takes quadratic time
+_SMALL = 2**53  # larger integers are sent in hexadecimal: parsing decimals takes quadratic time
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-# Operators that a handle may offer; the grader says which of them it lets through.
+# Operators that a handle may offer; the grader decides which of them it forwards.
 _OPERATORS = (
     *("call", "len", "iter", "next", "reversed", "getitem", "setitem", "delitem", "contains"),
     *("bool", "int", "float", "index", "complex", "round", "enter", "exit", "str", "repr"),
@@ -33,16 +33,16 @@ _SPECIAL = tuple(f"__{name}__" for name in _OPERATORS)
 
 
 class Channel:
-    """The socket, and the objects of each side to which the other one holds handles."""
+    """The socket to the grader, and the objects to which the grader holds handles."""
 
     def __init__(self, fd: int) -> None:
-        """Begin with nothing held."""
+        """Start without handles."""
         self.fd = fd
         self.objects: list[Any] = []
-        self.numbers: dict[int, int] = {}  # by id; the object is kept alive beside it
+        self.numbers: dict[int, int] = {}  # by id; `objects` keeps the object alive
 
     def read(self) -> Any:
-        """Return the next request; the grader's end is the end of this process."""
+        """Return the next request; exit if the grader has closed the connection."""
         size = int.from_bytes(self._exactly(4), "little")
         return marshal.loads(self._exactly(size))  # the grader is trusted
 
@@ -64,7 +64,7 @@ class Channel:
             left = left[posix.write(self.fd, left) :]
 
     def number_of(self, value: Any) -> int:
-        """Return the number of a handle; an object has one."""
+        """Return the handle's number of an object; each object has only one."""
         number = self.numbers.get(id(value))
         if number is None:
             number = self.numbers[id(value)] = len(self.objects)
@@ -76,16 +76,16 @@ def end() -> NoReturn:
     """Exit without waiting for threads, because the tests are over."""
     try:  # noqa: SIM105  # contextlib is not imported
         sys.stdout.flush()
-    except Exception:  # it closed or replaced its output
+    except Exception:  # the answer closed or replaced its output
         pass
-    posix._exit(0)  # noqa: SLF001  # its name
+    posix._exit(0)  # noqa: SLF001  # its public name is os._exit
 
 
 class Writer:
     """Encodes the values of one message; repeated objects are referenced by number."""
 
     def __init__(self, channel: Channel, known: list[Any]) -> None:
-        """Know the arguments of the request, by their numbers."""
+        """Register the arguments of the request under their numbers."""
         self.channel = channel
         self.kept = list(known)  # keeps them alive, so that an id names one object
         self.numbers = {id(value): number for number, value in enumerate(known)}
@@ -112,7 +112,7 @@ class Writer:
         return self._other(value, kind)
 
     def content(self, value: Any) -> str:
-        """Return what a container holds, though the container itself is known."""
+        """Encode the content of a container whose number is already known."""
         number = self.numbers[id(value)]
         if isinstance(value, dict):
             return self._filled("d", number, [one for pair in dict.items(value) for one in pair])
@@ -123,7 +123,7 @@ class Writer:
         return f'["a",{number},"{bytes(value).hex()}"]'
 
     def container(self, value: Any) -> str:
-        """Number a container before what it holds: it may hold itself."""
+        """Number a container before encoding its content, because it may contain itself."""
         self.numbers[id(value)] = len(self.kept)
         self.kept.append(value)
         return self.content(value)
@@ -132,7 +132,7 @@ class Writer:
         return ",".join([f'["{tag}",{number}', *map(self.text, parts)]) + "]"
 
     def fixed(self, tag: str, parts: Any) -> str:
-        """Return a tag and what is behind it."""
+        """Encode a tag followed by values."""
         return ",".join([f'["{tag}"', *map(self.text, parts)]) + "]"
 
     def _other(self, value: Any, kind: type) -> str:
@@ -164,7 +164,7 @@ _WRITERS: tuple[tuple[Any, Any], ...] = (
     (range, lambda w, v: w.fixed("g", [v.start, v.stop, v.step])),
     ((type(...), type(NotImplemented)), lambda _, v: f'["n","{v!r}"]'),
 )
-# Values of the standard library, as the arguments that make them.
+# Standard-library values, encoded as the arguments of their constructors.
 _PLAIN: dict[str, Any] = {
     "fractions.Fraction": lambda v: [v.numerator, v.denominator],
     "decimal.Decimal": lambda v: [str(v)],
@@ -178,9 +178,9 @@ _OFFERED: dict[type, str] = {}
 
 
 def _offered(kind: type) -> str:
-    """Return a class's name, whether it says what is equal, and its operators, as JSON."""
+    """Return a class's name, whether it defines equality, and its operators, as JSON."""
     if kind not in _OFFERED:
-        spaces = [vars(one) for one in kind.__mro__]  # not its metaclass's
+        spaces = [vars(one) for one in kind.__mro__]  # without the metaclass's methods
         found = {name: space[name] for space in reversed(spaces) for name in space}
         offers = [one for one in _SPECIAL if found.get(one) is not None]
         own = found["__eq__"] is not object.__eq__
@@ -201,12 +201,12 @@ class Given:
     """A proxy of a function of the tests, which runs in the grader."""
 
     def __init__(self, channel: Channel, number: int) -> None:
-        """Keep its number in the grader."""
+        """Store the function's number in the grader."""
         self.channel = channel
         self.number = number
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it."""
+        """Call the function in the grader."""
         return ask(self.channel, self.number, arguments)
 
 
@@ -221,11 +221,11 @@ class GivenIterator(Given):
 
 
 def ask(channel: Channel, number: int, arguments: Any) -> Any:
-    """Have the grader call what it gave."""
+    """Ask the grader to call one of its functions; return or raise the result."""
     writer = Writer(channel, [])
     channel.write(f'["c",{number},{writer.fixed("t", arguments)}]')
     reply = channel.read()
-    while len(reply) == 4:  # it calls something of the answer's in turn
+    while len(reply) == 4:  # a request: the function calls back into the answer
         channel.write(answered(channel, reply))
         reply = channel.read()
     is_returned, value, names = reply
@@ -236,15 +236,15 @@ def ask(channel: Channel, number: int, arguments: Any) -> Any:
 
 
 class Reader:
-    """Makes the values of one request."""
+    """Reconstructs the values of one request."""
 
     def __init__(self, channel: Channel) -> None:
-        """Begin with nothing read."""
+        """Start without known containers."""
         self.channel = channel
-        self.known: list[Any] = []  # what can change, in the order of its numbers
+        self.known: list[Any] = []  # mutable containers, in the order of their numbers
 
     def value(self, sent: Any) -> Any:
-        """Return a value: a scalar stands for itself, the rest is a tuple with a tag."""
+        """Reconstruct a value: a scalar is sent as it is, any other value as a tagged tuple."""
         if type(sent) in _SCALARS:
             return sent
         tag, *rest = sent
@@ -300,7 +300,7 @@ _MADE: dict[str, Any] = {
 
 
 def perform(operation: str, target: Any, arguments: Any, named: Any) -> Any:
-    """Do what a request asks for."""
+    """Perform the operation of a request."""
     if operation == "load":
         found = vars(__import__("solution"))
         return {name: found[name] for name in arguments if name in found}
@@ -326,7 +326,7 @@ def answered(channel: Channel, request: Any) -> str:
         got = perform(operation, reader.value(target), arguments, named)
         result = [got]
         head = '["v"'
-    except BaseException as error:  # every one is the tests' to judge
+    except BaseException as error:  # the tests judge every exception
         head, result = f'["e",{_strings(_names(type(error)))},{_message(error)}', [_args(error)]
     writer = Writer(channel, reader.known)
     changed = "null"
@@ -343,7 +343,7 @@ def _state(channel: Channel, known: list[Any]) -> list[str]:
 def _message(error: BaseException) -> str:
     try:
         return str(quoted(str(error)[:4000]))
-    except Exception:  # its own
+    except Exception:  # raised by the answer's own __str__
         return '""'
 
 
@@ -358,14 +358,14 @@ def serve(channel: Channel) -> NoReturn:
         request = channel.read()
         try:
             reply = answered(channel, request)
-        except BaseException as error:  # a value that cannot be written
+        except BaseException as error:  # a value that cannot be encoded
             names = _strings(_names(type(error)))
             reply = f'["e",{names},{_message(error)},null,["t"]]'
         channel.write(reply)
 
 
 def main() -> None:
-    """Take the socket away from the input, which has ended for the answer."""
+    """Move the socket away from standard input, which is then empty for the answer."""
     fd = posix.dup(0)
     nothing = posix.open("/dev/null", posix.O_RDONLY)
     posix.dup2(nothing, 0)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from mens_exp.artifacts.manifest import Manifest
 
-_DIGITS = 8  # of a digest, enough to tell arms of one study apart
-# How answers are made where a scorecard does not say: by version 1 alone, which knew no other way.
+_DIGITS = 8  # of a digest, enough to distinguish the arms of a study
+# Generation settings of scorecards of version 1, which do not record them.
 _ASKED = {"engine": "hf", "temperature": 0.0, "top_p": 1.0, "samples": 1, "max_retries": 0}
-_GRADED = 2  # the version of grading before scorecards recorded it
-# What the shape of a matrix product depends on while answers are made, and its rounding in bf16.
+_GRADED = 2  # the grading version before scorecards recorded it
+# Settings that determine the shapes of matrix products in generation, and thus their bf16 rounding.
 _SIZES = ("batch_size", "max_new_tokens")
 _BATCHING = 1  # before scorecards recorded how prompts share batches
 _SAYS_FORMAT = frozenset({"hf", "vllm"})  # engines that compute in quant.compute_dtype
@@ -33,8 +33,8 @@ _LOSS_TOKENS = "data.val_max_tokens"
 _LOSS_LIMIT = "trainer.limit_val_batches"
 _ENCODINGS = ("tokenizer_sha256", "chat_template_sha256")
 _VALIDATED = ("data.val_sha256",)
-# A tokenizer's normalizer and the space that it prepends change the size of the same text. They
-# count one byte a turn; the answers of most rows have hundreds. Unverified guess.
+# Relative tolerance for the size of the same text: a tokenizer's normalizer and prepended space
+# change it by about one byte per turn, and most answers have hundreds. Unverified guess.
 _SAME_TEXT = 0.01
 _LOSSES = ("val_loss", "val_bits_per_byte")
 # Metrics of objectives with a direction, and the settings that they depend on besides the model.
@@ -50,11 +50,11 @@ class Trial:
     """One training run of a study.
 
     Attributes:
-        manifest: of the run.
+        manifest: manifest of the run.
         settings: its configuration by dotted path.
         hashes: content hashes of its inputs, by dotted name.
-        suite_digest: of its scorecard; None where it has none.
-        answering: how the answers of its scorecard were made; empty where it has none.
+        suite_digest: suite digest of its scorecard; None without a scorecard.
+        answering: generation settings of its scorecard; empty without a scorecard.
     """
 
     manifest: Manifest
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """The record of what the run means, with extensions that only notes of old runs state."""
+        """The run's recorded contract, with extensions that older runs have only in their notes."""
         assert self.manifest.contract is not None, "runs that train nothing are left out"
         return with_extensions(self.manifest.contract, extensions_of(self.manifest))
 
@@ -76,14 +76,14 @@ class Trial:
 
     @property
     def answers_in_f32(self) -> bool:
-        """Whether what answers it has are known to be made in f32, where no batch changes them."""
+        """Whether all its answers were generated in f32, in which batching does not change them."""
         if self.suite_digest is None:
             return True
         says_format = self.answering.get("engine", _ASKED["engine"]) in _SAYS_FORMAT
         return says_format and self.settings.get("quant.compute_dtype") == "f32"
 
     def side(self) -> dict[str, Any]:
-        """Return what the guard holds against another run's."""
+        """Return the values that the contrast guard compares with another run's."""
         return {
             "contract": self.contract,
             "inputs": dict(self.hashes),
@@ -102,12 +102,12 @@ class Arm:
 
     @property
     def seeds(self) -> list[int]:
-        """Its seeds in rising order, each once."""
+        """Its distinct seeds in increasing order."""
         return sorted({trial.manifest.seed for trial in self.trials})
 
     @property
     def backend(self) -> str | None:
-        """The option of its backend."""
+        """The option of its `backend` group."""
         return self.trials[0].manifest.choices.get("backend")
 
 
@@ -128,7 +128,7 @@ def arms_of(trials: Sequence[Trial], factors: Sequence[str]) -> list[Arm]:
         factors: dotted settings, or groups.
 
     Raises:
-        ConfigError: a factor is no setting and no group of these runs.
+        ConfigError: a factor is neither a setting nor a group of these runs.
     """
     for factor in factors:
         _refuse_unknown(factor, trials)
@@ -163,7 +163,7 @@ def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
     for factor in sorted(factors):
         values = [arm.values[factor] for arm in arms]
         names = together.setdefault(tuple(map(values.index, values)), [])
-        if not any(factor.startswith(f"{name}.") for name in names):  # a group has its settings
+        if not any(factor.startswith(f"{name}.") for name in names):  # the group includes it
             names.append(factor)
     return [
         f"{' and '.join(names)} always vary together, so the difference is of none of them alone; "
@@ -178,7 +178,7 @@ def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
 
     Args:
         arm: the arm.
-        seeds: that it should have, those of the arm beside it.
+        seeds: seeds that it should have: those of the other arm.
     """
     missing = sorted(set(seeds) - set(arm.seeds))
     found = [f"seed {seed} is missing from {arm.name}" for seed in missing]
@@ -191,7 +191,7 @@ def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
 
 
 def _resumed(trial: Trial) -> list[str]:
-    """Return for each resumption of a run whether it extended the run, and from where."""
+    """Describe each resumption and extension of a run, with its step."""
     extended = {one.step for one in extensions_of(trial.manifest)}
     steps = [one["resumed_from_step"] for one in trial.manifest.attempts]
     found = [f"resumed from step {step}" for step in steps if step not in {None, *extended}]
@@ -230,7 +230,7 @@ def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
 
 
 def _told(values: Iterable[Any]) -> str:
-    """List several numbers; empty where there is one alone."""
+    """Join distinct numbers; return an empty text if there is only one."""
     known = sorted({int(value) for value in values if value is not None})
     return " and ".join(map(str, known)) if len(known) > 1 else ""
 
@@ -248,11 +248,11 @@ def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
 
 
 def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:
-    """Return the losses, and metrics of them, that are not comparable between two arms, and why.
+    """Return the losses and validation metrics that two arms cannot be compared on, with reasons.
 
-    A loss in nats a token compares arms of one tokenizer that learn the same tokens of a text; one
-    in bits a byte, arms that learn the same tokens. Both need validation on the same text. A loss
-    that is no likelihood compares arms of the same objective with the same settings.
+    A loss in nats per token requires the same tokenizer and the same supervised tokens of a text.
+    Bits per byte require only the latter. Both require validation on the same text. A loss that is
+    not a likelihood requires the same objective with the same settings.
     """
     sides = (arm.trials, reference.trials)
     tokenizers, learned = (
@@ -288,9 +288,9 @@ def _otherwise_defined(ours: Sequence[Trial], theirs: Sequence[Trial]) -> dict[s
 
 
 def _other_text(ours: Sequence[Trial], theirs: Sequence[Trial]) -> str | None:
-    """Say that two arms validated on different text; None if they did not.
+    """Return a message if two arms validated on different text, else None.
 
-    The encoded documents tell, or the size of their text if the arms encode the same text
+    The encoded documents are compared, or the size of their text if the arms encode text
     differently.
     """
     encodings, documents = (
@@ -317,13 +317,13 @@ def _other_text(ours: Sequence[Trial], theirs: Sequence[Trial]) -> str | None:
 
 
 def loss_unit(arm: Arm) -> str | None:
-    """Return the unit of an arm's losses if they are no likelihoods of tokens."""
+    """Return the unit of an arm's losses if they are not token likelihoods."""
     learned = arm.trials[0].settings
     spec = OBJECTIVES.known(str(learned.get("objective.name")))
     return None if spec is None or spec.is_likelihood else spec.loss_unit(learned)
 
 
-_CHUNK = "objective.chunk_tokens"  # which changes memory alone
+_CHUNK = "objective.chunk_tokens"  # affects only memory
 
 
 def _learned(trial: Trial) -> list[Any]:
@@ -333,7 +333,7 @@ def _learned(trial: Trial) -> list[Any]:
         own = (path for path in trial.settings if path.startswith("objective."))
         return [(path, trial.settings[path]) for path in sorted({*own} - {_CHUNK})]
     selects = sorted(spec.selects) if spec is not None else ()
-    # Objectives whose validation is the likelihood of the same tokens differ by what trains alone.
+    # Objectives that validate on the likelihood of the same tokens differ only in training.
     named = OBJECTIVES.known(str(trial.settings.get("objective.name")))
     is_likelihood = named is not None and named.is_likelihood
     names = ("labels", *selects) if is_likelihood else ("name", "labels", *selects)
@@ -383,7 +383,7 @@ _UNSET = "unset"  # a setting that the chosen options do not have
 
 
 def _tell_apart(found: Mapping[tuple[Any, ...], Arm]) -> None:
-    """Give arms of one name, which differ in what is no factor, a name each."""
+    """Give distinct names to arms of the same name that differ in undeclared settings."""
     names = [arm.name for arm in found.values()]
     for key, arm in found.items():
         if names.count(arm.name) > 1:

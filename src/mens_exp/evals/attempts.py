@@ -38,9 +38,9 @@ class Plan:
     """The number of attempts at each item.
 
     Attributes:
-        samples: answers to each item, each with attempts of its own.
-        max_retries: repairs of one answer.
-        seed: of drawn tokens.
+        samples: number of independent answers to each item.
+        max_retries: maximum number of repairs of an answer.
+        seed: seed of sampling.
     """
 
     samples: int = 1
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(kw_only=True, slots=True)
 class _Sample:
-    """One sample of an item, its attempts so far, and whether there is no other to make."""
+    """One sample of an item, its attempts so far, and whether no further attempt follows."""
 
     item: Item
     number: int
@@ -62,9 +62,9 @@ class _Sample:
 
 
 def repair_turns(completion: str, errors: Sequence[str]) -> tuple[Message, Message]:
-    """Return the turns that ask for a repair: the answer, then what is wrong with it.
+    """Return the turns that ask for a repair: the answer, then its errors.
 
-    REFERENCE section 10: the previous prompt, which stands before these turns, then the errors.
+    They follow the previous prompt, as in REFERENCE section 10.
     """
     told = "\n".join(errors) or "it does not do the task"
     return (
@@ -82,8 +82,8 @@ def answer_all(
         suite: the suite; its items keep their order.
         engine: the model.
         runner: executes answers; None executes none.
-        plan: how often.
-        condition: what the model is called in the events.
+        plan: numbers of samples and repairs.
+        condition: the model's name in the events.
 
     Returns:
         One event for each sample of each item.
@@ -137,10 +137,10 @@ def _attempt(
     judgements = suite.judge(answers, runner)
     judging_ms = 1000 * (time.perf_counter() - began)
     for (one, completion), judgement in zip(asked, judgements, strict=True):
-        # What is too long to be asked stays so when errors come on top of it.
+        # A prompt that is too long only gets longer with the errors of a repair.
         one.is_over = completion.problem is not None or judgement.is_valid
         if completion.problem is not None and one.completions:
-            continue  # there was no room for a repair: the answer before it stands
+            continue  # there was no room for a repair, so the previous answer is final
         one.completions.append(completion)
         one.judgements.append(judgement)
         if judgement.is_valid:
@@ -201,10 +201,10 @@ def _event(sample: _Sample, condition: str) -> ItemEvent:
 
 
 def _own_values(last: Judgement) -> dict[str, float]:
-    """Return the KPIs of an own suite that an answer has.
+    """Return an answer's KPIs of a user-defined suite.
 
     Raises:
-        RequestError: a name is one of ours or nearly so, or a value is no finite number.
+        RequestError: a name equals or resembles a built-in one, or a value is not finite.
     """
     found = {name: float(value) for name, value in last.values.items()}
     for name, value in found.items():
@@ -248,7 +248,7 @@ def _any(values: list[bool | None]) -> bool | None:
     return None if any(value is None for value in values) else any(values)
 
 
-# Field of an event -> field of the judgement that it is from.
+# Field of an event -> the judgement's field that it is taken from.
 _OF_JUDGEMENT = {
     "compile_pass_1": "compiles",
     "compile_pass_n": "compiles",
@@ -266,7 +266,7 @@ _OF_JUDGEMENT = {
     "lint_clean": "lint_clean",
     "lint_warnings": "lints",
 }
-# What else is null is so for every attempt; an answer may be unreadable and its repair not.
+# Reasons for null are the same in all attempts, except here: a repair may have a style.
 _OF_THE_LAST = frozenset({"style"})
 
 
@@ -302,10 +302,10 @@ def to_scorecard(
     Args:
         suite: the suite that was answered.
         events: one for each sample of each item under each condition.
-        plan: how often each item was asked.
-        generation: how answers were made, for the record.
-        sandbox: the kind that answers were run in; None where none was run.
-        self_test: what came of the suite's own references.
+        plan: numbers of samples and repairs.
+        generation: generation settings, for the record.
+        sandbox: kind of the sandbox; None if no answer was executed.
+        self_test: result of the suite's self-test.
     """
     conditions = {}
     unknown: dict[str, str] = {}
@@ -330,7 +330,7 @@ def to_scorecard(
 
 
 def declaration(name: str) -> dict[str, str]:
-    """Return what an own suite declares of a KPI with ``@declares``."""
+    """Return a user-defined suite's declaration of a KPI (``@declares``)."""
     about = own_metric(name)
     return {"unit": about.unit, "direction": about.direction, "note": about.note}
 
@@ -340,9 +340,9 @@ class Measured:
     """The scores of the items.
 
     Attributes:
-        items: how many were asked.
-        values: metric, ``eval/<kpi>`` -> value.
-        unknown: metric that could not be measured -> why.
+        items: number of items.
+        values: metric ``eval/<kpi>`` -> value.
+        unknown: metric that could not be measured -> reason.
         events: one for each sample of each item.
     """
 
@@ -356,7 +356,7 @@ class FirstItems(Suite):
     """A suite restricted to its first items, with unchanged grading."""
 
     def __init__(self, suite: Suite, items: int) -> None:
-        """Take the first ``items`` of ``suite``, or all where it has fewer."""
+        """Use the first ``items`` of ``suite``, or all if it has fewer."""
         self._suite = suite
         self._items = suite.items[:items]
 
@@ -392,14 +392,14 @@ class FirstItems(Suite):
 def measure(
     suite: FirstItems, engine: Engine, runner: Runner | None, plan: Plan, manifest: Manifest
 ) -> Measured:
-    """Generate, grade, and aggregate by KPI as a comparison of runs does.
+    """Generate and grade answers, and aggregate them by KPI as a comparison of runs does.
 
     Args:
         suite: the items.
         engine: the tuned model.
         runner: executes answers; None executes none.
-        plan: how often each item is asked.
-        manifest: of the run.
+        plan: numbers of samples and repairs.
+        manifest: manifest of the run.
     """
     tuned = str(Condition.TUNED)
     events = answer_all(suite, engine, runner, plan, tuned)

@@ -42,13 +42,13 @@ class Replay:
     def __init__(
         self, causal_lm: Any, layers: str, batches: Sequence[Batch], *, chunk_tokens: int
     ) -> None:
-        """Run every batch once and keep the layers' outputs, T · D numbers a layer and sequence.
+        """Run every batch once and cache layer outputs, T · D values per layer and sequence.
 
         Args:
             causal_lm: the model, in evaluation mode.
             layers: path of its list of decoder layers.
-            batches: on the model's device.
-            chunk_tokens: positions whose logits exist at one time.
+            batches: the calibration batches, on the model's device.
+            chunk_tokens: positions whose logits exist at the same time.
         """
         self.causal_lm = causal_lm
         self.batches = batches
@@ -62,7 +62,7 @@ class Replay:
             self._outputs.append(outputs)
 
     def hidden_from(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yield each batch's hidden states ``[M, D]``, computed anew from a layer on."""
+        """Yield each batch's hidden states ``[M, D]``, recomputed from a layer on."""
         for batch, outputs in zip(self.batches, self._outputs, strict=True):
             with self._replayed(outputs, range(layer)), torch.inference_mode():
                 hidden_MD = hidden_states(self.causal_lm, batch)
@@ -71,14 +71,13 @@ class Replay:
     def inputs_of(
         self, layer: int, modules: Collection[torch.nn.Module]
     ) -> list[list[torch.Tensor]]:
-        """Return what modules of one layer read, ``[N, I]``, by module and batch; N real tokens.
+        """Return the inputs of modules of one layer, ``[N, I]`` by module and batch; N real tokens.
 
-        What fills a batch up is left out, unless a module of unknown code reads other rows than
-        there are tokens.
+        Padding is omitted, unless a module's number of input rows differs from that of tokens.
 
         Args:
-            layer: number of the decoder layer, which alone is computed.
-            modules: of that layer.
+            layer: number of the decoder layer; only this layer is computed.
+            modules: modules of that layer.
         """
         found: list[list[torch.Tensor]] = [[] for _ in modules]
         hooks = [
@@ -107,7 +106,7 @@ class Replay:
 
         Args:
             other: hidden states ``[M, D]`` of each batch, on the batches' device.
-            other_lm: the model whose head makes logits of them; None is this one.
+            other_lm: the model whose head computes their logits; None means this model.
             position_bounds: see :class:`LogitComparison`.
         """
         comparison = LogitComparison(position_bounds)
@@ -130,7 +129,7 @@ class Replay:
     def _replayed(self, outputs: list[Any], numbers: Collection[int]) -> Iterator[None]:
         """Replay cached layer outputs; a computing layer receives the previous layer's output.
 
-        Whatever reaches a replayed layer is not looked at, so that only its output need be right.
+        A replayed layer ignores its input.
         """
         replayed = [self.layers[number] for number in numbers]
         try:
@@ -147,7 +146,7 @@ def _real_tokens(batch: Batch) -> torch.Tensor:
     if batch.attention_mask_BT is not None:
         return batch.attention_mask_BT.flatten().bool()
     places = torch.arange(batch.input_ids_BT.numel(), device=batch.input_ids_BT.device)
-    return places < batch.tokens  # documents follow each other; what fills up comes last
+    return places < batch.tokens  # documents are contiguous, and padding comes last
 
 
 def _rows_of(inputs: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -176,8 +175,8 @@ def replaced(module: Any, weight_OI: torch.Tensor, *, transposed: bool) -> Itera
 
     Args:
         module: torch's ``Linear``, or transformers' ``Conv1D``.
-        weight_OI: the other weight.
-        transposed: whether the module keeps its weight as ``[I, O]``.
+        weight_OI: the new weight.
+        transposed: whether the module stores its weight as ``[I, O]``.
     """
     before = module.weight.data
     module.weight.data = weight_OI.T if transposed else weight_OI
@@ -187,7 +186,7 @@ def replaced(module: Any, weight_OI: torch.Tensor, *, transposed: bool) -> Itera
         module.weight.data = before
 
 
-_BITS = 8  # of a byte
+_BITS = 8  # per byte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,11 +195,11 @@ class Subject:
 
     Attributes:
         replay: the unquantized model in f32, over the calibration batch.
-        modules: those that quantization would reach, layer by layer.
-        variants: ways to quantize, the configured one first.
-        mixed: names of the variants whose KL in each module alone is measured; the configured one's
-            always is.
-        transposed: whether the model keeps weights ``[in, out]``.
+        modules: the modules that would be quantized, layer by layer.
+        variants: quantization variants, the configured one first.
+        mixed: names of the variants whose KL is measured in each module separately, in addition to
+            the configured one.
+        transposed: whether the model stores weights as ``[in, out]``.
     """
 
     replay: Replay
@@ -210,7 +209,7 @@ class Subject:
     transposed: bool
 
     def module(self, one: LinearModule) -> Any:
-        """Return torch's module (untyped)."""
+        """Return the torch module (untyped)."""
         return self.replay.causal_lm.get_submodule(one.path)
 
     def weight(self, one: LinearModule) -> torch.Tensor:
@@ -225,14 +224,14 @@ def attribute_modules(
     """Measure every module separately, in the order of the model.
 
     Args:
-        subject: what is taken apart.
+        subject: the model.
         done: called after each module with the number of finished modules.
     """
     records: list[ModuleRecord] = []
     for layer in dict.fromkeys(one.layer for one in subject.modules):
         assert layer is not None, "the head is never quantized"
         inside = [one for one in subject.modules if one.layer == layer]
-        # Of one layer at a time, or the inputs of all modules would lie in memory.
+        # One layer at a time, so that memory does not hold the inputs of all modules.
         inputs = subject.replay.inputs_of(layer, [subject.module(one) for one in inside])
         for one, inputs_NI in zip(inside, inputs, strict=True):
             records.append(_module(subject, one, layer, inputs_NI))
@@ -270,7 +269,7 @@ def _module(
             continue
         with replaced(subject.module(one), made.values, transposed=subject.transposed):
             found = subject.replay.compared(subject.replay.hidden_from(layer)).result()
-        change = change or found  # of the configured variant, which is the first
+        change = change or found  # the first variant is the configured one
         if variant.name in subject.mixed:
             error["kl"] = found.mean_kl
     assert change is not None, "there is a configured variant"
@@ -285,13 +284,13 @@ def _module(
         "loss_change": change.nll_difference,
         "loss_change_se": change.nll_difference_se,
         "kl": change.mean_kl,
-        "share": 0.0,  # this and the next need every module's
+        "share": 0.0,  # share and rank are set when all modules are measured
         "rank": 0,
     }
 
 
 def whole(subject: Subject, variants: Mapping[str, Variant]) -> WholeRecord:
-    """Measure all modules at once, each with the variant that its path is given."""
+    """Measure all modules at once, each with its variant by path."""
     stored = weights = 0
     with ExitStack() as exchanged:
         for one in subject.modules:
@@ -313,9 +312,9 @@ def mixture_of(subject: Subject, modules: Sequence[ModuleRecord], budget_bits: f
     """Choose a variant for every module, and measure all of them at once.
 
     Args:
-        subject: what is taken apart; the variants are its `mixed`.
-        modules: what :func:`attribute_modules` returned for it.
-        budget_bits: bits per parameter, averaged over the modules; some choice keeps it.
+        subject: the model; its `mixed` are the variants to choose from.
+        modules: the result of :func:`attribute_modules`.
+        budget_bits: maximum bits per parameter, averaged over the modules; must be achievable.
     """
     configured, *_ = subject.variants
     variants = {one.name: one for one in subject.variants}
@@ -343,11 +342,11 @@ def cheapest(
     """Return the variant of each module, by path, with the least summed KL within a budget of bits.
 
     It is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger, 2004, chapter 11), solved by
-    HiGHS to a ten-thousandth of the least sum.
+    HiGHS to within a ten-thousandth of the minimum.
 
     Args:
-        modules: with the KL and the bits of each variant.
-        names: of the variants, in the order in which they are preferred where nothing differs.
+        modules: the modules, with KL and bits of each variant.
+        names: names of the variants; ties are broken in this order.
         budget_bits: bits per parameter, averaged over the modules.
     """
     import numpy as np
@@ -376,15 +375,15 @@ def cheapest(
 def patterns(
     modules: Sequence[ModuleRecord], chosen: Mapping[str, str], usual: str
 ) -> dict[str, str]:
-    """Return the shortest ``quant.type_pattern`` of kinds of modules, and of single ones.
+    """Return the shortest ``quant.type_pattern`` for a choice of quantizers.
 
-    A kind (``mlp.up_proj``) has an entry if most of its modules share a quantizer that is not the
-    usual one; modules that differ from their kind follow (``3.mlp.up_proj``).
+    A kind (``mlp.up_proj``) has an entry if most of its modules share a quantizer other than the
+    default; entries of modules that differ from their kind follow (``3.mlp.up_proj``).
 
     Args:
-        modules: all quantized ones.
+        modules: all quantized modules.
         chosen: module path -> its quantizer.
-        usual: the quantizer of the modules that no pattern matches.
+        usual: the default quantizer, for modules that no pattern matches.
     """
     kinds: dict[str, dict[int, str]] = {}
     for one in modules:

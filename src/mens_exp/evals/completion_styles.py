@@ -3,9 +3,9 @@
 A suite receives only the text outside reasoning (`Answer`); the record keeps the whole completion.
 The last complete Markdown block counts; an unclosed block is used only if no complete one exists. A
 completion may continue the prompt, with or without its indentation, or contain the whole function.
-It may be in fences, between sentences, with helpers above, and with prints, examples and a main
-block below. Errors of a program are never repaired: only prose at the margin, and statements below
-the function that define nothing, are removed.
+Fences, prose around the code, helpers above the function, and prints, examples and a main block
+below it are all accepted. Program errors are never repaired: only prose outside the code, and
+statements below the function that define nothing, are removed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GRADING: Final = 5
-"""Version of grading, which every scorecard records and every suite's digest contains.
+"""Version of grading, recorded in every scorecard and included in the graded digest of every suite.
 
-1: the first block, or everything; 2: the first block that defines the function, in any style, less
-the reasoning that a completion begins with; 3: the last complete one, less all reasoning; 4: tests
-of Python run in another process than the answer, which gives values alone; 5: so do those of Rust,
-and an answer in Rust keeps its macros and all that stands below an import in braces.
+1: grades the first block, or the whole completion; 2: the first block that defines the function, in
+any style, without leading reasoning; 3: the last complete one, without any reasoning; 4: Python
+tests run in a separate process from the answer, which returns only values; 5: so do Rust tests, and
+a Rust answer keeps its macros and all code below an import with braces.
 """
 
 _NAMES: Final = "think|thinking|thought|reasoning"
-# A prompt may have opened the tag. A tag between quotes is part of a program.
+# The prompt may have opened the tag. A quoted tag is part of a program.
 _OPENED_BEFORE: Final = re.compile(
     rf"\A(?:(?!<(?:{_NAMES})>).)*?</(?:{_NAMES})>(?![\"'])\n*", re.DOTALL
 )
@@ -43,14 +43,14 @@ _FENCE_OR_TAG: Final = re.compile(rf"{_FENCE}|(?<![^\s>])<(?P<tag>{_NAMES})>", r
 class Place(StrEnum):
     """The place in an answer where its code was found."""
 
-    LAST_BLOCK = "last block"  # that closed, of those that count
-    OPEN_BLOCK = "open block"  # the answer was cut within it, and no other counts
+    LAST_BLOCK = "last block"  # the last complete block that is eligible
+    OPEN_BLOCK = "open block"  # the answer was cut inside it, and no complete block is eligible
     COMPLETION = "completion"  # there is no block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The inside of a Markdown fence; ``is_closed`` is false where the completion ended in it."""
+    """The content of a Markdown fence; ``is_closed`` is false if the completion ended inside it."""
 
     language: str
     text: str
@@ -58,10 +58,10 @@ class Block:
 
 
 def outside_reasoning(completion: str) -> str:
-    """Return a completion without its reasoning: ``<think>`` and its like, up to the closing tag.
+    """Return a completion without its reasoning, in ``<think>`` and similar tags.
 
-    Reasoning that the prompt opened ends at the first closing tag; one that never closes takes the
-    rest of the completion. A tag inside a Markdown block is part of the block.
+    Reasoning that the prompt opened ends at the first closing tag. Unclosed reasoning extends to
+    the end of the completion. A tag inside a Markdown block is part of the block.
     """
     said = _OPENED_BEFORE.sub("", completion, count=1)
     kept, start, at, in_block = "", 0, 0, False
@@ -82,10 +82,10 @@ def outside_reasoning(completion: str) -> str:
 
 
 def blocks_in(text: str) -> list[Block]:
-    """Return the Markdown blocks of a text, in their order.
+    """Return the Markdown blocks of a text, in order.
 
-    A fence that names a language opens a block: the fence before it, if it is still open, closed
-    what the prompt had opened.
+    A fence with a language always opens a block, so a preceding fence without a partner closed a
+    block that the prompt had opened.
     """
     found: list[Block] = []
     inside: list[str] | None = None
@@ -118,13 +118,13 @@ def code_of(text: str, pattern: str = "") -> str:
 
     Args:
         text: the answer.
-        pattern: found in the block that counts, where one has it.
+        pattern: prefer blocks that match this pattern.
     """
     return code_and_place(text, pattern)[0]
 
 
 def code_and_place(text: str, pattern: str = "") -> tuple[str, Place]:
-    """Return the code of an answer as `code_of` does, and where it was found."""
+    """Return the code of an answer as `code_of` does, and its place in the answer."""
     blocks = blocks_in(text)
     block = last_with(blocks, pattern) or last_with(blocks, "")
     if block is not None:
@@ -139,7 +139,7 @@ def code_and_place(text: str, pattern: str = "") -> tuple[str, Place]:
 
 _INDENT: Final = "    "
 ANNOTATIONS: Final = "from __future__ import annotations\n"
-"""The first line of a program that asked for it; it must stay the first."""
+"""First line of a program whose answer has this import, which must come first."""
 
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _PYTHON: Final = frozenset({"", "py", "python", "python3"})
@@ -148,7 +148,7 @@ _FUTURE: Final = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _CLASS: Final = "Solution"
 _SOLUTION: Final = re.compile(rf"^class\s+{_CLASS}\b", re.MULTILINE)
 _CALLED: Final = "\n\n{name} = Solution().{name}\n"
-_MOST_STARTS: Final = 30  # above the function; what repeats itself without end has more
+_MOST_STARTS: Final = 30  # tried starts above the function; endlessly repetitive text has more
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom)
 
@@ -156,19 +156,19 @@ _DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom)
 class Style(StrEnum):
     """The style in which a completion was read."""
 
-    CONTINUATION = "continuation"  # the prompt's function goes on
+    CONTINUATION = "continuation"  # the body of the prompt's function
     WHOLE = "whole"  # the function, with its signature
-    SOLUTION = "class Solution"  # a method of that name, of a class that is made without arguments
+    SOLUTION = "class Solution"  # a method of that name, of a class constructed without arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """A program, or what keeps a completion from being one."""
+    """A program, or the reason why a completion is not one."""
 
     source: str
     style: Style | None
     error: str | None = None
-    parses: bool = True  # false where no reading is Python at all
+    parses: bool = True  # false if no reading is valid Python
 
 
 def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assembled:
@@ -176,13 +176,13 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
 
     Args:
         completion: what the model wrote.
-        entry_point: the function or class that is asked for.
-        prompt: code that ends in that function's signature and docstring; empty where the task
-            is told in words alone.
+        entry_point: the requested function or class.
+        prompt: code that ends in that function's signature and docstring; empty if the task is
+            stated only in words.
 
     Returns:
-        The program, with the prompt's imports and helpers; where there is none, the completion
-        behind the prompt and the error of reading it so.
+        The program, with the prompt's imports and helpers; or, if no reading is a program, the
+        completion appended to the prompt and the resulting error.
     """
     text, futures = _FUTURE.subn("", completion.replace("\r\n", "\n"))
     context = above(prompt, entry_point)
@@ -205,7 +205,7 @@ def assemble(completion: str, *, entry_point: str, prompt: str = "") -> Assemble
 
 
 def _texts(completion: str, entry_point: str) -> Iterator[str]:
-    """Yield what may be the code: the last block that gives the function, or else everything."""
+    """Yield candidate code: the last block that defines the function, or else any part."""
     blocks = [block for block in blocks_in(completion) if block.language in _PYTHON]
     flush = [textwrap.dedent(block.text) for block in blocks]
     giving = [place for place, text in enumerate(flush) if _gives(text, entry_point)]
@@ -219,19 +219,19 @@ def _texts(completion: str, entry_point: str) -> Iterator[str]:
         yield "\n".join([*helpers, flush[asked]])
         yield flush[asked]
     if closed:
-        return  # it is the model's last word, though it be no program
+        return  # the model's final answer counts even if it is not a valid program
     fences = list(_FENCE_LINE.finditer(completion))
     above = completion[: fences[0].start()] if fences else ""
-    # What is no program of its own may be the function's body, the last of them; the rest is use.
+    # A block that is not a program by itself may be the function's body; prefer the last of these.
     bodies = [block.text for block, text in zip(blocks, flush, strict=True) if _tree(text) is None]
     texts = [*reversed(bodies), *(block.text for block in blocks)]
-    if len(fences) % 2:  # the last one closes what the prompt or its template opened
+    if len(fences) % 2:  # the unpaired fence closes a block opened by the prompt or its template
         texts = [above, *texts]
     yield from (text for text in [*texts, above, completion] if text.strip())
 
 
 def _gives(text: str, entry_point: str) -> bool:
-    """Tell whether a block is meant to be the function, though it may be broken."""
+    """Return whether a block is meant to define the function, even if it does not parse."""
     name = re.escape(entry_point)
     indent = r"[ \t]*" if _SOLUTION.search(text) else ""
     pattern = rf"^(?:{indent}(?:async\s+)?def|class)\s+{name}\b"
@@ -289,7 +289,7 @@ def _continuations(prompt: str, text: str) -> Iterator[tuple[Style, str]]:
 
 
 def _without_prose(text: str, entry_point: str) -> Iterator[str]:
-    """Yield what begins with a line of code at the margin and holds the last of the function's."""
+    """Yield programs from an unindented line of code on that include the function's definition."""
     lines = text.split("\n")
     starts = [number for number, line in enumerate(lines) if _CODE_LINE.match(line)]
     own = [n for n in starts if _tells(lines[n], entry_point) or _SOLUTION.match(lines[n])]
@@ -302,9 +302,9 @@ def _without_prose(text: str, entry_point: str) -> Iterator[str]:
 
 
 def _longest(start: str, text: str) -> str | None:
-    """Return the longest program of ``start`` and a text, cut at a line at its margin if need be.
+    """Return the longest program of ``start`` and a text, cut before an unindented line if needed.
 
-    A cut below an error leaves it in place, so that each is made at or above the error before it.
+    A cut must be at or above the syntax error, since a cut below it would leave the error in place.
     """
     lines = text.split("\n")
     end = len(lines)
@@ -334,9 +334,9 @@ def _error(source: str) -> str | None:
 def _parsed(source: str) -> ast.Module | Exception:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape in generated code is no news
+            warnings.simplefilter("ignore")  # generated code may contain invalid escapes
             tree = ast.parse(source)
-            compile(tree, "<completion>", "exec", dont_inherit=True)  # return outside a function
+            compile(tree, "<completion>", "exec", dont_inherit=True)  # finds a misplaced return
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return error
     return tree
@@ -396,7 +396,7 @@ def _lines(node: ast.stmt) -> range:
 
 
 def above(prompt: str, entry_point: str) -> str:
-    """Return the prompt's imports and helpers: what stands above the function."""
+    """Return the part of the prompt above the function: imports and helpers."""
     tree = _tree(f"{prompt.rstrip()}\n{_INDENT}pass\n")
     for node in tree.body if tree else []:
         if isinstance(node, _FUNCTIONS) and node.name == entry_point:

@@ -19,27 +19,27 @@ from mens_exp.planning.extension import extension_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-# What a declared factor of a group may move among the content hashes of the inputs.
+# Content hashes of inputs that a declared factor of each group may change.
 _MOVES: dict[str, tuple[str, ...]] = {
     "model": (
         *("base_weights_sha256", "base_config_sha256", "base_code_sha256"),
         *("tokenizer_sha256", "chat_template_sha256"),
-        "teacher.",  # the base itself, unless the objective names another
+        "teacher.",  # the teacher is the base unless the objective names another model
     ),
     "tokenizer": ("tokenizer_sha256", "chat_template_sha256"),
     "data": ("data.",),
     "objective": ("teacher.",),
 }
-# Hashes that runs of an earlier release lack.
+# Hashes that runs of earlier releases lack.
 _LATER = frozenset({"base_config_sha256", "base_code_sha256"})
 _ENCODED = ("data.train_sha256", "data.val_sha256")
-# Settings of `data` that cut the same rows in another way.
+# Settings of `data` that only divide the same rows differently.
 _CUT = frozenset({"data.seq_len", "data.micro_batch_size", "data.packing", "data.truncation"})
 _BACKEND = "backend"
 
 Record = dict[str, Any]
 Implied = tuple[dict[str, Any], dict[str, Any]]
-"""The settings that two backends imply where these differ: the first one's, the second one's."""
+"""The settings that two backends imply differently, by the first and by the second backend."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,8 @@ class Guard:
 
     Attributes:
         confounded_by: undeclared differences, in words; empty for a clean contrast.
-        environment: differences of machine and versions, which are labelled and refuse nothing.
-        moved_inputs: content hashes that a declared factor moves by its nature.
+        environment: differences of machine and versions, which are labelled but not confounders.
+        moved_inputs: content hashes that a declared factor inherently changes.
     """
 
     confounded_by: tuple[str, ...]
@@ -66,11 +66,11 @@ def guard(
     """Compare two runs, one of each arm.
 
     Args:
-        arm: ``contract`` (its record), ``inputs`` (content hashes by dotted name),
-            ``provenance`` and ``numerics`` (the forms that its step was computed in) of one run.
-        reference: likewise.
-        factors: declared: dotted settings, or groups.
-        implied: of the two backends, where `backend` is a factor.
+        arm: ``contract`` (recorded), ``inputs`` (content hashes by dotted name), ``provenance``
+            and ``numerics`` (implementations that computed its step) of one run.
+        reference: the same of a run of the reference.
+        factors: declared factors: dotted settings, or groups.
+        implied: implied settings of the two backends, if `backend` is a factor.
     """
     mine = without_seed(arm["contract"])
     made = applied(mine, without_seed(reference["contract"]), factors, implied)
@@ -112,13 +112,12 @@ def applied(
     """Return the target's record with the source's values of the factors.
 
     Args:
-        source: a contract's record, whose values are taken.
-        target: the record that they are put into.
+        source: the contract to take values from.
+        target: the contract to put them into.
         factors: dotted settings, or groups.
-        implied: settings that the source's backend and the target's imply, where they differ.
-            One that stands in the target as its backend implies it becomes what the source's
-            backend implies; one that was set by hand stays, and so does one that is the same in
-            both: what arms share sets them not apart.
+        implied: differing implied settings of the source's and the target's backends. A setting
+            with the value implied by the target's backend gets the value implied by the source's.
+            Settings that were set by hand, or are equal in both contracts, stay unchanged.
     """
     made: Record = copy.deepcopy(dict(target))
     mine, theirs = source.get("settings") or {}, made.setdefault("settings", {})
@@ -128,7 +127,7 @@ def applied(
     if _BACKEND in factors and implied is not None:
         ours, before = implied
         for path in ours.keys() | before.keys():
-            # A path that is no setting of the other schema is absent there, which is its value.
+            # A path that the other schema does not have is absent there, which counts as its value.
             shared = mine.get(path) == theirs.get(path)
             if path not in paths and not shared and theirs.get(path) == before.get(path):
                 _put(theirs, path, ours.get(path))
@@ -140,12 +139,12 @@ def applied(
 
 
 def implied_by(compose: Callable[[str], Mapping[str, Any]], arm: str, reference: str) -> Implied:
-    """Return differing implications of two backends, apart from their own settings.
+    """Return the settings outside `backend` whose implied values differ between two backends.
 
     Args:
-        compose: from a backend's option to the learned settings of a run with nothing else told.
+        compose: returns the learned settings of a run with only this option of `backend` set.
         arm: the option of one arm.
-        reference: that of the other.
+        reference: the option of the other.
     """
     one, other = (dict(compose(name)) for name in (arm, reference))
     paths = [
@@ -170,7 +169,7 @@ def _put(settings: Record, path: str, value: Any) -> None:
 def _put_parts(made: Record, source: Mapping[str, Any], path: str, *, keep: bool) -> None:
     """Copy the parts of the contract that derive from a setting."""
     if not keep:
-        return  # the source set it by hand, so that the contract's part is not the implied one
+        return  # the source set it by hand, so its part of the contract is not the implied one
     for part in contract_parts(path):
         group, _, field = part.partition(".")
         value = copy.deepcopy(source.get(group))
@@ -181,7 +180,7 @@ def _put_parts(made: Record, source: Mapping[str, Any], path: str, *, keep: bool
 
 
 def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Iterable[str]:
-    """Name the settings that the two still differ in."""
+    """Yield the settings in which two contracts still differ."""
     ours, theirs = (record.get("settings") or {} for record in (target, made))
     for path in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(path), theirs.get(path)
@@ -190,7 +189,7 @@ def _other_settings(target: Mapping[str, Any], made: Mapping[str, Any]) -> Itera
 
 
 def _extended_apart(arm: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterable[str]:
-    """Say how the schedules of two arms differ if not both were extended at the same steps."""
+    """Describe differing schedules of two arms, unless both were extended at the same steps."""
     parts = ((one.get("exec") or {}).get("extensions") or [] for one in (arm, reference))
     if next(parts) != next(parts):
         words = (" and ".join(extension_words(one)) for one in (arm, reference))
@@ -204,7 +203,7 @@ def _implied_apart(
     factors: Sequence[str],
     implied: Implied | None,
 ) -> list[str]:
-    """Name the settings that the two backends imply, and that the two arms differ in."""
+    """List the implied settings in which the two arms differ."""
     if _BACKEND not in factors or implied is None:
         return []
     mine, theirs = (one["contract"].get("settings") or {} for one in (arm, reference))
@@ -213,7 +212,7 @@ def _implied_apart(
 
 
 def _moved_by(factors: Sequence[str]) -> Callable[[str], bool]:
-    """Return a test for the inputs that the factors may move."""
+    """Return a predicate for the inputs that the factors may change."""
     of_rows = [factor for factor in factors if factor not in _CUT]
     groups = {factor.partition(".")[0] for factor in of_rows}
     moved = [name for group in groups & _MOVES.keys() for name in _MOVES[group]]
@@ -244,7 +243,7 @@ def _environment(arm: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterab
 
 
 def _numerics(arm: Mapping[str, str], reference: Mapping[str, str]) -> Iterable[str]:
-    """Name the parts of a step that are computed in different forms, and round otherwise."""
+    """Yield the parts of a step whose implementations, and so their rounding, differ."""
     for part in sorted(arm.keys() | reference.keys()):
         if arm.get(part) != reference.get(part):
             yield f"numerics of {part}"

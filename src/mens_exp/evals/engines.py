@@ -40,10 +40,10 @@ class Generation:
     """The generation settings of answers.
 
     Attributes:
-        max_new_tokens: the longest answer.
+        max_new_tokens: maximum length of an answer.
         batch_size: prompts completed together.
-        temperature: 0: the most likely token; above 0: tokens are sampled.
-        top_p: the share of the probability that they are drawn from.
+        temperature: sampling temperature; 0 means greedy decoding.
+        top_p: probability mass of nucleus sampling.
     """
 
     max_new_tokens: int
@@ -54,7 +54,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A conversation to answer; `seed` is of the drawing, and `stop` ends the answer."""
+    """A conversation to answer, with the seed of sampling and the texts that stop the answer."""
 
     messages: tuple[Message, ...]
     seed: int
@@ -66,13 +66,13 @@ class Completion:
     """An answer.
 
     Attributes:
-        text: without the stop text.
-        tokens_in: tokens of the prompt; None if not counted.
-        tokens_out: tokens generated, the end marker included; None as above.
-        is_finished: whether it ended by itself, or at a stop text.
-        latency_ms: from the reading of the prompt to the end of the answer; of a batch of vLLM, all
-            of it; None where it was there before.
-        problem: why there is none; None where there is one.
+        text: the answer without the stop text.
+        tokens_in: prompt tokens; None if not counted.
+        tokens_out: generated tokens including the end marker; None if not counted.
+        is_finished: whether it ended with the end marker, or at a stop text.
+        latency_ms: time from prompt to complete answer, of the whole batch with vLLM; None if the
+            answer already existed.
+        problem: the reason why there is no answer; None if there is one.
     """
 
     text: str
@@ -87,7 +87,7 @@ class Engine(Protocol):
     """Answers conversations."""
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answer each of them, in their order."""
+        """Answer the requests, in order."""
 
 
 def seed_of(seed: int, item_id: str, sample: int, attempt: int) -> int:
@@ -96,7 +96,7 @@ def seed_of(seed: int, item_id: str, sample: int, attempt: int) -> int:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return a text up to the first of the stop texts in it, and whether there was one."""
+    """Return a text up to its first stop text, and whether there was one."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return (text[: min(places)], True) if places else (text, False)
 
@@ -111,9 +111,9 @@ def in_batches(
     """Answer requests batch by batch, in order; prompts over ``room`` tokens get no answer.
 
     Args:
-        requests: what is asked.
-        prompts: the ids of each.
-        room: tokens that a prompt may have.
+        requests: the requests.
+        prompts: token ids of each prompt.
+        room: maximum number of prompt tokens.
         batch_size: requests answered together.
         answer: answers one batch.
     """
@@ -126,8 +126,8 @@ def in_batches(
     return [made[i] for i in range(len(requests))]
 
 
-# The way in which prompts share batches, for scorecards: until 1, each batch waited for its longest
-# answer; now an answer that ends makes room for the next prompt.
+# Version of batching, for scorecards. 1: a batch waits for its longest answer; 2: a finished answer
+# makes room for the next prompt.
 BATCHING = 2
 
 
@@ -135,11 +135,11 @@ class GraphEngine:
     """``eval.engine=hf``: the model in this process, with its adapter or inside ``base_only``."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer, generation: Generation) -> None:
-        """Take the graph, and the tokenizer with the chat template of training."""
+        """Use a model, and a tokenizer with the chat template of training."""
         self.backend, self.tokenizer, self.generation = backend, tokenizer, generation
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answer each of them; one that ends makes room for the next."""
+        """Answer the requests; a finished answer makes room for the next prompt."""
         prompts = self.tokenizer.encode_prompts([list(one.messages) for one in requests])
         room = self.backend.max_positions - self.generation.max_new_tokens
         return in_batches(requests, prompts, room, max(1, len(requests)), self._answers)
@@ -197,7 +197,7 @@ def _no_room(tokens: int, room: int) -> Completion:
     )
 
 
-_TIMEOUT_S = 600.0  # of one answer; a CPU writes 512 tokens of an 8B model in less
+_TIMEOUT_S = 600.0  # per answer; an 8B model on a CPU generates 512 tokens in less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,9 +206,9 @@ class ServerEngine:
 
     Attributes:
         base_url: ``http://<host>:<port>/v1``.
-        model: the server's name of it.
-        generation: how answers are made; `batch_size` requests are under way at once.
-        api_key_env: the environment variable that holds the key; None sends none.
+        model: the server's name of the model.
+        generation: generation settings; `batch_size` is the number of concurrent requests.
+        api_key_env: the environment variable with the API key; None sends none.
     """
 
     base_url: str
@@ -217,11 +217,11 @@ class ServerEngine:
     api_key_env: str | None = None
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answer each of them, several under way at once.
+        """Answer the requests, several concurrently.
 
         Raises:
             ConfigError: the variable with the key is not set.
-            SetupError: the server cannot be reached, or refuses, or says what is no answer.
+            SetupError: the server cannot be reached, refuses, or sends an invalid reply.
         """
         headers = self._headers()
         with ThreadPoolExecutor(self.generation.batch_size) as pool:
@@ -268,7 +268,7 @@ class ServerEngine:
             "temperature": generation.temperature,
         }
         if generation.temperature > 0:
-            # 31 bits: what servers that hold it in a signed integer accept.
+            # 31 bits, because some servers store the seed in a signed 32-bit integer.
             body |= {"top_p": generation.top_p, "seed": request.seed % 2**31}
         return body | ({"stop": list(request.stop)} if request.stop else {})
 
@@ -298,7 +298,7 @@ class ServerEngine:
 
 
 def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
-    """Return messages and tools as the protocol has them: arguments of calls are JSON texts."""
+    """Return messages and tools in the protocol's form, in which call arguments are JSON texts."""
     turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
     for turn in turns:
         if "tool_calls" in turn:
@@ -337,14 +337,14 @@ def vllm_problems_here() -> Iterator[MensError]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """The model that vLLM is to load.
+    """The model for vLLM to load.
 
     Attributes:
         base: directory of the base model.
-        max_lora_rank: room for an adapter, one of vLLM's values; None where the base answers alone.
-        dtype: of the computation.
-        max_positions: tokens of prompt and answer.
-        trust_remote_code: whether code that comes with the model may run.
+        max_lora_rank: maximum rank of the adapter, one of vLLM's values; None without an adapter.
+        dtype: dtype of the computation.
+        max_positions: maximum tokens of prompt and answer together.
+        trust_remote_code: whether the model's own code may run.
     """
 
     base: Path
@@ -394,20 +394,20 @@ class VllmEngine:
         max_positions: int,
         adapter: Path | None,
     ) -> None:
-        """Take what `open_vllm` gave.
+        """Use an engine opened by `open_vllm`.
 
         Args:
-            engine: the open vLLM.
-            tokenizer: with the chat template of training.
-            generation: how answers are made; `batch_size` requests are handed over at once.
-            max_positions: tokens of prompt and answer.
-            adapter: a PEFT directory; None asks the base alone.
+            engine: the engine.
+            tokenizer: the tokenizer, with the chat template of training.
+            generation: generation settings; `batch_size` requests are submitted at a time.
+            max_positions: maximum tokens of prompt and answer together.
+            adapter: a PEFT directory; None means the base alone.
         """
         self.engine, self.tokenizer, self.generation = engine, tokenizer, generation
         self.max_positions, self.adapter = max_positions, adapter
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answer each of them, in their order."""
+        """Answer the requests, in order."""
         prompts = self.tokenizer.encode_prompts([list(one.messages) for one in requests])
         room = self.max_positions - self.generation.max_new_tokens
         return in_batches(requests, prompts, room, self.generation.batch_size, self._batch)

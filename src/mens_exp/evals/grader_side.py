@@ -28,8 +28,8 @@ import types
 from typing import Any, NoReturn, cast
 
 _OFTEN = ("copy", "functools", "itertools", "math", "random", "re", "string", "typing")
-_MOST_BYTES = 64 * 2**20  # of one message
-_DEEP = 3000  # frames; an answer's own limit is Python's usual one
+_MOST_BYTES = 64 * 2**20  # per message
+_DEEP = 3000  # recursion limit of the tests; an answer has Python's default
 _UNARY = frozenset(
     f"__{name}__"
     for name in (
@@ -69,7 +69,7 @@ class Handle:
     __slots__ = ("_Handle__connection", "_Handle__number")
 
     def __init__(self, connection: Connection, number: int) -> None:
-        """Keep its number, out of the way of its own attributes."""
+        """Store the object's number under names that its own attributes do not have."""
         object.__setattr__(self, "_Handle__connection", connection)
         object.__setattr__(self, "_Handle__number", number)
 
@@ -89,7 +89,7 @@ class Handle:
 
 
 def number_of(handle: Handle) -> int:
-    """Return its number in the answer's process."""
+    """Return the object's number in the answer's process."""
     return int(object.__getattribute__(handle, "_Handle__number"))
 
 
@@ -103,7 +103,7 @@ def _through(name: str) -> Any:
 
 
 def _between(name: str) -> Any:
-    """Return an operator that reaches the answer for objects of its own alone."""
+    """Return an operator that is forwarded only if both operands are the answer's objects."""
     asked = _through(name)
 
     def method(self: Handle, other: Any) -> Any:
@@ -113,20 +113,20 @@ def _between(name: str) -> Any:
 
 
 class Connection:
-    """The socket to the answer's process, and what each side holds of the other."""
+    """The socket to the answer's process, and the handles that each side holds."""
 
     def __init__(self, one: socket.socket, stop: Any, *, of_class: bool) -> None:
-        """Begin with nothing held."""
+        """Start without handles."""
         self.socket = one
-        self.stop = stop  # gives a verdict and ends, where tests could catch an exception
-        self.of_class = of_class  # the task is a class: its operators are what is tested
+        self.stop = stop  # reports a verdict and exits; the tests could catch an exception
+        self.of_class = of_class  # the task is a class, and tests check its operators
         self.kinds: dict[Any, type] = {}
         self.handles: dict[int, Any] = {}
         self.given: list[Any] = []
         self.raised: dict[Any, type[BaseException]] = {}
 
     def request(self, operation: str, target: Any, arguments: Any, named: Any = None) -> Any:
-        """Have the answer's process do something; raise what it raises."""
+        """Let the answer's process perform an operation; return or raise its result."""
         sender = Sender(self)
         error = None
         sent_target = sender.value(target)
@@ -171,7 +171,7 @@ class Connection:
         self._write(reply)
 
     def error_class(self, names: Any) -> type[BaseException]:
-        """Return the builtin exception, or a class below the first of them, of its name."""
+        """Return the builtin exception, or a subclass of the nearest one with the given name."""
         if type(names) is not list or not all(type(name) is str for name in names):
             raise RefusedError("no exception")
         key = tuple(names)
@@ -191,7 +191,7 @@ class Connection:
             error = kind(*args)
             if str(error) == text:
                 return error
-        except Exception:  # such as OSError, which says more than it is given
+        except Exception:  # this class cannot be constructed from its arguments
             pass
         made: Any = type(
             kind.__name__, (kind,), {"__str__": lambda _: text, "__module__": "solution"}
@@ -201,7 +201,7 @@ class Connection:
         return cast("BaseException", error)
 
     def handle(self, number: Any, name: Any, own_equality: Any, offers: Any) -> Any:
-        """Return the proxy of an object; one object has one."""
+        """Return the proxy of an object; each object has only one."""
         if type(number) is not int or type(name) is not str or type(offers) is not list:
             raise RefusedError("no handle")
         if number not in self.handles:
@@ -215,7 +215,7 @@ class Connection:
         members: dict[str, Any] = {"__slots__": (), "__hash__": object.__hash__}
         own_operators = {*_UNARY, *(_BINARY if self.of_class else ())}
         if self.of_class:
-            own_operators.add("__contains__")  # else `in` compares each element here
+            own_operators.add("__contains__")  # otherwise `in` would compare each element here
         for one in offers:
             if one in own_operators:
                 members[one] = _through(one)
@@ -264,13 +264,13 @@ class Sender:
     """Encodes the values of one request in a form that can be marshalled."""
 
     def __init__(self, connection: Connection) -> None:
-        """Begin with nothing sent."""
+        """Start without known containers."""
         self.connection = connection
         self.known: list[Any] = []
         self.numbers: dict[int, int] = {}
 
     def value(self, value: Any) -> Any:
-        """Return a scalar, or a tuple with a tag."""
+        """Encode a value as a scalar or a tagged tuple."""
         kind: Any = type(value)
         if kind in {int, str, float, bool, type(None), bytes}:
             return value
@@ -335,7 +335,7 @@ class Maker:
     """Reconstructs the values of one reply; invalid values are refused."""
 
     def __init__(self, connection: Connection, known: list[Any]) -> None:
-        """Know the arguments of the request, by their numbers."""
+        """Register the arguments of the request under their numbers."""
         self.connection = connection
         self.known: dict[int, Any] = dict(enumerate(known))
 
@@ -354,7 +354,7 @@ class Maker:
             raise RefusedError(f"no value: {error}") from error
 
     def change(self, sent: Any) -> None:
-        """Do to the arguments what the answer did to its copies of them."""
+        """Apply the answer's changes of its copies to the arguments."""
         if sent is None:
             return
         if type(sent) is not list:
@@ -379,19 +379,19 @@ class Maker:
         return made
 
     def list_(self, number: Any, *parts: Any) -> Any:
-        """Return the list of a number, with these items."""
+        """Return the list with this number, with these items."""
         return self._container(number, list, parts)
 
     def dict_(self, number: Any, *parts: Any) -> Any:
-        """Return the dictionary of a number: a key, its value, the next key."""
+        """Return the dictionary with this number, from alternating keys and values."""
         return self._container(number, dict, parts)
 
     def set_(self, number: Any, *parts: Any) -> Any:
-        """Return the set of a number."""
+        """Return the set with this number."""
         return self._container(number, set, parts)
 
     def bytearray_(self, number: Any, text: Any) -> Any:
-        """Return the bytearray of a number."""
+        """Return the bytearray with this number."""
         made = self.known.setdefault(number, bytearray())
         if type(made) is not bytearray:
             raise RefusedError("another container")
@@ -403,12 +403,12 @@ class Maker:
         return _OF_LIBRARY[name](*map(self.value, parts))
 
     def of_builtins(self, name: Any) -> Any:
-        """Return a type of Python itself, no function."""
+        """Return a builtin type or constant; functions are refused."""
         found = getattr(builtins, name)
         return found if isinstance(found, type) or name in _CONSTANTS else self._no_value()
 
     def given(self, number: Any) -> Any:
-        """Return what the answer was given."""
+        """Return the tests' own object that the answer was given."""
         return self.connection.given[number][1] if number >= 0 else self._no_value()
 
     def error_class(self, number: Any, names: Any) -> Any:
@@ -451,7 +451,7 @@ def judged(job: Any, one: socket.socket, stop: Any) -> tuple[str, str, int | Non
     line = None
     try:
         for code in job["before"]:
-            exec(compile(code, "before.py", "exec"), space)  # the task's own
+            exec(compile(code, "before.py", "exec"), space)  # trusted code of the task
         tests = ast.parse(job["tests"])
         connection = Connection(one, stop, of_class=job["of_class"])
         wanted = _free(tests) - set(space) - set(dir(builtins)) | {job["entry_point"]}
@@ -459,7 +459,7 @@ def judged(job: Any, one: socket.socket, stop: Any) -> tuple[str, str, int | Non
         if type(found) is not dict:
             stop("refused", "no names", None)
         space.update({name: found[name] for name in wanted if name in found})
-        exec(compile(tests, "tests.py", "exec"), space)  # as above
+        exec(compile(tests, "tests.py", "exec"), space)  # likewise
     except BaseException as error:  # also SystemExit
         frame = error.__traceback__
         while frame is not None:
@@ -487,7 +487,7 @@ def _free(tests: ast.Module) -> set[str]:
 def _said(error: BaseException) -> str:
     try:
         return str(error)[:400].encode("utf-8", "replace").decode()
-    except Exception:  # its own
+    except Exception:  # raised by the exception's own __str__
         return ""
 
 
@@ -501,7 +501,7 @@ def judge_one(result: socket.socket, one: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"] + 1))
     sys.setrecursionlimit(_DEEP)
     quiet = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # the tests' own prints go nowhere
+    for fd in (0, 1, 2):  # discard the tests' output
         os.dup2(quiet, fd)
 
     def stop(*verdict: Any) -> NoReturn:
@@ -517,7 +517,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for name in _OFTEN:  # once, instead of in every fork
         importlib.import_module(name)
-    gc.freeze()  # its pages stay shared
+    gc.freeze()  # keeps the pages shared with the forks
     while True:
         data, fds, _, _ = socket.recv_fds(control, 16, 2)
         if not data:

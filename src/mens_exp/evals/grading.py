@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 _PYTHON: Final = (PYTHON, "-s", "-S", "-B", "main.pyc")
 _ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-_MORE_S: Final = 2.0  # for the grader to find that the answer's time was over
-_MORE_MIB: Final = 128  # the grader's own, beside the values of the answer
-# Of the grader itself; what it makes of one answer has limits of its own.
+_MORE_S: Final = 2.0  # additional time for the grader to notice that the answer has timed out
+_MORE_MIB: Final = 128  # additional memory for the grader besides the answer's values
+# Limits of the grader itself; each fork for an answer has separate limits.
 _GRADER: Final = Limits(memory_mib=2**20, cpu_s=86_400, processes=256, file_mib=1)
 _STARTING: Final = threading.Lock()
 _GRADERS: Final[weakref.WeakKeyDictionary[Any, Grader]] = weakref.WeakKeyDictionary()
@@ -51,12 +51,12 @@ class Graded:
     """The grader's verdict on an answer.
 
     Attributes:
-        said: ``passed``; ``raised``; ``ended``, by the answer's process; ``refused``, what it wrote
-            being no value; or ``lost``, where the grader was killed at a limit.
-        error: the type of what was raised; empty otherwise.
-        message: its message, or why something was refused.
-        line: the line of the tests that it was raised from.
-        execution: of the answer's process.
+        said: ``passed``; ``raised``; ``ended``, if the answer's process ended early; ``refused``,
+            if it wrote an invalid value; or ``lost``, if the grader was killed at a limit.
+        error: type of the raised exception; empty otherwise.
+        message: its message, or the reason for the refusal.
+        line: the line of the tests that raised it.
+        execution: execution of the answer's process.
     """
 
     said: str
@@ -70,7 +70,7 @@ class Grader:
     """A process that forks a test process for each answer."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        """Start it."""
+        """Start the process."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             program = replace(_program("grader_side.py"), channel=theirs.fileno())
@@ -79,11 +79,11 @@ class Grader:
 
     @property
     def is_running(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process accepts answers."""
         return self._service.is_running
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._finalizer()
 
     def grade(
@@ -92,10 +92,10 @@ class Grader:
         """Run one answer and its tests; safe to call from several threads.
 
         Args:
-            sandbox: of the answer.
-            files: of the answer, ``solution.py`` among them.
-            job: for `grader_side.py`: tests, what stands before them, the entry point.
-            limits: of the answer. The grader may wait a little longer, and use a little more.
+            sandbox: sandbox of the answer.
+            files: files of the answer, including ``solution.py``.
+            job: the job for `grader_side.py`: tests, code before them, and the entry point.
+            limits: limits of the answer; the grader's are slightly higher.
 
         Raises:
             SetupError: a sandbox could not be made.
@@ -117,7 +117,7 @@ class Grader:
             try:
                 execution = sandbox.run(program, limits)
             finally:
-                with contextlib.suppress(OSError):  # whoever still holds it: it is over
+                with contextlib.suppress(OSError):  # ends the connection even if a child holds it
                     answering.shutdown(socket.SHUT_RDWR)
             verdict = _received(result)
         if not verdict and not self.is_running:
@@ -133,12 +133,12 @@ class Grader:
         return Graded(said=said, error=error, message=message, line=line, execution=execution)
 
     def _hand_over(self, judging: socket.socket, asking: socket.socket) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen by the missing word
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # no verdict will follow
             socket.send_fds(self._control, [b"answer"], [judging.fileno(), asking.fileno()])
 
 
 def grader_of(sandbox: Sandbox) -> Grader:
-    """Return the grader of a sandbox, started at the first call and after it has ended."""
+    """Return the grader of a sandbox; start it if it is not running."""
     with _STARTING:
         found = _GRADERS.get(sandbox)
         if found is None or not found.is_running:
@@ -147,22 +147,22 @@ def grader_of(sandbox: Sandbox) -> Grader:
 
 
 def _close(control: socket.socket, service: Service, pid: int) -> None:
-    if os.getpid() != pid:  # a fork of the process that started it
+    if os.getpid() != pid:  # this is a fork of the process that started the grader
         control.close()
         return
     with contextlib.suppress(OSError):
-        control.shutdown(socket.SHUT_RDWR)  # also where a fork still holds it
+        control.shutdown(socket.SHUT_RDWR)  # takes effect even if a fork still holds the socket
     control.close()
     service.close()
 
 
 def _send(to: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # as above
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # likewise
         to.sendall(len(data).to_bytes(4, "little") + data)
 
 
 def _received(result: socket.socket) -> bytes:
-    """Return what the grader wrote until it ended; it is killed at its own limit."""
+    """Return everything that the grader's fork wrote until it ended, at the latest at its limit."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := result.recv(65_536):
@@ -176,7 +176,7 @@ def _program(name: str) -> Program:
 
 @functools.cache
 def _compiled(name: str) -> bytes:
-    """Return a program of this package as bytecode: compiling it anew would take milliseconds."""
+    """Return a program of this package as bytecode; cached, since compiling takes milliseconds."""
     source = Path(__file__).with_name(name).read_text("utf-8")
     code = compile(source, name, "exec", dont_inherit=True, optimize=2)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
@@ -187,10 +187,10 @@ class Verdict(StrEnum):
 
     PASSED = "passed"
     SYNTAX_ERROR = "syntax_error"  # no reading of it is a program; nothing was executed
-    COMPILE_ERROR = "compile_error"  # the compiler refused it
-    NO_FUNCTION = "no_function"  # a program, without the function that is asked for
-    ASSERTION = "assertion"  # a test said no
-    EXCEPTION = "exception"  # it raised, on its own or in a test
+    COMPILE_ERROR = "compile_error"  # rejected by the compiler
+    NO_FUNCTION = "no_function"  # a program without the requested function
+    ASSERTION = "assertion"  # a test failed
+    EXCEPTION = "exception"  # raised by the answer, also inside a test
     TIMEOUT = "timeout"  # wall or processor time
     MEMORY = "memory"
     OUTPUT = "output"
@@ -204,31 +204,31 @@ class ProgramTask:
     """A function to write, and the tests that it must pass."""
 
     id: str
-    prompt: str  # what the model is given
+    prompt: str  # the model's prompt
     entry_point: str
-    tests: str  # statements that raise where the function is wrong
-    code: str = ""  # the part of the prompt that the program begins with
+    tests: str  # statements that raise if the function is wrong
+    code: str = ""  # code of the prompt that the program starts with
     setup: str = ""  # statements before the program
     reference: str  # a completion that passes
 
     @property
     def asks_for_class(self) -> bool:
-        """Whether the entry point is a class: then what its objects' operators say is tested."""
+        """Whether the entry point is a class, whose operators are then tested too."""
         pattern = rf"^class\s+{re.escape(self.entry_point)}\b"
         return re.search(pattern, self.reference, re.MULTILINE) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """The verdict on one completion, and what it rests on."""
+    """The verdict on one completion, with its evidence."""
 
     task: str
     verdict: Verdict
     detail: str | None  # the exception's type and message
-    test: str | None  # the statement of the tests that failed
+    test: str | None  # the failed statement of the tests
     style: Style | None
     source: str
-    execution: Execution | None  # None where nothing was executed
+    execution: Execution | None  # None if nothing was executed
 
 
 OF_OUTCOME: Final = {
@@ -239,7 +239,7 @@ OF_OUTCOME: Final = {
     Outcome.files: Verdict.FILES,
     Outcome.killed_signal: Verdict.CRASHED,
 }
-"""Verdicts that a limit, or a signal, has already given."""
+"""Verdicts that follow from a limit or a signal."""
 
 _OF_ERROR: Final = {"AssertionError": Verdict.ASSERTION, "MemoryError": Verdict.MEMORY}
 
@@ -251,10 +251,10 @@ def check_all(
     limits: Limits,
     workers: int | None = None,
 ) -> list[Checked]:
-    """Judge one completion of each task, several at once, in their order.
+    """Judge one completion of each task, several at once, in order.
 
     Raises:
-        SetupError: the sandbox broke.
+        SetupError: the sandbox failed.
     """
     read = [
         assemble(text, entry_point=task.entry_point, prompt=task.code)
@@ -287,7 +287,7 @@ def _solution(task: ProgramTask, source: str) -> str:
 
 
 def _job(task: ProgramTask) -> dict[str, Any]:
-    """Return what the grader is given: the tests, and what they use that is the task's own."""
+    """Return the grader's job: the tests, and the task's own code that they use."""
     helpers = above(task.code, task.entry_point)
     return {
         "tests": task.tests,
@@ -316,20 +316,20 @@ def _checked(task: ProgramTask, read: Assembled, graded: Graded | None) -> Check
 
 
 def _statement(tests: str, line: int) -> str | None:
-    """Return the smallest statement of the tests that a line is of; None where it is of none."""
+    """Return the smallest statement of the tests that includes a line; None if there is none."""
     found = [
         node
         for node in ast.walk(ast.parse(tests))
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
     if not found:
-        return None  # a decorator's line, or of a solution that calls its own code tests.py
+        return None  # a decorator's line, or a line of an answer whose code is named tests.py
     smallest = min(found, key=lambda node: (node.end_lineno or node.lineno) - node.lineno)
     return textwrap.dedent(ast.get_source_segment(tests, smallest, padded=True) or "").strip()
 
 
 def _verdict(graded: Graded) -> tuple[Verdict, str | None, int | None]:
-    """Return what came of it, the exception, and the line of the tests that it was raised from."""
+    """Return the verdict, the exception, and the line of the tests that raised it."""
     limit = OF_OUTCOME.get(graded.execution.outcome)
     if limit is not None:
         return limit, None, None

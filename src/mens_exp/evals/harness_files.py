@@ -33,7 +33,7 @@ class _Function(str):
     __slots__ = ()
 
 
-class _Loader(YAML_LOADER):  # type: ignore[misc,valid-type]  # in C where there is one
+class _Loader(YAML_LOADER):  # type: ignore[misc,valid-type]  # libyaml's if available
     """A YAML loader with the harness's custom tag."""
 
 
@@ -50,11 +50,11 @@ class TaskFiles:
     """The content of a directory of task files.
 
     Attributes:
-        directory: where they lie.
+        directory: the directory.
         tasks: names of single tasks, sorted.
-        names: those, and names of groups and tags.
-        sha256: content hash of each file that the tasks are made of, by its path relative to the
-            directory, or by the path in the task files if it is elsewhere.
+        names: names of tasks, groups and tags.
+        sha256: content hash of each file that the tasks depend on, by its path relative to the
+            directory, or by its path in the task files if it is elsewhere.
     """
 
     directory: Path
@@ -64,16 +64,16 @@ class TaskFiles:
 
 
 def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
-    """Read every task file of a directory and those below it.
+    """Read every task file in a directory and below it.
 
     Args:
-        directory: of the user's own.
-        calls_functions: whether Python that they name may be run in this process.
+        directory: the user's directory.
+        calls_functions: whether Python functions that the files name may run in this process.
 
     Raises:
-        DataError: there is none, or one of them is not a task file, wants code to be executed, or
-            wants data from elsewhere.
-        ConfigError: one names Python, and that may not be run.
+        DataError: there is no task file, or one is invalid, executes code, or needs data that are
+            not local.
+        ConfigError: a file names Python functions, which may not run.
         Problems: several of these.
     """
     if not directory.is_dir():
@@ -110,13 +110,13 @@ def read_task_files(directory: Path, *, calls_functions: bool) -> TaskFiles:
     )
 
 
-_File = tuple[dict[str, Any], list[Path]]  # its values, and what they come from
+_File = tuple[dict[str, Any], list[Path]]  # its values, and the files that they come from
 
 
 def _read(
     path: Path, known: dict[Path, _File], chain: tuple[Path, ...] = ()
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Return a file over those that it includes, and all of these; each file is read once."""
+    """Return a file merged over its includes, and the paths of all of them; read each once."""
     place = path.resolve()
     if place in known:
         return known[place]
@@ -192,7 +192,7 @@ def _foreign_data(value: dict[str, Any], path: Path) -> Iterator[DataError]:
 def _is_directory(named: str) -> bool:
     try:
         return Path(named).is_dir()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
@@ -213,7 +213,7 @@ def _files(named: str) -> list[Path]:
 
 
 def _data(value: Any) -> Iterator[Path]:
-    """Yield the files of data that are named anywhere in a task file."""
+    """Yield the data files named anywhere in a task file."""
     if isinstance(value, list):
         for one in value:
             yield from _data(one)
@@ -229,10 +229,10 @@ def _data(value: Any) -> Iterator[Path]:
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
-    """Yield the files of a directory of data.
+    """Yield the files of a data directory.
 
     Raises:
-        DataError: it has more than data of a task ever have, such as the root of a disk.
+        DataError: it has implausibly many files, such as the root of a disk.
     """
     count = 0
     for place, _, names in os.walk(directory):
@@ -246,7 +246,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
                     expected=f"at most {_MOST_FILES:,}",
                     remedy="name the directory that holds this task's data alone",
                 )
-            if os.path.isfile(path):  # noqa: PTH113  # one that may not be looked at is none
+            if os.path.isfile(path):  # noqa: PTH113  # false for inaccessible files
                 yield path
 
 
@@ -260,7 +260,7 @@ def _hashes(directory: Path, paths: set[Path]) -> dict[str, str]:
 
 
 def _place(directory: Path, path: Path) -> str:
-    """Name a file the same however the directory was named, and no two files alike."""
+    """Return a unique name for a file that does not depend on how the directory was spelled."""
     for inside, of in ((path, directory), (path.resolve(), directory.resolve())):
         if inside.is_relative_to(of):
             return inside.relative_to(of).as_posix()

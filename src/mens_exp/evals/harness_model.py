@@ -3,7 +3,7 @@
 Texts are tokenized as in training, with the same chat template. Texts that are too long are
 truncated from the left, as in the harness's own models.
 
-Shapes: M positions in work at a time, V vocabulary.
+Shapes: M positions processed at a time, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from mens_exp.backends.protocol import Backend
     from mens_exp.tokenizer.load import Tokenizer
 
-_SEED: Final = 1234  # the harness's own, where a task file asks for drawn tokens
-_POSITIONS: Final = 64  # of which logits exist at a time
+_SEED: Final = 1234  # the harness's default, for tasks that sample tokens
+_POSITIONS: Final = 64  # whose logits exist at the same time
 _KNOWN: Final = frozenset({"until", "max_gen_toks", "do_sample", "temperature", "top_p"})
 _DO_NOTHING: Final = frozenset({("num_beams", 1), ("top_k", 0), ("top_k", None)})
 
 
 @dataclass(kw_only=True, slots=True)
 class Asked:
-    """The cost of one document of a task: tokens read and generated, and milliseconds."""
+    """The cost of one document of a task: prompt tokens, generated tokens and milliseconds."""
 
     tokens_in: int = 0
     tokens_out: int = 0
@@ -53,13 +53,13 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, *, max_new_tokens: int, batch_size: int
     ) -> None:
-        """Take the graph.
+        """Wrap a model.
 
         Args:
-            backend: the graph.
-            tokenizer: with the chat template of training.
-            max_new_tokens: the longest answer where a task does not say.
-            batch_size: texts in work together.
+            backend: the model.
+            tokenizer: the tokenizer, with the chat template of training.
+            max_new_tokens: maximum length of an answer if the task sets none.
+            batch_size: number of texts processed together.
         """
         super().__init__()
         self.graph, self.texts = backend, tokenizer
@@ -74,12 +74,12 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that stands before a text without a context."""
+        """The id that precedes a text without a context."""
         return self.eot_token_id if self.texts.bos_id is None else self.texts.bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the chat template, which the harness keeps requests apart by."""
+        """An identifier of the chat template, by which the harness distinguishes requests."""
         return self.texts.template_sha256
 
     def apply_chat_template(
@@ -91,7 +91,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text, behind the begin marker where the tokenizer puts one."""
+        """Return the ids of a text, with the begin marker if the tokenizer adds one."""
         ids = self.texts.encode_all([string])[0]
         bos = self.texts.bos_id
         if add_special_tokens is not False and self.texts.adds_bos and ids[:1] != [bos]:
@@ -102,7 +102,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Return log p (nats) of each continuation, and whether it is the greedy choice."""
+        """Return the log-likelihood (nats) of each continuation, and whether it is the argmax."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         for request, latency_ms, (tokens, _) in zip(
             requests, self._took, self._lengths, strict=True
@@ -115,7 +115,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
-        """Return log p of whole texts, in windows of the model's length."""
+        """Return the log-likelihoods of whole texts, in windows of the model's length."""
         del disable_tqdm
         totals = []
         for request in requests:
@@ -159,7 +159,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [found[place] for place in range(len(texts))]
 
     def _scores(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Return log p of the last tokens of each text, and whether each of them is likeliest."""
+        """Return the log-likelihood of each text's last tokens, and whether all are the argmax."""
         graph: Any = self.graph
         batch = _batch(texts, self.texts.pad_id)
         with torch.inference_mode(), evaluating(graph):
@@ -177,10 +177,10 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [(float(logs_M[part].sum()), bool(likeliest_M[part].all())) for part in parts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Answer each context, until one of its stop texts or an end marker.
+        """Answer each context up to a stop text or an end marker.
 
         Raises:
-            DataError: a task asks for tokens to be drawn in a way that is not known here.
+            DataError: a task requests an unsupported generation option.
         """
         del disable_tqdm
         wanted = [self._wanted(request) for request in requests]
@@ -198,7 +198,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [made[place] for place in range(len(requests))]
 
     def _wanted(self, request: Instance) -> tuple[tuple[int, float, float], tuple[str, ...]]:
-        """Return the longest answer, temperature and top_p of a request, and its stop texts."""
+        """Return the maximum length, temperature and top_p of a request, and its stop texts."""
         options = dict(request.args[1])
         odd = {name for name in options.items() if name[0] not in _KNOWN} - _DO_NOTHING
         if odd:
@@ -267,7 +267,7 @@ class GraphModel(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
 
 def _batch(texts: Sequence[tuple[list[int], int]], pad_id: int) -> Batch:
-    """Right-pad texts without their last tokens, which predict nothing."""
+    """Right-pad texts; their last tokens are dropped, because they predict nothing."""
     width = max(len(ids) - 1 for ids, _ in texts)
     ids_BT = torch.full((len(texts), width), pad_id, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from mens_exp.evals.harness_model import Asked
     from mens_exp.evals.suite import Answer, Runner
 
-_FAR: Final = -100.0  # nats; what is said of a wrong text
+_FAR: Final = -100.0  # nats; the log-likelihood of a wrong text
 
 
 class Known:
-    """A stand-in model for self-tests: it knows every target, and answers right or wrong."""
+    """A mock model for self-tests, which knows every target and answers right or wrong."""
 
     rank, world_size = 0, 1
     tokenizer_name = "none"
 
     def __init__(self, tasks: dict[str, Any], *, is_right: bool) -> None:
-        """Take the harness's tasks by name, and what to say of them."""
+        """Set the harness's tasks by name, and whether to answer right."""
         self.tasks, self.is_right = tasks, is_right
 
     def apply_chat_template(
@@ -59,11 +59,11 @@ class Known:
         return "\n".join(turn["content"] for turn in chat_history)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Answer with the target, or with nothing."""
+        """Answer with the target or with an empty text."""
         return [self._target(one) if self.is_right else "" for one in requests]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Tell how likely each text is, in nats, and whether it is the likeliest."""
+        """Return the log-likelihood of each text in nats, and whether greedy decoding gives it."""
         said = [self._is_target(one) == self.is_right for one in requests]
         return [(0.0, True) if one else (_FAR, False) for one in said]
 
@@ -80,7 +80,7 @@ class Known:
             return True
         gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(request.doc)
         choices = task.doc_to_choice(request.doc)
-        place = request.idx % len(choices)  # beyond them stand the same without a context
+        place = request.idx % len(choices)  # the choices are repeated without a context
         return any(
             one in {place, choices[place]} for one in (gold if isinstance(gold, list) else [gold])
         )
@@ -103,11 +103,11 @@ def event_of(
     """Convert the harness's result for one document to our event.
 
     Args:
-        task: the harness's.
-        first: its sample of the document, of the first filter.
-        asked: what the model was asked, and took for it.
-        metric: what says right or wrong; None where nothing does.
-        condition: what the model is called.
+        task: the harness's task.
+        first: its sample of the document with the first filter.
+        asked: the cost of the document.
+        metric: the metric that decides success; None if there is none.
+        condition: the model's name in the events.
     """
     name = task.config.task
     value = None if metric is None else first.get(metric)
@@ -116,7 +116,7 @@ def event_of(
     if success is None:
         unknown["success"] = f"no metric of {name} says right or wrong; see suite.metric"
     is_choice = task.OUTPUT_TYPE == "multiple_choice"
-    # Where the choices are contexts of one ending, these are what differs.
+    # With multiple inputs, the choices are contexts that share one continuation.
     shown = 0 if is_choice and task.multiple_input else -1
     most = len(task.doc_to_choice(first["doc"])) if is_choice else 0
     choices = [str(one[shown]) for one in first["arguments"][:most]]
@@ -168,7 +168,7 @@ def _text(responses: Sequence[Any]) -> str:
 
 
 def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return what the harness makes of all documents, numbers alone, without its errors."""
+    """Return the harness's aggregate metrics: only numbers, without standard errors."""
     figures = {}
     for task, values in results.items():
         for key, value in values.items():
@@ -182,17 +182,17 @@ def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     return figures
 
 
-# Metrics that say right or wrong of an item, the ones that tasks are quoted by first.
+# Metrics that decide an item's success, in order of preference.
 _RIGHT: Final = ("exact_match", "acc", "em", "acc_norm", "acc_bytes", "acc_mutual_info")
-_SEEDS: Final = (0, 1234, 1234)  # random, numpy, examples: the harness's own
+_SEEDS: Final = (0, 1234, 1234)  # the harness's defaults for random, numpy and examples
 
 
 def files_of(config: LmEvalSuite, *, calls_functions: bool) -> str:
-    """Read the task files without running what they name; return their digest.
+    """Read the task files without running any code; return their digest.
 
     Raises:
         MissingExtra: the harness is not installed.
-        MensError: a file cannot be used, or a named task is in none.
+        MensError: a file cannot be used, or a named task does not exist.
     """
     if find_spec("lm_eval") is None:
         raise MissingExtra(
@@ -230,8 +230,8 @@ def lm_eval_suite(config: LmEvalSuite, cache: Path, *, calls_functions: bool) ->
     """Load the tasks and their data.
 
     Args:
-        config: the suite's own.
-        cache: where the data's Arrow form is kept.
+        config: the suite's settings.
+        cache: directory for the data's Arrow files.
         calls_functions: whether Python that task files name may be run in this process.
 
     Raises:
@@ -267,9 +267,9 @@ def lm_eval_suite(config: LmEvalSuite, cache: Path, *, calls_functions: bool) ->
 
 
 def _refuse_own_answers(name: str, task: Any) -> None:
-    """Refuse a task whose examples are drawn from the rows that are asked, each one's own too.
+    """Refuse a task in which an item may be among its own few-shot examples.
 
-    The harness leaves a row out of its own examples only where both splits have one name.
+    The harness excludes it only if the setting of the examples' split names the evaluated split.
     """
     config, examples = task.config, task.fewshot_cfg
     asked = config.test_split if task.has_test_docs() else config.validation_split
@@ -287,7 +287,7 @@ def _refuse_own_answers(name: str, task: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Harness(Suite):
-    """The loaded tasks; they ask a model by themselves, and judge what it says."""
+    """The loaded tasks; the harness itself prompts the model and grades its answers."""
 
     config: LmEvalSuite
     loaded: Any
@@ -301,7 +301,7 @@ class Harness(Suite):
 
     @classmethod
     def check(cls, settings: LmEvalSuite, *, calls_functions: bool) -> None:
-        """Read the task files without running what they name."""
+        """Read the task files without running any code."""
         files_of(settings, calls_functions=calls_functions)
 
     @property
@@ -312,7 +312,7 @@ class Harness(Suite):
 
     @property
     def items(self) -> list[Item]:
-        """An item for each document, less examples and chat template; its event has the whole."""
+        """An item for each document; only its event has the few-shot examples and chat template."""
         return [
             item_of(
                 f"{name}/{number}", str(task.doc_to_text(doc)), str(task.doc_to_target(doc)), name
@@ -342,8 +342,8 @@ class Harness(Suite):
         """Evaluate a model on every document of every task.
 
         Args:
-            model: what the harness asks, a `GraphModel`.
-            condition: what it is called in the events.
+            model: a `GraphModel`.
+            condition: the model's name in the events.
 
         Raises:
             DataError: a task cannot be asked or judged.
@@ -351,7 +351,7 @@ class Harness(Suite):
         model.asked.clear()
         found = self._run(model)
         events = [
-            # Of several filters the first counts, as the task file has them.
+            # Of several filters, the first in the task file counts.
             event_of(
                 self.tasks[name],
                 samples[0],
@@ -365,10 +365,10 @@ class Harness(Suite):
         return Answered(events=events, figures=figures_of(found["results"]))
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
-        """Have the tasks judge their own targets, and answers that are empty or wrong.
+        """Let the tasks grade their own targets, and answers that are empty or wrong.
 
-        A task whose judging is Python of its own, and one that only measures likelihood, has
-        nothing to test: its target need not be an answer.
+        Tasks graded by user-provided Python and tasks that only measure likelihood are skipped,
+        because their targets need not be answers.
         """
         del runner
         testable = {n: t for n, t in self.tasks.items() if self._is_testable(n)}
@@ -402,7 +402,7 @@ class Harness(Suite):
         )
 
     def metric_of(self, name: str) -> str | None:
-        """Return the metric that says whether an item of a task is done; None where none does."""
+        """Return the metric that decides the success of a task's items; None if there is none."""
         known = self.tasks[name].higher_is_better()
         wanted = [self.config.metric] if self.config.metric else _RIGHT
         return next((one for one in wanted if one in known), None)
@@ -413,7 +413,7 @@ class Harness(Suite):
         only = self.loaded if tasks is None else {"tasks": tasks, "groups": {}, "group_map": {}}
         with _alone():
             for task in only["tasks"].values():
-                # It draws its examples while it asks: every model is asked behind the same ones.
+                # Examples are drawn during evaluation; the seed gives every model the same ones.
                 task.set_fewshot_seed(seed=_SEEDS[2])
             try:
                 return evaluate(
@@ -438,12 +438,12 @@ class Harness(Suite):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep the harness's bars and notices to itself, and what it draws apart from our own."""
+    """Suppress the harness's output, and isolate its random state from ours."""
     names = [logging.getLogger(name) for name in ("lm_eval", "datasets", "evaluate")]
     levels = [logger.level for logger in names]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # what the harness draws from
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # used by the harness
     random.seed(_SEEDS[0])
-    np.random.seed(_SEEDS[1])  # noqa: NPY002  # as above
+    np.random.seed(_SEEDS[1])  # noqa: NPY002  # likewise
     for logger in names:
         logger.setLevel(logging.ERROR)
     try:
@@ -451,6 +451,6 @@ def _alone() -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002  # as above
+        np.random.set_state(numpy)  # noqa: NPY002  # likewise
         for logger, level in zip(names, levels, strict=True):
             logger.setLevel(level)

@@ -33,18 +33,18 @@ _MOST_PROBLEMS: Final = 20
 
 
 class Row(TypedDict, total=False):
-    """One line: `prompt`, or `messages` that end with the user's, and what is expected.
+    """One line: `prompt`, or `messages` that end with a user turn, and the expected value.
 
     Attributes:
-        id: a name of its own; the number of the line without one.
-        prompt: what is asked.
+        id: a unique name; by default the number of the line.
+        prompt: the prompt.
         system: the system turn for `prompt`.
         messages: the turns before the answer, instead of both.
-        expected: text, texts (contains), a pattern (regex), a schema (json_schema), or anything
-            that the function takes.
-        reference: an answer that must be judged right, for the suite's own test.
-        check: how this row is judged, instead of `suite.check`.
-        group: the part of the suite that it belongs to.
+        expected: text, texts (contains), a pattern (regex), a schema (json_schema), or any value
+            that the function accepts.
+        reference: an answer that must be judged right, for the self-test.
+        check: the check of this row, instead of `suite.check`.
+        group: the part of the suite that the row belongs to.
     """
 
     id: str
@@ -61,10 +61,10 @@ def jsonl_suite(config: JsonlSuite) -> Jsonl:
     """Read the rows.
 
     Raises:
-        DataError: the file cannot be read, or a row is no such row (``file:line``).
-        Problems: several are.
-        ConfigError: there is no such function.
-        MissingExtra: a schema is to be checked, and its library is not installed.
+        DataError: the file cannot be read, or a row is invalid (``file:line``).
+        Problems: several rows are invalid.
+        ConfigError: the function does not exist.
+        MissingExtra: the library for schemas is not installed.
     """
     assert config.path is not None, "validation has asked for it"
     path = Path(config.path).expanduser()
@@ -90,7 +90,7 @@ def jsonl_suite(config: JsonlSuite) -> Jsonl:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Jsonl(Suite):
-    """The suite over the user's rows, by name."""
+    """The suite over the user's rows, keyed by name."""
 
     rows: dict[str, Row]
     checks: dict[str, Check]
@@ -100,7 +100,7 @@ class Jsonl(Suite):
     @classmethod
     def opened(cls, settings: JsonlSuite, *, calls_functions: bool) -> Jsonl:
         """Read the rows."""
-        del calls_functions  # the rules have asked
+        del calls_functions  # checked by the configuration rules
         return jsonl_suite(settings)
 
     @property
@@ -118,11 +118,11 @@ class Jsonl(Suite):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the rows, how each is judged, the function's file and the longest answer."""
+        """SHA-256 of the rows, their checks, the function's file and the maximum answer length."""
         return digest(self.content)
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
-        """Judge each answer by its row's own check.
+        """Judge each answer by its row's check.
 
         Raises:
             DataError: the user's function fails, or returns no verdict.
@@ -131,7 +131,7 @@ class Jsonl(Suite):
         return [self._judged(one) for one in answers]
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
-        """Judge every reference there is, and an empty answer to every row."""
+        """Judge every existing reference, and an empty answer to every row."""
         del runner
         items = self.items
         known = [item for item in items if item.reference]

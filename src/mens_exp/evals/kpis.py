@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class KpiGroup(StrEnum):
-    """The subject of a KPI; OTHER is for those that only a suite knows.
+    """The subject of a KPI; OTHER is for KPIs that only a suite defines.
 
-    It decides on promotions: ``policy=burn_production`` allows no KPI of the groups SYNTAX,
+    The group matters for promotions: ``policy=burn_production`` allows no KPI of the groups SYNTAX,
     SEMANTIC and REPAIR to get worse.
     """
 
@@ -36,7 +36,7 @@ class KpiGroup(StrEnum):
 
 
 class Direction(StrEnum):
-    """The better direction; a count that is neither good nor bad has NONE."""
+    """The better direction; NONE for a neutral quantity."""
 
     MAX = "max"
     MIN = "min"
@@ -44,10 +44,10 @@ class Direction(StrEnum):
 
 
 class Missing(StrEnum):
-    """The value that counts for an item without one, if other items of the run have one.
+    """The treatment of items without a value, if other items of the run have one.
 
-    ``FAILS`` is 0 under the denominator of all items; ``ABSENT`` leaves the item out, because the
-    quantity exists for some items only (how long until the first valid answer, say).
+    ``FAILS`` counts them as 0, and ``ABSENT`` excludes them, because the quantity exists only for
+    some items (such as the time to the first valid answer).
     """
 
     FAILS = "fails"
@@ -60,14 +60,14 @@ class Kpi:
 
     Attributes:
         name: its key in comparisons, policies and reports.
-        group: what it speaks of.
-        direction: which way is better.
-        unit: of the value; ``1`` for a share.
-        field: of one item's line in events.jsonl; None for what a run has as a whole.
-        missing: what an item without a value counts as.
-        results: manifest fields of the tuned model, the first that is there counts; ``base_`` in
-            the place of ``tuned_`` is the base model's.
-        keys: of a scorecard's condition, for a suite that states the KPI for all items alone.
+        group: its subject.
+        direction: the better direction.
+        unit: unit of the value; ``1`` for a share.
+        field: field of an item's line in events.jsonl; None for a KPI of a whole run.
+        missing: treatment of an item without a value.
+        results: manifest fields of the tuned model, of which the first existing one counts; the
+            base model's have ``base_`` instead of ``tuned_``.
+        keys: keys of a scorecard's condition, for suites that state the KPI only as an aggregate.
     """
 
     name: str
@@ -182,8 +182,8 @@ _TABLE = (
 )
 
 KPIS: dict[str, Kpi] = {kpi.name: kpi for kpi in _TABLE}
-_SLIP = 0.9  # least likeness (difflib) to be a typing slip: one letter in ten
-# Counted or timed while answers were made, which no answer tells afterwards.
+_SLIP = 0.9  # minimum similarity (difflib) of a typing error: one letter in ten
+# Measured during generation, and not recoverable from the answers.
 _MEASURED = frozenset({"tokens_in", "tokens_out", "latency_ms", "time_to_first_valid_ms"})
 _TAKEN = {
     KpiGroup.COST: "costs",
@@ -194,7 +194,7 @@ _BY_FIELD = {kpi.field: kpi for kpi in _TABLE if kpi.field is not None}
 
 
 def as_recorded(names: Collection[str]) -> list[str]:
-    """Name the groups of KPIs that no answer gives, so that they are taken as they were recorded.
+    """List the groups of KPIs that cannot be recomputed from answers, so the record is trusted.
 
     Args:
         names: KPIs of a comparison.
@@ -210,26 +210,26 @@ def as_recorded(names: Collection[str]) -> list[str]:
 
 
 def misspelt(name: str) -> str | None:
-    """Return the KPI that an unknown name probably means; None for a metric of one's own.
+    """Return the KPI that an unknown name probably means; None for a user-defined metric.
 
-    A suite and a run may have metrics that are not in the table, so only a close likeness counts.
+    Suites and runs may have metrics that are not in the table, so only a close match counts.
     """
     return None if name in KPIS else nearest(name, KPIS, cutoff=_SLIP)
 
 
 def kpi_like(name: str) -> str | None:
-    """Return the KPI or the field of an item that a suite's own KPI would be taken for."""
+    """Return the built-in KPI or item field that a user-defined KPI would be mistaken for."""
     ours = {*KPIS, *_BY_KEY, *_BY_FIELD, *_OF_ITEM, *SUMMARY_KPIS}
     return name if name in ours else nearest(name, ours, cutoff=_SLIP)
 
 
 def kpi_of_field(field: str) -> Kpi | None:
-    """Return the KPI that an item's field is of, None where the table has none."""
+    """Return the KPI with an item's field; None if there is none in the table."""
     return _BY_FIELD.get(field)
 
 
 _BY_KEY = {key: kpi for kpi in _TABLE for key in kpi.keys}
-# Of one answer, for a reader: what it measured, in the order of the groups, then why.
+# Fields of one answer shown to a reader: measurements in the order of the groups, then causes.
 _OF_ITEM: Final = (
     *("parses", "compile_pass_1", "compile_pass_n", "canonical_pass", "strictness"),
     *("pass_1", "task_success", "semantic_task_success", "anti_stub_pass", "richness"),
@@ -240,17 +240,17 @@ _OF_ITEM: Final = (
 ITEM_VALUES: Final = tuple(
     field if field not in _BY_FIELD else _BY_FIELD[field].name for field in _OF_ITEM
 )
-"""Names of what a reader is shown of one answer, in order; KPIs under the table's."""
+"""Names of the values shown for one answer, in order; KPIs under their names in the table."""
 
 
 def name_of_key(key: str) -> str:
-    """Return the table's name for a scorecard's key; one that the table lacks stays as it is."""
+    """Return the table's name for a scorecard's key; an unknown key is returned unchanged."""
     kpi = _BY_KEY.get(key)
     return key if kpi is None else kpi.name
 
 
 def name_under(condition: str, name: str) -> str:
-    """Return a KPI's name under a condition; what a run has as a whole is of none."""
+    """Return a KPI's name with its condition as prefix; a whole run's KPI has no condition."""
     kpi = KPIS.get(name, _BY_KEY.get(name))
     if kpi is None or kpi.field or kpi.keys or any("tuned_" in one for one in kpi.results):
         return f"{condition}/{name_of_key(name)}"
@@ -258,14 +258,14 @@ def name_under(condition: str, name: str) -> str:
 
 
 def item_values(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one line of events.jsonl says of its answer, KPIs under the table's names."""
+    """Return the values of one line of events.jsonl, with the KPIs' names in the table."""
     values = (event.get(field) for field in _OF_ITEM)
     return dict(zip(ITEM_VALUES, values, strict=True))
 
 
 Kpis = dict[str, float | int | None]
 
-# KPI -> the field of an event whose mean it is.
+# KPI -> the event field that it averages.
 _MEANS: Final = {
     "parse_rate": "parses",
     "compile_at_1": "compile_pass_1",
@@ -283,7 +283,7 @@ _MEANS: Final = {
     "tokens_out_mean": "tokens_out",
 }
 _NO_K: Final = "eval.samples=1: there is no k above 1"
-# Besides the means, shares and times of their own; see `summarise`.
+# In addition to the means, KPIs that `summarise` computes separately.
 SUMMARY_KPIS: Final = (
     *_MEANS,
     *(
@@ -306,12 +306,12 @@ def summarise(
 
     Args:
         events: one for each sample of each item.
-        items: how many items the suite has.
-        samples: how many samples each item has; `pass_at_k` has this k.
-        max_retries: how many repairs an answer may have had.
+        items: number of items of the suite.
+        samples: number of samples per item, the k of `pass_at_k`.
+        max_retries: maximum number of repairs of an answer.
 
     Returns:
-        KPI -> value, and KPI that is null -> why.
+        KPI -> value, and null KPI -> reason.
     """
     kpis: Kpis = {}
     unknown: dict[str, str] = {}
@@ -345,7 +345,7 @@ def summarise(
 
 
 def _own(events: Sequence[ItemEvent]) -> Kpis:
-    """Return the KPIs of an own suite, each a mean over the answers that have it."""
+    """Return the KPIs of a user-defined suite, each a mean over the answers that have it."""
     every: dict[str, list[float]] = {}
     for event in events:
         for name, value in (event.get("values") or {}).items():
@@ -359,8 +359,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     Chen et al. 2021 (https://arxiv.org/abs/2107.03374), equation 1: 1 - C(n - c, k) / C(n, k).
 
     Args:
-        samples: n, how many were drawn.
-        correct: c, how many of them are correct.
+        samples: n, the number of samples.
+        correct: c, the number of correct ones.
         k: from 1 to n.
     """
     assert 1 <= k <= samples, f"k={k} of {samples}"
@@ -372,7 +372,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
     Args:
         values: at least one.
-        share: of values below, 0.5 for the median.
+        share: share of values below it; 0.5 for the median.
     """
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
@@ -400,7 +400,7 @@ def _passes(
 
 
 def _lints(events: Sequence[ItemEvent], kpis: Kpis, unknown: dict[str, str], asked: int) -> None:
-    """Add what a linter found, where the suite lints: a mean over the answers that compile."""
+    """Add the linter's KPIs if the suite lints: means over the answers that compile."""
     if not any("lint_clean" in event for event in events):
         return
     kpis["lint_clean"] = _mean(events, "lint_clean", "lint_clean", unknown, asked)
@@ -444,7 +444,7 @@ def _mean(
 def _known(
     events: Sequence[ItemEvent], field: str, name: str, unknown: dict[str, str]
 ) -> list[float] | None:
-    """Return a field of all events; None, with a reason, where one of them lacks it."""
+    """Return a field of all events; None, with a reason, if one of them lacks it."""
     values = [event[field] for event in events]  # type: ignore[literal-required]
     lacking = sum(value is None for value in values)
     if values and not lacking:

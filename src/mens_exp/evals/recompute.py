@@ -36,8 +36,8 @@ EARLIER: Final = "answers that were repaired are not in the record, so that only
 _ROUNDING: Final = 1e-9
 _FIELDS: Final = tuple(ItemEvent.__annotations__)
 _MOST_PROBLEMS: Final = 20
-_MOST_CHARACTERS: Final = 80  # of a value in a message
-# Field of a line -> field of the judgement that reading the last answer gives.
+_MOST_CHARACTERS: Final = 80  # shown of a value in a message
+# Field of a line -> field of the judgement from reading the last answer.
 _READ: Final = {
     "parses": "compiles",
     "canonical_pass": "canonical",
@@ -47,7 +47,7 @@ _READ: Final = {
     "richness": "richness",
     "anti_stub_pass": "anti_stub",
 }
-# Likewise, where the suite executes nothing or nothing was executed.
+# Likewise, if the suite executes nothing or nothing was executed.
 _JUDGED: Final = {
     "task_success": "success",
     "semantic_task_success": "semantic",
@@ -71,7 +71,7 @@ class Recomputed:
 
 
 def graded_as_today(scorecard: Scorecard) -> bool:
-    """Tell whether answers were graded by the version of grading that this program has."""
+    """Return whether answers were graded by the current version of grading."""
     return bool(scorecard.generation.get("grading") == GRADING)
 
 
@@ -87,16 +87,16 @@ def recomputed(
     """Compare a scorecard with its lines, and the lines with their answers.
 
     Args:
-        scorecard: as it was read.
-        lines: of its events.jsonl.
-        suite: that was answered, or why it is not at hand.
-        scorecard_path: for messages.
-        events_path: likewise.
-        python: the version that the run had, which may parse other code than this one does.
+        scorecard: the scorecard.
+        lines: lines of its events.jsonl.
+        suite: the evaluated suite, or the reason why it is not available.
+        scorecard_path: path of the scorecard, for messages.
+        events_path: path of events.jsonl, for messages.
+        python: Python version of the run, which may accept different syntax than this one.
     """
     found = Recomputed()
     is_today = graded_as_today(scorecard)
-    if is_today:  # whatever records the version of grading writes whole lines
+    if is_today:  # releases that record the grading version write complete lines
         found.problems += itertools.islice(_malformed(lines, events_path), _MOST_PROBLEMS)
         if found.problems:
             return found
@@ -123,16 +123,16 @@ def recomputed(
 
 
 def _unread(scorecard: Scorecard, why: str) -> str:
-    """Say why answers, and with them the suite's declarations of its KPIs, were not read again."""
+    """Describe why the answers and the suite's declarations of KPIs were not read again."""
     own = ", ".join(sorted(scorecard.declared))
     taken = f"; unit and direction of {own} are taken as recorded" if own else ""
     return f"answers were not read again: {why}{taken}"
 
 
 def _misdeclared(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
-    """Yield the suite's own KPIs that its class, which is imported, declares in another way.
+    """Yield the suite's own KPIs whose declarations differ from those of its imported class.
 
-    A note may have been reworded since.
+    Notes are not compared, because they may have been reworded since.
     """
     own = {name for line in lines for name in line.get("values") or {}}
     for name in sorted(own | scorecard.declared.keys()):
@@ -159,7 +159,7 @@ def _malformed(lines: Sequence[Line], path: Path) -> Iterator[DataError]:
         where = f"{path}:{number}"
         try:
             yield from check_type(event_of_today(line, where), ItemEvent, where)
-        except DataError as error:  # of a newer version
+        except DataError as error:  # the line has a newer version
             yield error
 
 
@@ -184,13 +184,13 @@ def _conditions(
 
 
 def _samples(scorecard: Scorecard, lines: Sequence[Line]) -> int:
-    """Return how often each item was asked; a scorecard of version 1 does not say."""
+    """Return the number of samples per item; counted if the scorecard (version 1) lacks it."""
     stated = scorecard.generation.get("samples")
     return stated if isinstance(stated, int) else len({line.get("sample", 0) for line in lines})
 
 
 def _counts(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
-    """Require each sample of every item exactly once: dropped failures would improve shares."""
+    """Require each sample of every item exactly once, as dropping failures would improve shares."""
     answered = Counter((line["item_id"], line.get("sample", 0)) for line in lines)
     of_item = Counter(str(name) for name, _ in answered)
     samples = _samples(scorecard, lines)
@@ -213,7 +213,7 @@ def _figures(
     where: str,
     found: Recomputed,
 ) -> None:
-    """Compute a condition's figures again; lines that are graded as today have every field."""
+    """Recompute a condition's figures; lines with the current grading must have every field."""
     is_strict = graded_as_today(scorecard)
     usual = {"group": "", "sample": 0, "finished": False, "unknown": {}}
     whole: Any = [{**dict.fromkeys(_FIELDS), **usual, **line} for line in lines]
@@ -254,7 +254,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _contradictions(scorecard: Scorecard, lines: Sequence[Line], where: str) -> Iterator[DataError]:
-    """Yield the fields that the rest of their line contradicts, each once a condition."""
+    """Yield the fields that the rest of their line contradicts, each once per condition."""
     retries = scorecard.generation.get("max_retries")
     seen: dict[tuple[str, str], list[tuple[Line, Any]]] = {}
     for line in lines:
@@ -265,9 +265,9 @@ def _contradictions(scorecard: Scorecard, lines: Sequence[Line], where: str) -> 
 
 
 def _implied(line: Line, max_retries: int) -> Iterator[tuple[str, Any]]:
-    """Yield what fields of a line are by the others, as `attempts` makes them.
+    """Yield the values of a line's fields that follow from its other fields, as in `attempts`.
 
-    Attempts end with the first valid one, so that the verdict is that of the last.
+    Attempts end with the first valid one, so the verdict is that of the last.
     """
     attempts, success, parses = line["attempts"], line["task_success"], line["parses"]
     is_valid = bool(parses if success is None else success)
@@ -282,7 +282,7 @@ def _implied(line: Line, max_retries: int) -> Iterator[tuple[str, Any]]:
         yield "pass_1", success
         yield "repair_stalled", False
     elif line["pass_1"] is not None:
-        yield "pass_1", False  # else nothing had been repaired
+        yield "pass_1", False  # otherwise there would have been no repair
     elif line["compile_pass_1"] is not None:
         yield "compile_pass_1", False
     if parses and line["compile_pass_n"] is not None:
@@ -308,7 +308,7 @@ def _answers(
     found: Recomputed,
     reader: str,
 ) -> None:
-    """Let the suite read every answer again, without executing any."""
+    """Let the suite read every answer again, without executing anything."""
     found_digest = graded_digest(suite)
     if found_digest != scorecard.suite_digest:
         spec = SUITES.known(suite.name)
@@ -344,7 +344,7 @@ def _answers(
 
 
 def _reader(python: str | None) -> str:
-    """Name what reads answers; a newer Python parses code that an older one does not."""
+    """Name the reader of answers in messages, since Python versions accept different syntax."""
     ours = platform.python_version()
     if python is None or python.split(".")[:2] == ours.split(".")[:2]:
         return "the answer"
@@ -352,7 +352,7 @@ def _reader(python: str | None) -> str:
 
 
 def _asked(line: Line, item: Item | None) -> Iterator[tuple[str, Any]]:
-    """Yield what of a line is of another item than the suite has."""
+    """Yield the fields of a line that differ from the suite's item, with the expected values."""
     if item is None:
         yield "item_id", "an item of the suite"
         return
@@ -362,7 +362,7 @@ def _asked(line: Line, item: Item | None) -> Iterator[tuple[str, Any]]:
 
 
 def _judged(judgement: Judgement, *, is_executed: bool, line: Line) -> Iterator[tuple[str, Any]]:
-    """Yield what reading an answer says of its line's fields."""
+    """Yield the values of a line's fields that follow from reading the answer."""
     for name, source in _READ.items():
         value = getattr(judgement, source)
         if value is not None or not is_executed:
@@ -372,13 +372,13 @@ def _judged(judgement: Judgement, *, is_executed: bool, line: Line) -> Iterator[
         if judgement.values or "values" in line:
             yield "values", dict(judgement.values)
     elif judgement.errors and line["task_success"]:
-        yield "task_success", False  # what is no program was never executed
+        yield "task_success", False  # an invalid program is never executed
 
 
 def _described(
     seen: Mapping[tuple[str, str], Sequence[tuple[Line, Any]]], where: str, what: str, by: str
 ) -> Iterator[DataError]:
-    """Yield one problem for each field of a condition, by the first line that has it."""
+    """Yield one problem for each field of a condition, showing the first affected line."""
     for (condition, name), some in seen.items():
         line, expected = some[0]
         more = f", and {len(some) - 1} more" if len(some) > 1 else ""

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from mens_exp.sandbox.program import Clippy, Execution, Limits, Sandbox, Toolchain
 
 LINTS: Final = ("clippy::all", "unused")
-"""Groups of lints: Clippy's default ones, and rustc's for what is not used."""
+"""Lint groups: Clippy's defaults, and rustc's for unused code."""
 
 _FILE: Final = "main.rs"
 _EVASION: Final = re.compile(r"\b(?:clippy|macro_rules|automatically_derived)\b")
 _UNFINISHED: Final = "clippy did not finish"
-# Each has one finding at least, under every version of Clippy since 1.29.
+# Every Clippy version since 1.29 reports at least one finding of each expected lint here.
 _PROBE: Final = """\
 #![allow(warnings)]
 fn main() {
@@ -62,8 +62,8 @@ class Lintable:
 
     Attributes:
         source: the whole program, with the tests below the answer.
-        answer_lines: how many lines from the top are the answer's, or the prompt's.
-        prompt: what was asked; a finding on a line of it is the task's, not the answer's.
+        answer_lines: number of leading lines that belong to the answer or the prompt.
+        prompt: the prompt; findings in its lines are not attributed to the answer.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Lintable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linted:
-    """Findings in one answer, by the name of the lint, in their order in the source."""
+    """Names of the lints found in one answer, in source order."""
 
     lints: tuple[str, ...]
 
@@ -90,10 +90,10 @@ def lint_rust(
     limits: Limits,
     workers: int | None = None,
 ) -> list[Linted]:
-    """Lint programs in the sandbox, several at once, in their order; none of them is run.
+    """Lint programs in the sandbox, several at once, in order; none of them is run.
 
     Raises:
-        SetupError: the sandbox broke.
+        SetupError: the sandbox failed.
     """
     commands = [_command(clippy, one.source) for one in programs]
     executions = run_all(sandbox, commands, limits, workers)
@@ -101,10 +101,10 @@ def lint_rust(
 
 
 def probe_problem(sandbox: Sandbox, clippy: Clippy, limits: Limits) -> str | None:
-    """Lint a program with known findings; say what is wrong where they are not found.
+    """Lint a program with known findings; return the problem if they are not found.
 
     Raises:
-        SetupError: the sandbox broke.
+        SetupError: the sandbox failed.
     """
     probe = Lintable(source=_PROBE, answer_lines=_PROBE.count("\n"))
     (found,) = lint_rust(sandbox, clippy, [probe], limits, workers=1)
@@ -118,7 +118,7 @@ def _command(clippy: Clippy, source: str) -> Program:
         argv=(
             *(clippy.driver, "--edition", "2021", "--crate-name", "program"),
             *("--emit", "metadata", "-o", "program.rmeta", "--error-format", "json"),
-            # What is not forced is silent, so that the answer's own levels add nothing.
+            # Cap all other lints, so that levels set in the answer add no findings.
             *("--cap-lints", "allow", *forced, _FILE),
         ),
         files={_FILE: source, "clippy.toml": "", ".clippy.toml": ""},
@@ -127,7 +127,7 @@ def _command(clippy: Clippy, source: str) -> Program:
 
 
 def _linted(program: Lintable, execution: Execution) -> Linted:
-    answer = program.source.split("\n")[: program.answer_lines]  # as rustc counts
+    answer = program.source.split("\n")[: program.answer_lines]  # as rustc counts lines
     asked = {line.strip() for line in program.prompt.splitlines()}
     own = "\n".join(line for line in answer if line.strip() not in asked)
     lints = [f"names {name}" for name in dict.fromkeys(_EVASION.findall(own))]
@@ -143,7 +143,7 @@ def _linted(program: Lintable, execution: Execution) -> Linted:
 
 
 def _finding(line: str) -> tuple[str, int] | None:
-    """Return a diagnostic's lint and line in the program; None for a line that is none."""
+    """Return the lint and the program line of a diagnostic; None for any other output line."""
     try:
         told = json.loads(line)
     except ValueError:
@@ -151,7 +151,7 @@ def _finding(line: str) -> tuple[str, int] | None:
     if not isinstance(told, dict) or not isinstance(told.get("code"), dict):
         return None
     span = next((one for one in told.get("spans", ()) if one["is_primary"]), None)
-    while span is not None and span["file_name"] != _FILE:  # within a macro of the library
+    while span is not None and span["file_name"] != _FILE:  # inside a macro of the standard library
         span = (span.get("expansion") or {}).get("span")
     return None if span is None else (str(told["code"]["code"]), _line(span))
 
@@ -160,13 +160,13 @@ def _line(span: dict[str, Any]) -> int:
     return int(span["line_start"])
 
 
-# The shared library links in half the time.
+# Linking the shared standard library takes half the time.
 _FLAGS: Final = (
     *("--edition", "2021", "-C", "debuginfo=0", "-C", "codegen-units=1"),
     *("-C", "prefer-dynamic", "-C", "rpath"),
 )
 _WITH_WIRE: Final = (*_FLAGS, "--extern", f"{WIRE}=lib{WIRE}.rlib")
-# No code of an answer runs before "compiled" is said.
+# No code of an answer runs before "compiled" is printed.
 _COMPILE: Final = """
 "$@" -o made main.rs 2>messages || {
   echo "$word refused" >&2
@@ -177,7 +177,7 @@ echo "$word compiled" >&2
 """
 _AND_SHOW: Final = f"word=$0{_COMPILE}base64 made"
 _AND_RUN: Final = f"word=$0{_COMPILE}exec ./made"
-# The shell keeps the first line of its input, the program reads the second before the tests.
+# The shell reads the first line of its input, and the program reads the second before the tests.
 _AND_RUN_WITH_INPUT: Final = f"read word{_COMPILE}exec ./made"
 _RUN: Final = 'cp tests made && chmod +x made && exec ./made "$0"'
 _READ_WORD: Final = """
@@ -185,12 +185,12 @@ _READ_WORD: Final = """
     std::io::stdin().read_line(&mut word_of_the_check).unwrap();
 """
 _TELL_WORD: Final = '\n    eprintln!("\\n{} passed", word_of_the_check.trim());\n'
-# The message has a line of its own since Rust 1.73; before, it stood in quotes before the place.
+# Since Rust 1.73, the message is on a separate line; before, it was quoted before the location.
 _ASSERTION: Final = re.compile(r"panicked at (?:'|[^\n]*\n)assertion ")
-_MORE_S: Final = 5.0  # for the tests' process to find that the answer's time was over
-_MORE_MIB: Final = 128  # its own, beside the values of the answer
-_MOST_KIB: Final = 65_536  # of a compiled program, as text
-_MOST_KNOWN: Final = 1000  # compiled tests, of which each takes 30 kB
+_MORE_S: Final = 5.0  # additional time for the tests to notice that the answer has timed out
+_MORE_MIB: Final = 128  # additional memory for the tests besides the answer's values
+_MOST_KIB: Final = 65_536  # maximum size of a compiled program in base64
+_MOST_KNOWN: Final = 1000  # cached compiled tests, 30 kB each
 _COMPILING: Final = threading.Lock()
 _KNOWN: Final[weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], _Compiled]]] = (
     weakref.WeakKeyDictionary()
@@ -202,10 +202,10 @@ class RustJob:
     """An answer and its tests.
 
     Attributes:
-        items: the answer's.
-        above: those of the task, which stand above its function.
-        tests: up to the body of their main function, that body, and what is left.
-        signature: the one asked for; None where it is of no plain values.
+        items: the answer's items.
+        above: the task's own items above its function.
+        tests: the tests: up to the body of their main function, that body, and the rest.
+        signature: the requested signature; None if it has other types than plain values.
     """
 
     items: str
@@ -250,7 +250,7 @@ def grade_rust(sandbox: Sandbox, toolchain: Toolchain, limits: Limits, job: Rust
         visible=(toolchain.sysroot,),
     )
     answering, asking = socket.socketpair()
-    # Each sandbox lives no longer than the thread that starts it.
+    # A sandbox is killed when the thread that started it ends.
     with answering, asking, ThreadPoolExecutor(1) as pool:
         judging = pool.submit(_run_tests, sandbox, toolchain, tests, word, limits, asking)
         answer = _run(sandbox, program, limits, answering)
@@ -293,7 +293,7 @@ def _run(sandbox: Sandbox, program: Program, limits: Limits, end: socket.socket)
 
 
 def _wire(sandbox: Sandbox, toolchain: Toolchain, limits: Limits) -> dict[str, str | bytes]:
-    """Return the crate that both sides use, by its file's name."""
+    """Return the crate that both sides use, keyed by its file name."""
     source = Path(__file__).with_name("rust_wire.rs").read_text("utf-8")
     flags = (*_FLAGS, "--crate-type", "rlib", "--crate-name", WIRE)
     done = _compiled(sandbox, toolchain, limits, source, flags, {})
@@ -315,7 +315,7 @@ def _compiled(
     flags: tuple[str, ...],
     files: Mapping[str, str | bytes],
 ) -> _Compiled:
-    """Compile source that is no answer's, once for each sandbox."""
+    """Compile trusted source, once for each sandbox."""
     with _COMPILING:
         known = _KNOWN.setdefault(sandbox, {})
         found = known.get(key := (toolchain.version, *flags, source))
@@ -328,7 +328,7 @@ def _compiled(
         visible=(toolchain.sysroot,),
     )
     execution = sandbox.run(program, replace(limits, output_kib=_MOST_KIB))
-    if execution.outcome in OF_OUTCOME:  # on a busy machine: not the next time
+    if execution.outcome in OF_OUTCOME:  # not cached, since a busy machine may have caused it
         return _Compiled(made=None, said=f"compiling the tests: {execution.outcome.value}")
     refused = _refused(execution, word)
     made = base64.b64decode(execution.stdout) if refused is None else None
@@ -343,7 +343,7 @@ def _compiled(
 def _graded_together(
     sandbox: Sandbox, toolchain: Toolchain, limits: Limits, job: RustJob
 ) -> RustGraded:
-    """Run answer and tests as one program, whose main function tells that it came to its end."""
+    """Run answer and tests as one program, which prints the secret word at the end of main."""
     head, body, end = job.tests
     word = secrets.token_hex(16)
     program = Program(
@@ -361,12 +361,12 @@ def _graded_together(
 
 
 def _verdict(answer: Execution, tests: Execution, word: str) -> tuple[Verdict, str | None]:
-    """Return the verdict of a program that was compiled, and the message that it rests on.
+    """Return the verdict of a compiled program, and the message that supports it.
 
     Args:
         answer: the execution of the answer.
         tests: the execution of the tests.
-        word: what they say the verdict with; the answer's process never has it.
+        word: the secret word that precedes the verdict; the answer's process does not know it.
     """
     for one in (answer, tests):
         if one.outcome in OF_OUTCOME:
@@ -383,9 +383,9 @@ def _verdict(answer: Execution, tests: Execution, word: str) -> tuple[Verdict, s
 
 
 def _refused(execution: Execution, word: str) -> str | None:
-    """Return why a program was not compiled; None where it was.
+    """Return the reason why a program was not compiled; None if it was.
 
-    The answer may find the word, but no code of it runs before the first line is written.
+    The answer may discover the word, but the first line is printed before any of its code runs.
     """
     if execution.stderr.startswith(f"{word} compiled\n"):
         return None

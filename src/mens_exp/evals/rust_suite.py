@@ -1,8 +1,8 @@
 """suite=rust: Rust functions in MultiPL-E's form, compiled by rustc and graded by their tests.
 
 The prompt ends with an opening brace; the tests close it and contain the main function. A
-completion may continue the prompt's function, or give the whole function, alone, in Markdown fences
-or between sentences. Braces are matched here; everything else is left to the compiler.
+completion may continue the prompt's function or contain the whole function, also in Markdown fences
+or within prose. Braces are matched here; everything else is left to the compiler.
 `rust_grading.py` runs answer and tests in separate processes.
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _FENCE_LINE: Final = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
 _RUST: Final = frozenset({"", "rs", "rust"})
-# What braces do not count in, and braces. A lifetime has no closing quote and is passed over.
+# Comments and literals, in which brackets do not count, and brackets. Lifetimes do not match.
 _TOKEN: Final = re.compile(
     r"""//[^\n]*|/\*.*?\*/|r(?P<hashes>\#*)".*?"(?P=hashes)|"(?:\\.|[^"\\])*"|'(?:\\[^\n]+?|[^\\'\n])'"""
     r"|[{}()\[\]]|;",
@@ -65,7 +65,7 @@ _TOKEN: Final = re.compile(
 )
 _BRACES: Final = {"{": 1, "}": -1}
 _BRACKETS: Final = {**_BRACES, "(": 1, ")": -1, "[": 1, "]": -1}
-# The last two are a macro's definition and its call.
+# The last two alternatives are a macro's definition and its call.
 _ITEM: Final = re.compile(
     r"(?:\s|//[^\n]*\n|/\*.*?\*/|\#!?\[[^\]\n]*\])*+"
     r"(?:"
@@ -94,13 +94,13 @@ def assemble_rust(completion: str, *, prompt: str, entry_point: str) -> str:
         above = prompt[: head_of(prompt, entry_point)]
         return f"{above}{_items(text[begin:])}"
     end = _closing(text, depth=1)
-    if end is None:  # the generation was stopped at the brace
+    if end is None:  # generation stopped at the closing brace
         return f"{prompt}{text}\n}}\n"
     return f"{prompt}{text[: end + 1]}\n{_items(text[end + 1 :])}"
 
 
 def style_of_rust(completion: str, *, entry_point: str) -> Style:
-    """Return how `assemble_rust` reads a completion: the whole function, or its continuation."""
+    """Return the style in which `assemble_rust` reads a completion: whole or continuation."""
     text = _code(completion.replace("\r\n", "\n"), entry_point)
     return Style.WHOLE if _definition(entry_point).search(text) else Style.CONTINUATION
 
@@ -111,13 +111,13 @@ def without_comments(text: str) -> str:
 
 
 def _code(completion: str, entry_point: str) -> str:
-    """Return the last complete block that gives the function, the first one, or everything."""
+    """Return the block that defines or continues the function, the first block, or everything."""
     blocks = [block for block in blocks_in(completion) if block.language in _RUST]
     defining = last_with(blocks, _definition(entry_point).pattern)
     fences = list(_FENCE_LINE.finditer(completion))
     if not fences:
         return completion
-    if len(fences) % 2 and defining is None:  # it closes what the prompt or its template opened
+    if len(fences) % 2 and defining is None:  # it closes a block opened by the prompt's template
         return completion[: fences[0].start()] or completion
     bodies = [block for block in blocks if _closing(block.text, depth=1) is not None]
     chosen = defining or last_with(bodies, "") or next(iter(blocks), None)
@@ -129,7 +129,7 @@ def _definition(name: str) -> re.Pattern[str]:
 
 
 def head_of(prompt: str, entry_point: str) -> int:
-    """Return where the prompt's function begins, its comments and attributes included."""
+    """Return the offset of the prompt's function, including its comments and attributes."""
     found = list(_definition(entry_point).finditer(prompt))
     lines = prompt[: found[-1].start()].split("\n")[:-1] if found else []
     while lines and lines[-1].lstrip().startswith(("//", "#[")):
@@ -138,7 +138,7 @@ def head_of(prompt: str, entry_point: str) -> int:
 
 
 def _item_starts(text: str) -> Iterator[re.Match[str]]:
-    """Yield the lines at the margin that begin an item."""
+    """Yield the lines on which an item starts."""
     for line in re.finditer(r"^[ \t]*(?=\S)", text, re.MULTILINE):
         found = _ITEM.match(text, line.start())
         if found is not None:
@@ -146,7 +146,7 @@ def _item_starts(text: str) -> Iterator[re.Match[str]]:
 
 
 def _items(text: str) -> str:
-    """Return the items that a text begins with, but no main function."""
+    """Return the leading items of a text, without a main function."""
     kept, at = [], 0
     while (found := _ITEM.match(text, at)) is not None:
         end = _end_of_item(text, found.end(), {";"} if found["value"] else {"}", ";"})
@@ -157,7 +157,7 @@ def _items(text: str) -> str:
 
 
 def _end_of_item(text: str, start: int, ends: set[str]) -> int:
-    """Return the end of an item: behind the first of some tokens that is outside any bracket."""
+    """Return the end of an item: after the first of the given tokens outside all brackets."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
         depth += _BRACKETS.get(token[0], 0)
@@ -167,7 +167,7 @@ def _end_of_item(text: str, start: int, ends: set[str]) -> int:
 
 
 def _closing(text: str, *, depth: int) -> int | None:
-    """Return where the brace stands that closes ``depth`` open ones."""
+    """Return the offset of the brace that closes the outermost of ``depth`` open ones."""
     for token in _TOKEN.finditer(text):
         depth += _BRACES.get(token[0], 0)
         if depth == 0:
@@ -187,34 +187,34 @@ class RustTask:
     id: str
     prompt: str
     entry_point: str
-    tests: str  # from its main function on
+    tests: str  # from the main function on
     stop_tokens: tuple[str, ...]
 
     @property
     def signature(self) -> Signature | None:
-        """The function's types; None where one is no plain value, and grading is *trusting*."""
+        """The function's types; None if one is not a plain value, and grading is *trusting*."""
         found = signatures(self.prompt, self.entry_point)
         return found[-1] if found else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RustChecked:
-    """The verdict on one completion, and what it rests on."""
+    """The verdict on one completion, with its evidence."""
 
     task: str
     verdict: Verdict
     detail: str | None  # the compiler's or the panic's message
     source: str  # the answer's items
     execution: Execution  # of the answer's process
-    linted: Linted | None = None  # None where nothing lints, or it does not compile
+    linted: Linted | None = None  # None without a linter, or if it does not compile
 
 
 def read_rust_tasks(path: Path) -> list[RustTask]:
-    """Read tasks in MultiPL-E's form, one JSON object a line, gzipped or not.
+    """Read tasks in MultiPL-E's form, one JSON object per line, gzipped or not.
 
     Raises:
-        DataError: the file cannot be read, or a line is no such task (``file:line``).
-        Problems: several lines.
+        DataError: the file cannot be read, or a line is not such a task (``file:line``).
+        Problems: several lines are not.
     """
     return tasks_in(path, _task)
 
@@ -243,7 +243,7 @@ def _task(row: Any, where: str) -> RustTask:
     )
 
 
-def check_rust(  # as the checks of Python, and the compiler
+def check_rust(  # the arguments of Python's `check_all`, plus the compiler
     sandbox: Sandbox,
     toolchain: Toolchain,
     tasks: Sequence[RustTask],
@@ -252,19 +252,19 @@ def check_rust(  # as the checks of Python, and the compiler
     workers: int | None = None,
     clippy: Clippy | None = None,
 ) -> list[RustChecked]:
-    """Judge one completion of each task, several at once, in their order.
+    """Judge one completion of each task, several at once, in order.
 
     Args:
-        sandbox: compiles, lints and runs.
+        sandbox: the sandbox in which programs are compiled, linted and run.
         toolchain: the compiler.
-        tasks: one for each completion.
-        completions: what the model wrote.
-        limits: of each program.
-        workers: how many run at once; None is one for each processor.
-        clippy: lints what compiles; None lints nothing. The verdict is rustc's either way.
+        tasks: the tasks, one for each completion.
+        completions: the model's completions.
+        limits: limits of each program.
+        workers: number of programs to run at once; None means one per processor.
+        clippy: lints programs that compile; None lints nothing. It does not affect the verdict.
 
     Raises:
-        SetupError: the sandbox broke.
+        SetupError: the sandbox failed.
     """
     solutions = [
         assemble_rust(text, prompt=task.prompt, entry_point=task.entry_point)
@@ -315,15 +315,15 @@ _COMPLETE: Final = (
     "```rust\n{prompt}\n```"
 )
 _STUB: Final = "    unimplemented!()\n"
-_MOST_CHARACTERS: Final = 1000  # of the compiler's message, fed back to a repair
+_MOST_CHARACTERS: Final = 1000  # of the compiler's message in a repair prompt
 
 
 def rust_suite(config: RustSuite) -> RustProgramSuite:
-    """Read the tasks and find the compiler, and Clippy where it is asked for.
+    """Read the tasks, and find the compiler and, if requested, Clippy.
 
     Raises:
-        DataError: the file cannot be read, or holds what is no task.
-        Problems: several lines do.
+        DataError: the file cannot be read, or a line is not a task.
+        Problems: several lines are not.
         SetupError: there is no compiler, or no Clippy.
     """
     assert config.path is not None, "validation has asked for it"
@@ -339,7 +339,7 @@ def rust_suite(config: RustSuite) -> RustProgramSuite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RustProgramSuite(Suite):
-    """The suite over tasks, by name; it brings no references."""
+    """The suite over tasks, by name; it has no references."""
 
     tasks: dict[str, RustTask]
     toolchain: Toolchain
@@ -351,7 +351,7 @@ class RustProgramSuite(Suite):
     @classmethod
     def opened(cls, settings: RustSuite, *, calls_functions: bool) -> RustProgramSuite:
         """Read the tasks, and find the compiler."""
-        del calls_functions  # it calls none
+        del calls_functions  # the suite calls none
         return rust_suite(settings)
 
     @property
@@ -367,7 +367,7 @@ class RustProgramSuite(Suite):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tasks, how they are asked, the longest completion, and what lints."""
+        """SHA-256 of the tasks, their prompts, the maximum completion length, and the lints."""
         tasks = [[asdict(task), _asked(task)] for task in self.tasks.values()]
         content = {"tasks": tasks, "max_new_tokens": self.max_new_tokens}
         if self.clippy is not None:
@@ -376,7 +376,7 @@ class RustProgramSuite(Suite):
 
     @property
     def tools(self) -> dict[str, str]:
-        """Versions of what judges, for the scorecard."""
+        """Versions of the compiler and linter, for the scorecard."""
         found = {"rustc": self.toolchain.version}
         return found if self.clippy is None else {**found, "clippy": self.clippy.version}
 
@@ -392,13 +392,13 @@ class RustProgramSuite(Suite):
     def self_test(self, runner: Runner | None) -> SelfTest | None:
         """Compile and run a stub of every task: each must compile and fail.
 
-        Clippy is given a program with known findings, and must report them.
+        Clippy must report the known findings of a probe program.
         """
         if runner is None:
             return None
         tasks = list(self.tasks.values())
         stubs = self._checked(tasks, [_STUB] * len(tasks), runner)
-        # The one thing that can be told without references: the task's own part compiles.
+        # Without references, the only possible check is that the task's own part compiles.
         broken = [one.task for one in stubs if one.verdict is Verdict.COMPILE_ERROR]
         references, failed = {"prompt and tests": len(tasks)}, {"prompt and tests": broken}
         if self.clippy is not None:
@@ -417,7 +417,7 @@ class RustProgramSuite(Suite):
         find_rustfmt(self.toolchain)
 
     def canonical(self, events: Sequence[ItemEvent], runner: Runner | None) -> list[str]:
-        """Return answers as rustfmt lays them out, without comments."""
+        """Return answers as formatted by rustfmt, without comments."""
         assert runner is not None, "without one nothing passes"
         formatter = RustFormatter(runner.sandbox, runner.limits, runner.workers)
         tasks = [self.tasks[event["item_id"]] for event in events]

@@ -19,7 +19,7 @@ _NUMBERS: Final = (
     *("i8", "i16", "i32", "i64", "i128", "isize"),
     *("u8", "u16", "u32", "u64", "u128", "usize", "f32", "f64"),
 )
-# Where the library has a type, and how many types it takes. The names alone may be the answer's.
+# Full path and number of type parameters of each type, since the answer may redefine short names.
 _TYPES: Final = {
     **{name: (f"::std::primitive::{name}", 0) for name in (*_NUMBERS, "bool", "char")},
     "String": ("::std::string::String", 0),
@@ -34,7 +34,7 @@ _TYPES: Final = {
     **{name: (f"::std::collections::{name}", 2) for name in ("BTreeMap", "HashMap")},
 }
 _MOST_IN_TUPLE: Final = 8
-_LONGEST: Final = 500  # characters of a signature, so that its types are not nested without end
+_LONGEST: Final = 500  # maximum characters of a signature, which bounds the nesting of types
 _TOKEN: Final = re.compile(r"\s*(->|::|'\w+|\w+|[^\s\w])")
 _ARRAY: Final = re.compile(r"; \d+\]\Z")
 _LIFETIME: Final = re.compile(r"'\w+ ")
@@ -46,8 +46,8 @@ class Parameter:
     """The type of an argument, written with full paths.
 
     Attributes:
-        type: behind ``&mut`` where the function changes it.
-        is_changed: whether it does.
+        type: the type, without ``&mut``.
+        is_changed: whether the argument is ``&mut``, so that the function may change it.
     """
 
     type: str
@@ -69,12 +69,12 @@ class Signature:
     result: str
 
 
-class _Other(Exception):  # noqa: N818  # ends the reading, and is no error
+class _Other(Exception):  # noqa: N818  # ends the parsing; not an error
     """A type in the signature is not a plain value."""
 
 
 class _Reader:
-    """Reads a signature from its tokens."""
+    """Parser of a signature's tokens."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = [*_TOKEN.findall(text), "", ""]
@@ -85,7 +85,7 @@ class _Reader:
         return self.tokens[self.at - 1]
 
     def has(self, *tokens: str) -> bool:
-        """Pass over tokens that come next; tell whether they do."""
+        """Consume the given tokens if they come next; return whether they did."""
         if tuple(self.tokens[self.at : self.at + len(tokens)]) != tokens:
             return False
         self.at += len(tokens)
@@ -96,14 +96,14 @@ class _Reader:
             raise _Other
 
     def until(self, end: str) -> bool:
-        """Pass over a comma, or the end; tell whether more comes."""
+        """Consume a comma or the end token; return whether another element follows."""
         if self.has(end):
             return False
         self.need(",")
         return not self.has(end)
 
     def lifetime(self) -> str:
-        """Return the lifetime that comes next, and a space."""
+        """Consume a lifetime if there is one; return it with a space."""
         return f"{self.next()} " if self.tokens[self.at].startswith("'") else ""
 
     def lifetimes(self) -> str:
@@ -143,7 +143,7 @@ class _Reader:
         return Parameter(type=self.type())
 
     def slice(self) -> str:
-        """Return an array's type, or a slice's, which stands behind a reference alone."""
+        """Return the type of an array, or of a slice, which is only valid behind a reference."""
         self.need("[")
         kind = self.type()
         if self.has(";"):
@@ -206,7 +206,7 @@ class _Reader:
 
 
 def signatures(text: str, name: str) -> list[Signature]:
-    """Return the definitions of a function in Rust that take and give plain values."""
+    """Return the signatures of a Rust function's definitions that have only plain values."""
     found = []
     for head in re.finditer(rf"{_QUALIFIERS}\bfn\s+{re.escape(name)}\b", text):
         end = text.find("{", head.end(), head.end() + _LONGEST)
@@ -226,17 +226,17 @@ def signatures(text: str, name: str) -> list[Signature]:
 
 
 def signature_of(items: str, asked: Signature) -> Signature:
-    """Return the signature of an answer: the one asked for, where it has it, or its own.
+    """Return the signature of an answer: the requested one if it has that, or else its own.
 
-    An answer may take ``i32`` where ``isize`` is asked for, which many tests allow. Where no
-    definition of it can be read the compiler says what is wrong.
+    An answer may take ``i32`` instead of the requested ``isize``, which many tests allow. If no
+    definition can be parsed, the compiler will report the error.
     """
     own = signatures(items, asked.name)
     return asked if asked in own or not own else own[0]
 
 
 def answer_source(items: str, signature: Signature) -> str:
-    """Return a program that has an answer and no test: it calls the function when it is asked."""
+    """Return a program with the answer and without tests, which calls the function on request."""
     lines, arguments, changed = [], [], []
     for place, one in enumerate(signature.parameters):
         kind = _LIFETIME.sub("", f"::std::vec::Vec<{one.type[1:-1]}>" if one.is_slice else one.type)
@@ -256,12 +256,12 @@ def answer_source(items: str, signature: Signature) -> str:
 
 
 def grader_source(above: str, tests: tuple[str, str, str], signature: Signature) -> str:
-    """Return a program that has tests and no answer.
+    """Return a program with the tests and without the answer.
 
     Args:
         above: the task's own items.
-        tests: up to the body of their main function, that body, and what is left.
-        signature: of the answer.
+        tests: the tests: up to the body of their main function, that body, and the rest.
+        signature: signature of the answer.
     """
     head, body, end = tests
     return f'{above}\n{_stand_in(signature)}{head}{body}\n    {_WIRE}::stop("passed", 0);\n{end}'

@@ -1,10 +1,10 @@
 """Suites that execute nothing: suite=scorecard_spec and suite=heldout_syntax.
 
-scorecard_spec (REFERENCE section 10) is a JSON file of tasks, and of conditions that bring their
-own models: mode ``http_generate`` asks an OpenAI-compatible server, ``fixture_file`` reads answers
-that were made before. A task is done by code that parses and contains every expected text;
-semantically, when it contains the semantic ones too and is no stub. heldout_syntax asks whether the
-last complete block with a function, written for a held-out prompt, parses as Python.
+scorecard_spec (REFERENCE section 10) is a JSON file of tasks, and of conditions with their own
+models: mode ``http_generate`` queries an OpenAI-compatible server, ``fixture_file`` reads existing
+answers. A task is solved by code that parses and contains every expected text; semantically, if it
+also contains the semantic texts and is not a stub. heldout_syntax checks whether the last complete
+block with a function, in the answer to a held-out prompt, parses as Python.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _NeededOfTask(TypedDict):
 
 
 class SpecTask(_NeededOfTask, total=False):
-    """One thing to ask; a reference, where there is one, is used by the suite's own test."""
+    """One task; its reference, if any, is used by the self-test."""
 
     semantic_expected_contains: list[str]
     language: Language
@@ -107,8 +107,8 @@ def read_spec(path: Path) -> Spec:
     """Read a specification strictly.
 
     Raises:
-        DataError: it cannot be read, or breaks one rule.
-        Problems: it breaks several.
+        DataError: it cannot be read, or violates one rule.
+        Problems: it violates several.
     """
     spec: Spec = parse_json(read_bytes(path), str(path))
     Problems.raise_if(check_type(spec, Spec, str(path)))
@@ -161,13 +161,13 @@ class SpecSuite(Suite):
     """The tasks of a specification."""
 
     spec: Spec
-    beside: Path | None = None  # the directory that fixtures are relative to
+    beside: Path | None = None  # the directory that paths of fixtures are relative to
     name: str = "scorecard_spec"
 
     @classmethod
     def opened(cls, settings: ScorecardSpecSuite, *, calls_functions: bool) -> SpecSuite:
         """Read the specification."""
-        del calls_functions  # it calls none
+        del calls_functions  # the suite calls none
         assert settings.path is not None, "validation has asked for it"
         path = Path(settings.path).expanduser()
         return cls(spec=read_spec(path), beside=path.parent)
@@ -186,21 +186,21 @@ class SpecSuite(Suite):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tasks, the retries and the version of the prompts; not of the models."""
+        """SHA-256 of the tasks, the retries and the version of the prompts, but not the models."""
         return digest({name: value for name, value in self.spec.items() if name != "conditions"})
 
     @property
     def retries(self) -> int:
-        """Repairs of an answer, as the specification says."""
+        """Maximum number of repairs of an answer, from the specification."""
         return self.spec["max_retries"]
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
-        """The conditions, as the specification has them."""
+        """The conditions of the specification."""
         return [dict(condition) for condition in self.spec["conditions"]]
 
     def engines(self, settings: ScorecardSpecSuite, sampling: EvalConfig) -> dict[str, Engine]:
-        """Return a server, or the answers that were made before, for each condition.
+        """Return a server or the existing answers for each condition.
 
         Raises:
             DataError: a fixture is invalid.
@@ -278,7 +278,7 @@ def _judged(task: SpecTask, text: str) -> Judgement:
 
 
 class FixtureEngine:
-    """Answers that were made before: task -> its answers, one for each attempt."""
+    """Existing answers from a file: task -> its answers, one for each attempt."""
 
     def __init__(self, path: Path, tasks: Sequence[SpecTask]) -> None:
         """Read the file.
@@ -299,7 +299,7 @@ class FixtureEngine:
         self._answers = {task["prompt"]: found[task["id"]] for task in tasks}
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the answer of each attempt; past the last there is none to be had."""
+        """Return the answer of each attempt; there is none after the last one in the file."""
         return [self._one(one) for one in requests]
 
     def _one(self, request: Request) -> Completion:
@@ -328,8 +328,8 @@ def choose_items(
 ) -> list[Item]:
     """Choose the suite's items: the first by content hash whose reference fits the limit.
 
-    The choice depends on the rows and the tokenizer alone, never on the run's seed. Plain texts ask
-    nothing, and are left out.
+    The choice depends only on the rows and the tokenizer, never on the run's seed. Plain texts have
+    no prompt and are excluded.
     """
     ids = {number: pair.id for number, pair in enumerate(heldout) if not pair.is_text}
     order = sorted(ids, key=ids.__getitem__)
@@ -366,7 +366,7 @@ class HeldoutSyntax(Suite):
         *,
         max_positions: int,
     ) -> HeldoutSyntax | str:
-        """Choose the rows that are asked."""
+        """Choose the held-out rows to evaluate on."""
         if not heldout:
             return "no row is held out; see data.heldout_frac"
         if all(pair.is_text for pair in heldout):
@@ -380,19 +380,19 @@ class HeldoutSyntax(Suite):
     def of_lines(
         cls, lines: Sequence[Mapping[str, Any]], generation: Mapping[str, Any]
     ) -> HeldoutSyntax:
-        """Return the suite over the items of lines, which are all that its digest is of."""
+        """Rebuild the suite from the items of event lines, which its digest covers completely."""
         first: dict[str, Item] = {}
         for line in lines:
             name = str(line.get("item_id"))
             messages = ({"role": "user", "content": str(line.get("prompt"))},)
             reference = str(line.get("reference"))
             first.setdefault(name, Item(id=name, messages=messages, reference=reference))
-        limit: Any = generation.get("max_new_tokens")  # another one has another digest
+        limit: Any = generation.get("max_new_tokens")  # part of the digest
         return cls(items=list(first.values()), max_new_tokens=limit)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of items and limit."""
+        """SHA-256 of the items and the maximum answer length."""
         frozen = [{"id": i.id, "prompt": i.prompt, "reference": i.reference} for i in self.items]
         return digest({"items": frozen, "max_new_tokens": self.max_new_tokens})
 

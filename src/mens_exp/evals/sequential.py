@@ -1,19 +1,19 @@
 """Sequential looks at a study as seeds are added: their error rate, and an always-valid test.
 
-A p-value under 0.05 is wrong in 5 % of studies when it is computed once, after a number of seeds
-that was fixed before. Computed after every further seed until it is under 0.05, it is wrong in a
-quarter of them by twenty looks (benchmarks/looks.py).
+Under the null hypothesis, a p-value below 0.05 occurs in 5 % of studies if it is computed once,
+after a number of seeds fixed in advance. If it is computed after every further seed until it is
+below 0.05, it occurs in a quarter of them by twenty looks (benchmarks/looks.py).
 
 The always-valid test may be read after any seed, as often as wanted. Under the null, the mixture
 of likelihood ratios of t over a normal standardized effect is a martingale of mean 1, so that it
 reaches 1 / alpha in at most a share alpha of studies (Ville), whatever the number of looks:
 H. Wang and A. Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with
 unknown variance", arXiv 2310.03722; M. F. Pérez-Ortiz et al., "E-statistics, group invariance and
-anytime-valid testing", arXiv 2208.07610. It was chosen over alpha spending, because it asks for no
-greatest number of seeds in advance, and stays valid where that is exceeded.
+anytime-valid testing", arXiv 2208.07610. It was chosen over alpha spending, because it requires no
+maximum number of seeds in advance, and stays valid if that number is exceeded.
 
-Neither holds for seeds that are chosen once their results are known: the test allows for looks that
-add seeds to all those before, and not for one that leaves some out.
+Neither test is valid if seeds are selected by their results: each look must contain all seeds of
+the earlier ones.
 
 Shapes: R studies, S seeds, L looks.
 """
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
 
     Side = frozenset[tuple[str, ...]]
 
-# Standard deviation of the standardized effects that the test is made for. The difference that it
-# finds in 80 % of studies is within 3 % of the least that any other value between 0.5 and 10 finds
-# at 5 to 10 seeds, and within 6 % at 20; tests/evals/test_sequential.py computes them.
+# Standard deviation of the mixture over standardized effects. Its minimum detectable effect at 80 %
+# power is within 3 % of the best that any value between 0.5 and 10 gives at 5 to 10 seeds, and
+# within 6 % at 20; tests/evals/test_sequential.py computes them.
 _EFFECTS = 2.0
 _STUDIES = 20_000
-_MOST_VALUES = 4_000_000  # of all studies together; from 201 seeds on, fewer studies are simulated
+_MOST_VALUES = 4_000_000  # over all studies; from 201 seeds on, fewer studies are simulated
 
 
 def always_valid(differences: Sequence[float], alpha: float) -> Interval:
-    """Return the interval and the p-value that hold after any number of looks.
+    """Return the interval and the p-value that are valid at any number of looks.
 
-    The interval excludes 0 exactly where the p-value is under `alpha`. It is infinite, and its
-    bounds None, where so few seeds can exclude nothing.
+    The interval excludes 0 exactly if the p-value is below `alpha`. With too few seeds to exclude
+    anything, it is infinite, and its bounds are None.
 
     Args:
-        differences: one a seed, at least one.
+        differences: one per seed, at least one.
         alpha: two-sided error rate over all looks together.
     """
     fixed = statistics.paired(differences, alpha)
     n, sd, mean = fixed.n, fixed.sd, fixed.estimate
     if sd is None:
         return fixed
-    if sd == 0:  # t would call any such difference certain; the signs alone are counted
+    if sd == 0:  # t would be infinite, so only the signs are tested
         p = max(least_p(n), _least_p_of_signs(n)) if mean else 1.0
         return Interval(estimate=mean, low=mean, high=mean, p=p, sd=0.0, n=n)
     p = _p_value(mean / sd * math.sqrt(n), n)
@@ -70,7 +70,7 @@ def always_valid(differences: Sequence[float], alpha: float) -> Interval:
 
 
 def critical(seeds: int, alpha: float) -> float:
-    """Return the |t| above which the always-valid p-value is under `alpha`; it may be infinite."""
+    """Return the critical |t| of the always-valid test; it may be infinite."""
     spread = 1 + seeds * _EFFECTS**2
     log_ratio = (math.log(spread) / 2 - math.log(alpha)) * 2 / seeds
     if log_ratio >= math.log(spread):
@@ -80,12 +80,12 @@ def critical(seeds: int, alpha: float) -> float:
 
 
 def least_p(seeds: int) -> float:
-    """Return the bound that the always-valid p-value of so many seeds never falls under."""
+    """Return the lower bound of the always-valid p-value for a number of seeds."""
     return math.exp(-math.log1p(seeds * _EFFECTS**2) * (seeds - 1) / 2)
 
 
 def least_seeds(alpha: float) -> int:
-    """Return the fewest seeds whose always-valid p-value can be under `alpha`."""
+    """Return the smallest number of seeds whose always-valid p-value can be below `alpha`."""
     seeds = 2
     while math.isinf(critical(seeds, alpha)):
         seeds += 1
@@ -93,7 +93,7 @@ def least_seeds(alpha: float) -> int:
 
 
 def seeds_of_equal_signs(alpha: float) -> int:
-    """Return the fewest equal differences, none of them 0, that are under `alpha`."""
+    """Return the smallest number of equal nonzero differences with a p-value below `alpha`."""
     seeds = least_seeds(alpha)
     while max(least_p(seeds), _least_p_of_signs(seeds)) >= alpha:
         seeds += 1
@@ -102,10 +102,10 @@ def seeds_of_equal_signs(alpha: float) -> int:
 
 @functools.lru_cache(maxsize=64)
 def false_by_looks(looks: tuple[frozenset[int], ...], alpha: float) -> float:
-    """Return the false positive rate of Student's t over several looks, in any of them.
+    """Return the probability of a false positive of Student's t in any of several looks.
 
-    Simulated over 20,000 studies of normal differences, with a fixed draw. It is the rate of these
-    looks; someone who saw the results and left out the least convenient seed is wrong more often.
+    Simulated over 20,000 studies of normal differences with a fixed seed. The rate is higher if
+    seeds were left out because of their results.
 
     Args:
         looks: the seeds of each look, at least 2.
@@ -127,16 +127,16 @@ def false_by_looks(looks: tuple[frozenset[int], ...], alpha: float) -> float:
 def looks_of(record: Comparison, others: Iterable[tuple[str, Comparison]]) -> dict[str, Looks]:
     """Find the looks at each contrast of a comparison, by arm.
 
-    Another comparison is a look at the same contrast where it has runs of both arms in common, in
-    either direction. Every record shows every KPI, so that its own primary one does not matter.
-    The same runs compared again, or scored again, are the same look.
+    Another comparison is a look at the same contrast if it shares runs of both arms, in either
+    direction. Every record shows every KPI, so its own primary KPI does not matter. The same runs
+    compared again, or scored again, are the same look.
 
     Args:
         record: the comparison.
-        others: other ones, with the place that each was found at.
+        others: other comparisons, each with its location.
 
     Returns:
-        Nothing for an arm that there is no other look at.
+        Arm -> its looks; arms without another look are omitted.
     """
     known = [(path, other) for path, other in others if other.condition == record.condition]
     found = {}
@@ -157,7 +157,7 @@ def looks_of(record: Comparison, others: Iterable[tuple[str, Comparison]]) -> di
 
 
 def _sides(record: Comparison, contrast: ContrastRecord, kpi: str) -> tuple[Side, Side]:
-    """Return the runs that a contrast rests on, each by what stays when it is moved or scored."""
+    """Return the runs of a contrast, identified independently of their location and scoring."""
     seeds = contrast["kpis"][kpi]["seeds"] if kpi in contrast["kpis"] else []
     arm, reference = (
         frozenset(
@@ -171,13 +171,13 @@ def _sides(record: Comparison, contrast: ContrastRecord, kpi: str) -> tuple[Side
 
 
 def _share(ours: tuple[Side, Side], theirs: tuple[Side, Side]) -> bool:
-    if not (ours[1] or theirs[1]):  # of a base there are no runs
+    if not (ours[1] or theirs[1]):  # the base has no runs
         return bool(ours[0] & theirs[0])
     return any(ours[0] & one and ours[1] & other for one, other in (theirs, theirs[::-1]))
 
 
 def _false(record: Comparison, looks: set[frozenset[int]]) -> float | None:
-    """Return the rate over all arms, an upper bound where there are several."""
+    """Return the false positive rate over all arms; an upper bound if there are several."""
     tests = tuple(sorted((look for look in looks if len(look) > 1), key=sorted))
     is_t = record.test == CompareTest.t.value and record.sequential == Sequential.none.value
     if not is_t or not tests:
@@ -187,12 +187,12 @@ def _false(record: Comparison, looks: set[frozenset[int]]) -> float | None:
 
 
 def _p_value(t: float, seeds: int) -> float:
-    """Return 1 over the mixture of likelihood ratios, 1 at most."""
+    """Return the reciprocal of the mixture of likelihood ratios, at most 1."""
     spread, x = 1 + seeds * _EFFECTS**2, t * t / (seeds - 1)
     log_ratio = math.log1p(x) - math.log1p(x / spread)
     return math.exp(min(0.0, math.log(spread) / 2 - seeds / 2 * log_ratio))
 
 
 def _least_p_of_signs(seeds: int) -> float:
-    """Return the always-valid p-value of equal signs: 1 over the uniform mixture of coins."""
+    """Return the always-valid p-value of equal signs, for a uniform prior on their probability."""
     return min(1.0, math.exp(math.log(seeds + 1) - seeds * math.log(2)))

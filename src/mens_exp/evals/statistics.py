@@ -2,8 +2,8 @@
 
 The unit is the seed. A seed's difference is the mean over all items of one arm minus that of the
 other; Student's t on these differences holds its level at five seeds, where a two-level percentile
-bootstrap does not (benchmarks/calibration.py). This concerns only these items. `crossed`
-generalises to similar items, by treating the items as a sample too (benchmarks/items.py).
+bootstrap does not (benchmarks/calibration.py). These inferences hold only for these items.
+`crossed` generalises to similar items, by treating the items as a sample too (benchmarks/items.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Critical = Callable[[int, float], float]
-    """From the seeds and the two-sided error rate to the |t| that is significant."""
+    """Maps the number of seeds and the two-sided error rate to the critical |t|."""
 
-_EXACT_SEEDS = 16  # 65,536 patterns of signs; above, a fixed sample of as many
+_EXACT_SEEDS = 16  # 65,536 sign patterns; for more seeds, a fixed sample of as many
 _MOST_SEEDS = 100_000
-_FAR = 1e4  # above, scipy's noncentral t loses its digits (at two seeds from 6e5)
-_SD_LEVEL = 0.8  # each bound alone holds in 90 % of studies, as Browne (1995) plans from pilots
+_FAR = 1e4  # for larger |t|, scipy's noncentral t loses precision (at two seeds from 6e5)
+_SD_LEVEL = 0.8  # each bound individually holds in 90 % of studies, as in Browne (1995)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +32,11 @@ class Interval:
 
     Attributes:
         estimate: the mean difference.
-        low: of the two-sided interval; None where one seed, or none, tells no spread.
-        high: likewise.
-        p: two-sided p-value against no difference; None likewise.
-        sd: of the differences, n - 1 under the root; None likewise.
-        n: differences.
+        low: lower bound of the two-sided interval; None with fewer than two seeds.
+        high: upper bound; None likewise.
+        p: two-sided p-value of the null hypothesis of no difference; None likewise.
+        sd: standard deviation of the differences, with divisor n - 1; None likewise.
+        n: number of differences.
     """
 
     estimate: float
@@ -48,18 +48,18 @@ class Interval:
 
     @property
     def width(self) -> float | None:
-        """From the lower bound to the upper one."""
+        """The width of the interval."""
         return None if self.low is None or self.high is None else self.high - self.low
 
 
 def paired(differences: Sequence[float], alpha: float) -> Interval:
     """Return Student's t interval of the mean of paired differences.
 
-    Differences that are all equal tell no spread: the interval is a point, and the p-value is that
-    of the sign-flip test, since t would call any such difference certain.
+    If all differences are equal, their spread is unknown: the interval is a point, and the p-value
+    is that of the sign-flip test, since t would be infinite.
 
     Args:
-        differences: one a seed, at least one.
+        differences: one per seed, at least one.
         alpha: two-sided error rate; the interval covers 1 - alpha.
     """
     from scipy import special
@@ -83,24 +83,24 @@ def crossed(
 ) -> Interval:
     """Return an interval of the mean difference over seeds and items like these ones.
 
-    Seeds and items are both samples, crossed. The variance of the mean is estimated by moments as
-    (MS_seeds + MS_items - MS_residual) / (S * I), never below the share of either mean square
-    alone, with Satterthwaite's degrees of freedom. With three seeds that estimate is too noisy to
-    hold its level, so the interval is never narrower than `paired` gives over the seeds, nor the
-    p-value smaller (measured: benchmarks/items.py).
+    Seeds and items are crossed random factors. The variance of the mean is estimated by moments as
+    (MS_seeds + MS_items - MS_residual) / (S * I), but not below MS_seeds or MS_items over S * I,
+    with Satterthwaite's degrees of freedom. With three seeds that estimate is too noisy to hold its
+    level, so the interval is never narrower than that of `paired` over the seeds, nor the p-value
+    smaller (measured: benchmarks/items.py).
 
     Sources: F. Satterthwaite, "An approximate distribution of estimates of variance components"
     (1946); A. C. Cameron, J. Gelbach and D. Miller, "Robust inference with multiway clustering"
     (2011).
 
     Args:
-        differences_SI: of S seeds on the same I items, at least one of each.
+        differences_SI: differences of S seeds on the same I items, at least one of each.
         alpha: two-sided error rate; the interval covers 1 - alpha.
-        weights_I: of the items in a seed's mean, such as tokens of a document; None is equal ones.
+        weights_I: weights of the items in a mean, such as tokens of a document; None: equal ones.
 
     Returns:
-        The interval; its ``sd`` and ``n`` are those of the seeds. One seed or one item tells no
-        spread: there is an estimate alone.
+        The interval; its ``sd`` and ``n`` are those of the seeds. With one seed or one item, there
+        is only an estimate.
     """
     from scipy import special
 
@@ -121,14 +121,14 @@ def crossed(
 
 
 def linearized(values: np.ndarray, weights_I: np.ndarray) -> np.ndarray:
-    """Return values whose plain mean, and its spread, are those of the weighted mean.
+    """Return values whose plain mean and its standard error are those of the weighted mean.
 
     A weighted mean over a sample of items is a ratio of two sums, and so varies less than the
     weighted values do.
 
     Args:
-        values: of items, in the last dimension.
-        weights_I: above 0.
+        values: values of items, in the last dimension.
+        weights_I: weights of the items, above 0.
     """
     weights = weights_I / weights_I.mean()
     estimate = (values * weights).mean()
@@ -144,7 +144,7 @@ def _crossed_error(values_SI: np.ndarray) -> tuple[float, float]:
     of_items = seeds * float(((by_item - mean) ** 2).sum()) / (items - 1)
     residual = float((rest**2).sum()) / ((seeds - 1) * (items - 1))
     total = max(of_seeds + of_items - residual, of_seeds, of_items)
-    if total <= (1e-12 * max(1e-300, float(np.abs(values_SI).max()))) ** 2:  # rounding alone
+    if total <= (1e-12 * max(1e-300, float(np.abs(values_SI).max()))) ** 2:  # only rounding
         return 0.0, 1.0
     freedom = total**2 / (
         of_seeds**2 / (seeds - 1)
@@ -158,8 +158,8 @@ def unpaired(arm: Sequence[float], reference: Sequence[float], alpha: float) -> 
     """Return Welch's interval of the difference of two means, as if the seeds were not shared.
 
     Args:
-        arm: a mean a seed.
-        reference: likewise; the difference is `arm` minus `reference`.
+        arm: means of one arm, one per seed.
+        reference: means of the other; the difference is `arm` minus `reference`.
         alpha: two-sided error rate.
     """
     from scipy import stats
@@ -187,14 +187,14 @@ def unpaired(arm: Sequence[float], reference: Sequence[float], alpha: float) -> 
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Return the two-sided p-value of the sign-flip test: under the null each sign is a coin.
+    """Return the two-sided p-value of the sign-flip test: under the null, signs are random.
 
-    Exact to sixteen differences; above, over a fixed sample of sign patterns, the observed one
-    counted in (so that no p-value is zero).
+    Exact up to sixteen differences; above that, over a fixed sample of sign patterns including the
+    observed one (so that no p-value is zero).
     """
     values = np.asarray(differences, float)
     n = len(values)
-    observed = abs(values.sum()) * (1 - 1e-12)  # sums in another order round otherwise
+    observed = abs(values.sum()) * (1 - 1e-12)  # sums in a different order round differently
     if n <= _EXACT_SEEDS:
         patterns = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
         return float((np.abs((2 * patterns - 1) @ values) >= observed).mean())
@@ -204,20 +204,20 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def least_sign_flip_p(seeds: int) -> float:
-    """Return the smallest p-value that a sign-flip test of so many seeds can give: 2 / 2^n."""
+    """Return the smallest possible p-value of a sign-flip test with this many seeds: 2 / 2^n."""
     return min(1.0, 2.0 ** (1 - seeds))
 
 
 def seeds_for_sign_flip(alpha: float) -> int:
-    """Return the fewest seeds whose sign-flip test can reach `alpha`."""
+    """Return the smallest number of seeds whose sign-flip test can reach `alpha`."""
     return max(1, math.ceil(1 - math.log2(alpha) - 1e-12))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return Holm's adjusted p-values, in the order given.
+    """Return Holm's adjusted p-values, in the given order.
 
     Args:
-        p_values: one an arm; None, where a test could not be made, counts as 1 in the family.
+        p_values: one per arm; None, for a test that was not possible, counts as 1 in the family.
     """
     known = [1.0 if p is None else p for p in p_values]
     adjusted, highest = [0.0] * len(known), 0.0
@@ -228,21 +228,21 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def student(seeds: int, alpha: float) -> float:
-    """Return the |t| that is significant in a test of so many differences, made once."""
+    """Return the critical |t| of a single test of this many differences."""
     from scipy import special
 
     return -float(special.stdtrit(seeds - 1, alpha / 2))
 
 
 def sd_factors(seeds: int, level: float = _SD_LEVEL) -> tuple[float, float]:
-    """Return what an estimated standard deviation is multiplied by for the bounds of the true one.
+    """Return the factors from an estimated standard deviation to the bounds of the true one.
 
     The chi-square interval of normal differences. R. H. Browne, "On the use of a pilot sample for
     sample size determination", Statistics in Medicine 14 (1995), plans with its upper bound.
 
     Args:
-        seeds: at least 2.
-        level: of the two-sided interval.
+        seeds: number of seeds, at least 2.
+        level: level of the two-sided interval.
     """
     from scipy import stats
 
@@ -254,14 +254,14 @@ def sd_factors(seeds: int, level: float = _SD_LEVEL) -> tuple[float, float]:
 def power_of(
     effect: float, sd: float, seeds: int, alpha: float, critical: Critical = student
 ) -> float:
-    """Return the chance that a two-sided paired t test finds a true mean difference.
+    """Return the power of a two-sided paired t test.
 
     Args:
         effect: true mean of the differences.
         sd: true standard deviation of the differences, above 0.
-        seeds: at least 2.
+        seeds: number of seeds, at least 2.
         alpha: two-sided error rate.
-        critical: of the test; infinite where so few seeds find nothing.
+        critical: critical |t| of the test; infinite if the seeds are too few for any effect.
     """
     from scipy import stats
 
@@ -269,29 +269,29 @@ def power_of(
     bound = critical(seeds, alpha)
     if math.isinf(bound):
         return 0.0
-    if bound > _FAR:  # (Z + shift)^2 / bound^2 over the nodes of a normal Z
+    if bound > _FAR:  # integrate over (Z + shift)^2 / bound^2 at the quadrature nodes of a normal Z
         nodes, weights = np.polynomial.hermite_e.hermegauss(32)
         chances = stats.chi2.cdf(freedom * ((nodes + shift) / bound) ** 2, freedom)
         return float(chances @ weights / weights.sum())
     upper, lower = stats.nct.sf(bound, freedom, shift), stats.nct.cdf(-bound, freedom, shift)
-    # Far out the noncentral tail that no longer matters comes out as not a number.
+    # Far out, scipy returns NaN for a tail that is negligible.
     return float(np.nan_to_num(upper, nan=1.0) + np.nan_to_num(lower, nan=0.0))
 
 
 def minimum_detectable(
     sd: float | None, seeds: int, alpha: float, power: float = 0.8, critical: Critical = student
 ) -> float | None:
-    """Return the true difference that is found with the given chance.
+    """Return the minimum detectable effect: the true difference found with the given power.
 
     Args:
-        sd: true standard deviation of the seeds' differences; 0 tells no spread.
-        seeds: how many there are.
+        sd: true standard deviation of the seeds' differences; 0 or None if unknown.
+        seeds: number of seeds.
         alpha: two-sided error rate.
-        power: the chance wanted, above `alpha`.
-        critical: of the test.
+        power: the required power, above `alpha`.
+        critical: critical |t| of the test.
 
     Returns:
-        None without a spread, and where so few seeds find nothing at all.
+        None without a standard deviation, or if the seeds are too few for any effect.
     """
     from scipy.optimize import brentq
 
@@ -308,17 +308,17 @@ def minimum_detectable(
 def seeds_for_effect(
     effect: float, sd: float, alpha: float, power: float = 0.8, critical: Critical = student
 ) -> int | None:
-    """Return the fewest seeds that find a true difference with the given chance.
+    """Return the smallest number of seeds that finds a true difference with the given power.
 
     Args:
         effect: the difference.
         sd: standard deviation of the seeds' differences.
         alpha: two-sided error rate.
-        power: the chance wanted.
-        critical: of the test.
+        power: the required power.
+        critical: critical |t| of the test.
 
     Returns:
-        None for no effect, or one that would take over 100,000 seeds.
+        None for an effect of 0, or one that would take over 100,000 seeds.
     """
     if effect == 0:
         return None
@@ -329,7 +329,7 @@ def seeds_for_effect(
         low, high = high, high * 2
         if high > _MOST_SEEDS:
             return None
-    while high - low > 1:  # the chance grows with the seeds
+    while high - low > 1:  # power increases with the number of seeds
         middle = (low + high) // 2
         enough = power_of(effect, sd, middle, alpha, critical) >= power
         low, high = (low, middle) if enough else (middle, high)
@@ -339,7 +339,7 @@ def seeds_for_effect(
 def pooled_sd(groups: Sequence[Sequence[float]]) -> float | None:
     """Return the standard deviation within groups, pooled by their degrees of freedom.
 
-    Groups of one value tell no spread; None where there is no other.
+    Groups of one value do not contribute; None if there are no others.
     """
     arrays = [np.asarray(group, float) for group in groups if len(group) > 1]
     freedom = sum(len(one) - 1 for one in arrays)
@@ -349,6 +349,6 @@ def pooled_sd(groups: Sequence[Sequence[float]]) -> float | None:
 
 
 def _sd(values: np.ndarray) -> float:
-    """Return the standard deviation; rounding alone is none."""
+    """Return the standard deviation; 0 if it is only rounding."""
     sd = float(values.std(ddof=1))
     return 0.0 if sd <= 1e-12 * max(1e-300, float(np.abs(values).max())) else sd

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from mens_exp.config.promotion import CompareConfig
 
 BOTH = "base and tuned"
-"""A comparison's condition where the two conditions are its arms."""
+"""Condition of a comparison whose arms are the two conditions."""
 
-_ADAPTER = "adapter"  # the factor of base against tuned
+_ADAPTER = "adapter"  # the factor of a comparison of base and tuned model
 _OUTSIDE = "programs ran outside a sandbox (sandbox=unsafe)"
 _PREFERRED = ("task_success", "parse_rate", "val_loss", "val_bits_per_byte")
 _SCATTER = ("train_s", "peak_bytes", "tokens", "trainable_parameters")
@@ -69,11 +69,11 @@ class Scored:
     """One run of the study.
 
     Attributes:
-        trial: what it is.
-        record: of where its values were read.
-        items: of its suite; None where it has no scorecard.
-        observe: from an arm's name and a condition to what the run measured.
-        curves: metric -> (step, value), as telemetry has them.
+        trial: the run as a member of an arm.
+        record: record of the files that its values were read from.
+        items: number of items of its suite; None without a scorecard.
+        observe: returns the run's measurements, given an arm's name and a condition.
+        curves: metric -> (step, value), from telemetry.
     """
 
     trial: Trial
@@ -89,13 +89,13 @@ def conducted(
     """Compare the arms of a study.
 
     Args:
-        path: as asked for, for the record.
-        runs: that count.
-        factors: declared ones; where there are none, the runs' own overrides tell.
-        settings: of the comparison.
+        path: the requested path, for the record.
+        runs: the runs to compare.
+        factors: declared factors; if empty, they are derived from the runs' overrides.
+        settings: settings of the comparison.
 
     Raises:
-        ConfigError: a factor, the reference or the primary KPI is none of these runs'.
+        ConfigError: these runs do not have a factor, the reference or the primary KPI.
         RequestError: there is nothing to compare.
     """
     if not runs:
@@ -158,7 +158,7 @@ def _record(
     *,
     declared: bool,
 ) -> Comparison:
-    """Make the record, with everything but what the guard says."""
+    """Build the record, without the contrast guard's findings."""
     names = _kpis(seen)
     unlike = {arm.name: unlike_losses(arm, arms[0]) for arm in arms[1:]}
     others = {name for one in unlike.values() for name in one}
@@ -247,23 +247,23 @@ def _hold(arm: Arm, reference: Arm, factors: Sequence[str], contrast: ContrastRe
         for trial in others
         for label in guard(trial.side(), first.side(), factors, implied).environment
     ]
-    if all(one.answers_in_f32 for one in (first, *others)):  # otherwise it confounds
+    if all(one.answers_in_f32 for one in (first, *others)):  # otherwise they are confounders
         labels += unlike_sizes([first, *others])
     labels += [*seed_labels(arm, reference.seeds), *seed_labels(reference, arm.seeds)]
     contrast["environment"] = list(dict.fromkeys([*contrast["environment"], *labels]))
 
 
 def _unmeasured(kpi: str, arm: Arm, seen: Mapping[str, ArmScores]) -> list[str]:
-    """List seeds of an arm with no value of a KPI that other seeds of it have."""
+    """List seeds of an arm without a value of a KPI that other seeds of the arm have."""
     known = {seed: arm_mean(kpi, {seed: runs}) for seed, runs in seen[arm.name].items()}
     lacking = [seed for seed, value in known.items() if value is None]
-    if len(lacking) == len(known):  # the verdict says why the arm has none
+    if len(lacking) == len(known):  # the verdict states why the arm has none
         return []
     return [f"seed {seed} of {arm.name} has no {kpi}" for seed in lacking]
 
 
 def _implied(arm: Arm, reference: Arm, factors: Sequence[str]) -> Implied | None:
-    """Return what the two arms' backends imply, where the backend is a factor."""
+    """Return the differing settings that two arms' backends imply, if the backend is a factor."""
     ours, theirs = arm.backend, reference.backend
     if "backend" not in factors or ours is None or theirs is None or ours == theirs:
         return None
@@ -279,17 +279,17 @@ def _learned_of(backend: str, is_random: bool, own: tuple[Path, ...]) -> dict[st
     Args:
         backend: an option.
         is_random: whether the model has random weights, for which burn implies another tokenizer.
-        own: directories of the user's options, which may add some.
+        own: directories of the user's options, which may add backends.
     """
-    del own  # part of the key alone
+    del own  # only part of the cache key
     model = ["model=random"] if is_random else []
     return learned_settings(typed(compose([[f"backend={backend}", *model]])[0].values))
 
 
 def reference_arm(arms: Sequence[Arm], wanted: str | None, where: str = "compare.reference") -> Arm:
-    """Return the arm of that name, or with that value of a factor; without one, the first.
+    """Return the arm with that name or that value of a factor; by default the first.
 
-    A value that looks like true or false comes spelled otherwise from the command line.
+    Values are compared ignoring case, since the command line changes the spelling of booleans.
 
     Args:
         arms: the arms, in their order.
@@ -297,7 +297,7 @@ def reference_arm(arms: Sequence[Arm], wanted: str | None, where: str = "compare
         where: the setting that names it.
 
     Raises:
-        ConfigError: no arm has it, or several.
+        ConfigError: no arm matches, or several do.
     """
     if wanted is None:
         return arms[0]
@@ -326,7 +326,7 @@ def _scores(arm: str, runs: Sequence[Scored], condition: str) -> ArmScores:
 
 
 def _kpis(seen: Mapping[str, ArmScores]) -> list[str]:
-    """List every KPI that a run has, the table's in its order, then the suites' own."""
+    """List every KPI that a run has: those of the table in its order, then the suites' own."""
     names = {name for arm in seen.values() for runs in arm.values() for run in runs for name in run}
     return [*(name for name in KPIS if name in names), *sorted(names - KPIS.keys())]
 
@@ -381,7 +381,7 @@ def _arm_record(
 
 
 def _scatter(run: Scored, seen: ArmScores, primary: str) -> dict[str, float | None]:
-    """Return a run's point: what it cost, and the mean of the primary KPI of its seed."""
+    """Return a run's point in the scatter plot: its costs, and its seed's mean primary KPI."""
     values = scores(run.observe("", Condition.TUNED.value), run.items)
     mean = arm_mean(primary, {0: seen[run.trial.manifest.seed]})
     costs = {name: values[name].mean for name in _SCATTER if name in values}

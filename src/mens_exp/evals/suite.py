@@ -1,6 +1,6 @@
 """Suites: frozen items, grading of answers, and a self-test.
 
-:mod:`mens_exp.config.suite` has what is known of a suite before it is opened, and names its class.
+:mod:`mens_exp.config.suite` declares a suite's properties before it is opened, and names its class.
 
 The module also contains the sandbox runner for programs, and the reader of benchmark files (one
 JSON object per line, gzipped or not).
@@ -39,9 +39,9 @@ class Runner:
     """A sandbox with the limits of a suite's programs.
 
     Attributes:
-        sandbox: a fresh surrounding for each program.
-        limits: what one of them may use.
-        workers: how many run at once; None is one for each processor.
+        sandbox: the sandbox, fresh for each program.
+        limits: limits of each program.
+        workers: number of programs to run at once; None means one per processor.
     """
 
     sandbox: Sandbox
@@ -57,8 +57,8 @@ class Runner:
         """Run programs and return their results, in order.
 
         Args:
-            programs: what to run.
-            limits: of each, instead of the runner's own: a compiler needs more.
+            programs: the programs.
+            limits: limits of each, instead of the runner's; a compiler needs more.
         """
         from mens_exp.sandbox.program import run_all
 
@@ -70,11 +70,11 @@ class Item:
     """An item of a suite.
 
     Attributes:
-        id: the suite's name for it.
-        messages: the turns before the answer, the last of them the user's.
-        reference: an answer that the suite itself holds right; empty where it has none.
-        group: the part of the suite that it belongs to; empty where there is one alone.
-        stop: texts that end an answer and are no part of it.
+        id: the suite's id of the item.
+        messages: the turns before the answer, ending with a user turn.
+        reference: a correct answer; empty if the suite has none.
+        group: the part of the suite that it belongs to; empty if there is only one.
+        stop: texts that end an answer and are not part of it.
     """
 
     id: str
@@ -93,14 +93,14 @@ class Item:
 class Answer:
     """A model's answer to an item; ``text`` is the part outside reasoning.
 
-    Every suite grades that, so that a draft counts nowhere.
+    Every suite grades only this text, so that drafts in the reasoning never count.
     """
 
     item: Item
     text: str
 
     def __post_init__(self) -> None:
-        """Take the reasoning out."""
+        """Remove the reasoning."""
         object.__setattr__(self, "text", outside_reasoning(self.text))
 
 
@@ -110,24 +110,24 @@ class Judgement:
 
     Attributes:
         compiles: whether it compiles, or parses.
-        success: whether it does the task.
-        semantic: whether it does, and nothing in it holds the place of code.
-        canonical: whether it is laid out as formatters do it.
+        success: whether it solves the task.
+        semantic: whether it solves the task without placeholder code.
+        canonical: whether it is formatted as formatters do.
         strict: whether it is code only.
         errors: its errors, in the form used in repair prompts.
-        placeholder_hits: places that say that something is left to write.
-        trivial: whether nothing is in it but what holds a place.
-        richness: statements that do something, from 0 to 1.
-        anti_stub: whether it is neither trivial nor marked.
-        outcome: how running it ended.
-        style: how the answer was read; see `ItemEvent`.
-        lints: findings of the language's linter, in their order; None where the suite does not
-            lint, or the answer does not compile.
-        lint_clean: whether it compiles and the linter finds nothing; None where the suite does not
+        placeholder_hits: number of markers of unfinished code.
+        trivial: whether it consists only of placeholders.
+        richness: score from 0 to 1 for the number of effective statements.
+        anti_stub: whether it is neither trivial nor marked as unfinished.
+        outcome: result of the execution.
+        style: style in which the answer was read; see `ItemEvent`.
+        lints: names of the linter's findings, in source order; None if the suite does not lint, or
+            the answer does not compile.
+        lint_clean: whether it compiles and the linter finds nothing; None if the suite does not
             lint.
         values: KPIs that are not in the table, by name; declare them with ``@declares`` on the
-            suite's class. Leave one out that the answer does not have.
-        unknown: name of a field that is null -> why.
+            suite's class. Omit KPIs that the answer does not have.
+        unknown: null field -> reason.
     """
 
     compiles: bool | None = None
@@ -149,7 +149,7 @@ class Judgement:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nothing is left to repair: the task is done or, where unknown, it compiles."""
+        """Whether no repair is needed: the task is solved or, if that is unknown, it compiles."""
         return bool(self.compiles if self.success is None else self.success)
 
 
@@ -158,10 +158,10 @@ class SelfTest:
     """The result of judging the suite's own answers.
 
     Attributes:
-        references: references tried, by the style of the answer they were put into.
-        failed: of these, the names of items that were judged wrong, by style.
-        stubs: empty answers tried.
-        stubs_passed: of these, the names of items that were judged right.
+        references: number of judged references, by style of the answer.
+        failed: ids of items whose reference was judged wrong, by style.
+        stubs: number of judged stubs.
+        stubs_passed: ids of items whose stub was judged right.
     """
 
     references: dict[str, int]
@@ -171,7 +171,7 @@ class SelfTest:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing may be scored by this suite, or None where it may."""
+        """The reason why this suite must not score, or None if it may."""
         wrong = sorted({name for names in self.failed.values() for name in names})
         if wrong:
             return f"references judged wrong: {', '.join(wrong[:5])} ({len(wrong)} in all)"
@@ -184,7 +184,7 @@ class SelfTest:
 class Suite:
     """A frozen set of items and the grading of their answers.
 
-    What is not overridden is that of a suite that we ask, and that judges answers by reading them.
+    The defaults are those of a suite that our engines answer and that judges without execution.
     """
 
     __slots__ = ()
@@ -198,7 +198,7 @@ class Suite:
             calls_functions: whether Python that the user's files name may run in this process.
 
         Raises:
-            MensError: its files cannot be read, or there are not so many items.
+            MensError: its files cannot be read, or there are too few items.
         """
         raise NotImplementedError
 
@@ -216,29 +216,29 @@ class Suite:
         *,
         max_positions: int,
     ) -> Suite | str:
-        """Freeze items made of rows that a run holds out, or return the reason why there are none.
+        """Freeze items built from a run's held-out rows, or return the reason why there are none.
 
         Args:
             settings: the `suite` group.
             heldout: the rows.
-            tokenizer: with the chat template of training.
+            tokenizer: the tokenizer, with the chat template of training.
             max_positions: maximum number of tokens of the model.
         """
         raise NotImplementedError
 
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]], generation: Mapping[str, Any]) -> Suite:
-        """Return the suite over the items of a run's event lines, where those are all it is of.
+        """Rebuild a suite from a run's event lines, if these determine it completely.
 
         Args:
             lines: the lines of events.jsonl.
-            generation: how answers were made, as in the scorecard.
+            generation: the generation settings in the scorecard.
         """
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """The suite's name, as `suite=` has it."""
+        """The suite's name, as in `suite=<name>`."""
         raise NotImplementedError
 
     @property
@@ -263,16 +263,16 @@ class Suite:
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
-        """Descriptions of the models that the suite brings, for the scorecard."""
+        """Descriptions of the models that the suite specifies, for the scorecard."""
         return []
 
     @property
     def tools(self) -> dict[str, str]:
-        """Versions of the programs that judge, for the scorecard."""
+        """Versions of the programs used in judging, for the scorecard."""
         return {}
 
     def judge(self, answers: Sequence[Answer], runner: Runner | None) -> list[Judgement]:
-        """Judge answers, in their order; without a runner nothing is executed."""
+        """Judge answers, in order; without a runner, nothing is executed."""
         raise NotImplementedError
 
     def self_test(self, runner: Runner | None) -> SelfTest | None:
@@ -281,7 +281,7 @@ class Suite:
         return None
 
     def answered(self, engine: GraphEngine, condition: str) -> Answered | None:
-        """Ask a model and judge its answers by the suite's own means; None leaves both to us.
+        """Generate and judge answers with the suite's own code; None leaves both to the caller.
 
         Args:
             engine: the model.
@@ -291,7 +291,7 @@ class Suite:
         return None
 
     def engines(self, settings: Any, sampling: EvalConfig) -> dict[str, Engine]:
-        """Return what answers for the models that the suite brings, by condition.
+        """Return engines for the models that the suite specifies, by condition.
 
         Args:
             settings: the `suite` group.
@@ -300,21 +300,21 @@ class Suite:
         raise NotImplementedError
 
     def check_keeping(self) -> None:
-        """Check that answers can be told apart where they are kept as rows.
+        """Check that equal answers can be detected when answers are kept as rows.
 
         Raises:
-            SetupError: a program that this takes is not installed.
+            SetupError: a required program is not installed.
         """
 
     def canonical(self, events: Sequence[ItemEvent], runner: Runner | None) -> list[str]:
-        """Return the code of answers in a form in which equal answers are equal."""
+        """Return the code of answers in a canonical form, so that duplicates can be detected."""
         del runner
         return [code_of(outside_reasoning(event["completion"])) for event in events]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """The answers to a suite that asks by itself.
+    """The answers to a suite that generates them itself.
 
     Attributes:
         events: one for each item.
@@ -326,10 +326,10 @@ class Answered:
 
 
 def suite_class(spec: SuiteSpec) -> type[Suite]:
-    """Return the class that a suite names; the suite scores something.
+    """Return the class of a suite that scores.
 
     Raises:
-        SetupError: it cannot be imported, or is none.
+        SetupError: it cannot be imported, or is not a class of a suite.
     """
     assert spec.suite is not None, "the caller has asked whether it scores"
     return named_class(spec.suite, Suite, of=f"the suite {spec.name}")
@@ -369,13 +369,13 @@ def tasks_in(path: Path, task_of: Callable[[Any, str], Task]) -> list[Task]:
     """Read the tasks of a file.
 
     Args:
-        path: JSONL, or JSONL.gz.
-        task_of: makes a task of a line's value and its place (``file:line``).
+        path: a JSONL file, plain or gzipped.
+        task_of: builds a task from a line's value and its location (``file:line``).
 
     Raises:
-        DataError: the file cannot be read or holds no task, or a line is no such task, or one
-            that already exists.
-        Problems: several lines.
+        DataError: the file cannot be read or contains no task, or a line is not such a task or
+            repeats an earlier one.
+        Problems: several lines are faulty.
     """
     tasks: dict[str, Task] = {}
     problems: list[DataError] = []

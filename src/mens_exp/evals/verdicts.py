@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mens_exp.evals.observations import Score
     from mens_exp.evals.statistics import Critical, Interval
 
-_ROUNDING = 1e-5  # of a loss summed in f32; measured: 5e-8
+_ROUNDING = 1e-5  # relative tolerance for a loss summed in f32; measured: 5e-8
 
 ArmScores = dict[int, list[dict[str, "Score"]]]
 """Seed -> the scores of each of its runs, by KPI."""
@@ -31,13 +31,13 @@ class Rule:
     """The rule by which verdicts are given.
 
     Attributes:
-        primary: the one KPI that has one.
-        alpha: two-sided error rate, over all arms together.
+        primary: the only KPI with a verdict.
+        alpha: two-sided error rate over all arms together.
         test: ``t`` or ``sign_flip``.
-        target: ``these_items``, or ``items_like_these`` of which these are a sample.
-        power: of the minimum detectable effect.
-        arms: contrasts that the error rate is shared by.
-        sequential: ``none`` or ``always_valid``, the rule that allows for several looks.
+        target: ``these_items``, or ``items_like_these``, of which these are a sample.
+        power: power of the minimum detectable effect.
+        arms: number of contrasts that share the error rate.
+        sequential: ``none``, or ``always_valid`` to allow for several looks.
     """
 
     primary: str
@@ -50,34 +50,34 @@ class Rule:
 
     @property
     def strictest(self) -> float:
-        """The level that the smallest p-value has to reach, under Holm's correction."""
+        """The level that the smallest p-value must reach under Holm's correction."""
         return self.alpha / self.arms
 
     @property
     def is_always_valid(self) -> bool:
-        """Whether p-values and intervals hold at any number of looks."""
+        """Whether p-values and intervals are valid at any number of looks."""
         return self.sequential != "none"
 
     @property
     def critical(self) -> Critical:
-        """The |t| that is significant."""
+        """The critical |t| of the test."""
         return sequential.critical if self.is_always_valid else statistics.student
 
     def error_of(self, name: str) -> float:
         """Return the error rate of a KPI's interval.
 
-        Those of the primary KPI hold for all arms at once (Bonferroni). Holm's steps have no
-        two-sided intervals of their own that do: an interval at the level of each arm's step
-        covers all of three clear differences in 93 % of studies instead of 95 %.
+        Intervals of the primary KPI hold for all arms simultaneously (Bonferroni). Holm's procedure
+        has no such two-sided intervals: intervals at the level of each arm's step cover all of
+        three clear differences in 93 % of studies instead of 95 %.
         """
         return self.strictest if name == self.primary else self.alpha
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One seed of both arms: the items' values where there are items, and the means.
+    """One seed of both arms: the means, and the differences of the items, if there are any.
 
-    ``unshared`` are items that one of the arms alone has; ``weights`` are empty for equal ones.
+    ``unshared`` counts the items that only one arm has; ``weights`` is empty if all are equal.
     """
 
     arm: float
@@ -92,14 +92,14 @@ def compared(
 ) -> KpiRecord:
     """Compare two arms on one KPI, paired by seed and by item.
 
-    The verdict is still open: `judge` gives it, over all arms together.
+    `judge` sets the verdict later, over all arms together.
 
     Args:
-        name: of the KPI.
+        name: name of the KPI.
         arm: scores of one arm.
-        reference: of the other.
-        noise: of this KPI.
-        rule: of the verdicts.
+        reference: scores of the other.
+        noise: spread of this KPI.
+        rule: the rule of the verdicts.
     """
     kpi = _kpi(name, arm, reference)
     pairs = {
@@ -146,7 +146,7 @@ def compared(
         "verdict": Verdict.SECONDARY,
         "why": why or (f"{rule.primary} is the primary KPI" if name != rule.primary else ""),
     }
-    if rule.target == "these_items":  # more seeds alone do not find all about other items
+    if rule.target == "these_items":  # for other items, more seeds alone do not suffice
         record["mde"], record["mde_low"], record["mde_high"] = _detectable(main, rule)
         record["seeds_needed"] = _needed(main, rule)
         record["seeds_needed_low"], record["seeds_needed_high"] = _needed_range(main, rule)
@@ -154,7 +154,7 @@ def compared(
 
 
 def _kpi(name: str, *arms: ArmScores) -> Kpi:
-    """Return a KPI; if runs declare a metric differently, neither way is better."""
+    """Return a KPI; it has no direction if runs declare it with different ones."""
     scores = [run[name] for arm in arms for runs in arm.values() for run in runs if name in run]
     declared = [one.declared for one in scores if one.declared is not None]
     if not declared:
@@ -167,10 +167,10 @@ def incomparable(name: str, arm: ArmScores, reference: ArmScores, why: str) -> K
     """Return the record of a KPI that is not comparable between two arms.
 
     Args:
-        name: of the KPI.
+        name: name of the KPI.
         arm: scores of one arm.
-        reference: of the other.
-        why: its values are not of one kind.
+        reference: scores of the other.
+        why: the reason why it is not comparable.
     """
     kpi = _kpi(name, arm, reference)
     record = _empty(kpi, arm_mean(name, arm), arm_mean(name, reference))
@@ -223,7 +223,7 @@ def arm_mean(name: str, arm: ArmScores) -> float | None:
 def _paired(
     kpi: Kpi, arm: Sequence[Mapping[str, Score]], reference: Sequence[Mapping[str, Score]]
 ) -> _Pair | None:
-    """Pair the runs of one seed; of a quantity that some items lack, over the items of both."""
+    """Pair the runs of one seed; a KPI that some items lack is averaged over the shared items."""
     mine, theirs = _averaged(kpi.name, arm), _averaged(kpi.name, reference)
     if mine is None or theirs is None:
         return None
@@ -239,7 +239,7 @@ def _paired(
 
 
 def _weights(name: str, runs: Sequence[Mapping[str, Score]]) -> dict[str, float]:
-    """Return the items' weights, which are those of the text and so the same in every run."""
+    """Return the items' weights, which depend on the text and so are the same in every run."""
     return next((dict(s.weights) for run in runs if (s := run.get(name)) and s.weights), {})
 
 
@@ -258,7 +258,7 @@ def _averaged(
 
 
 def _by_item(pairs: Sequence[_Pair], alpha: float) -> Interval | None:
-    """Return the interval over items, each item's mean over the seeds that have it."""
+    """Return the interval over items, using each item's mean over the seeds that have it."""
     values: dict[str, list[float]] = {}
     for pair in pairs:
         for item, value in pair.items.items():
@@ -272,7 +272,7 @@ def _by_item(pairs: Sequence[_Pair], alpha: float) -> Interval | None:
 
 
 def _tested(pairs: Sequence[_Pair], rule: Rule, error: float) -> tuple[Interval, str]:
-    """Return the interval of the mean difference by the rule's target, or why there is none."""
+    """Return the interval of the mean difference for the rule's target, or why there is none."""
     main = statistics.paired([pair.arm - pair.reference for pair in pairs], error)
     if rule.target == "these_items" or len(pairs) == 1:
         return main, ""
@@ -288,12 +288,12 @@ def _tested(pairs: Sequence[_Pair], rule: Rule, error: float) -> tuple[Interval,
         why = "the run's value is not the mean of its items"
         return replace(main, low=None, high=None, p=None), why
     assert found.width is not None, "there are two seeds and two items or more"
-    half = found.width / 2  # a run's own value was summed in another order than its items
+    half = found.width / 2  # centre on the runs' own values, summed in a different order
     return replace(found, low=main.estimate - half, high=main.estimate + half), ""
 
 
 def _no_sample(pairs: Sequence[_Pair]) -> str:
-    """Say why items are no sample that every seed was measured on; empty where they are."""
+    """Return why the items are not a sample shared by all seeds; empty if they are."""
     items = pairs[0].items.keys()
     if not items:
         return "it has no items, so that nothing can be said of items like these"
@@ -305,7 +305,7 @@ def _no_sample(pairs: Sequence[_Pair]) -> str:
 
 
 def _detectable(main: Interval, rule: Rule) -> tuple[float | None, float | None, float | None]:
-    """Return the difference that is found: at the SD as estimated, and at the true one's bounds."""
+    """Return the minimum detectable effect at the estimated SD and at the bounds of the true SD."""
     found = statistics.minimum_detectable(
         main.sd, main.n, rule.strictest, rule.power, critical=rule.critical
     )
@@ -316,7 +316,7 @@ def _detectable(main: Interval, rule: Rule) -> tuple[float | None, float | None,
 
 
 def _needed_range(main: Interval, rule: Rule) -> tuple[int | None, int | None]:
-    """Return the seeds that find the observed difference, at the bounds of the true SD."""
+    """Return the seeds needed to find the observed difference, at the bounds of the true SD."""
     if not main.sd or main.n < _least_seeds(rule):
         return None, None
     low, high = (
@@ -327,13 +327,13 @@ def _needed_range(main: Interval, rule: Rule) -> tuple[int | None, int | None]:
 
 
 def _needed(main: Interval, rule: Rule) -> int | None:
-    """Return the seeds to reach alpha at all, or else to find what was observed."""
+    """Return the seeds needed to reach alpha at all, or else to find the observed difference."""
     least = _least_seeds(rule)
     if main.n < least:
         return least
     if main.sd is None:
         return None
-    if main.sd == 0:  # the p-value is of the signs then
+    if main.sd == 0:  # the p-value is then that of the sign test
         needed = (
             sequential.seeds_of_equal_signs(rule.strictest)
             if rule.is_always_valid

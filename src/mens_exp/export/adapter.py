@@ -61,8 +61,8 @@ class AdapterPlace:
     """The location of an adapter.
 
     Attributes:
-        directory: holds its files.
-        form: ``v3``, ``v2`` or ``peft``.
+        directory: the directory of its files.
+        form: format of the adapter: ``v3``, ``v2`` or ``peft``.
         run: the run that contains it, if any.
     """
 
@@ -77,7 +77,7 @@ class AdapterPlace:
 
 
 def find(directory: Path) -> AdapterPlace:
-    """Return the adapter that a directory holds; v3 where it holds several forms.
+    """Return the adapter in a directory; v3 if there are several formats.
 
     Args:
         directory: a run's directory, its adapter's, or one with the files of a schema or of PEFT.
@@ -101,7 +101,7 @@ def find(directory: Path) -> AdapterPlace:
 
 
 def _owner(place: Path) -> RunDir | None:
-    """Return the training run whose own adapter a directory is."""
+    """Return the training run that a directory is the adapter of; None if there is none."""
     for run in (RunDir(place.parent), RunDir(place.parent.parent)):
         if place in (run.adapter, run.peft) and run.manifest.is_file():
             return run if Manifest.read(run.manifest).task == "train" else None
@@ -109,7 +109,7 @@ def _owner(place: Path) -> RunDir | None:
 
 
 def needs_base(place: AdapterPlace, form: ExportFormat) -> bool:
-    """Return whether a conversion needs the base model for names and keys that the files lack."""
+    """Return whether a conversion needs the base model, for names and keys missing in the files."""
     if place.form == "peft" or form is ExportFormat.peft:
         return True
     if place.form == "v2" or form is not ExportFormat.v2:
@@ -180,20 +180,20 @@ def write(
     directory: Path,
     base: AdapterBase | None,
 ) -> None:
-    """Write an adapter in a form as a directory, atomically.
+    """Write an adapter in a format as a directory, atomically.
 
     v2 and v3 are written so that the header's ``alpha / rank`` is the scale of every layer.
 
     Args:
-        manifest: in schema v3.
-        tensors: by logical name.
+        manifest: its manifest in schema v3.
+        tensors: its tensors by logical name.
         form: peft, v2 or v3.
-        directory: that does not exist.
-        base: the model that it is for; None where :func:`needs_base` says so.
+        directory: the target, which must not exist.
+        base: its base model; None if :func:`needs_base` is false.
 
     Raises:
-        DataError: the form cannot say what the adapter is.
-        Problems: for several reasons.
+        DataError: the format cannot represent the adapter.
+        Problems: it cannot, for several reasons.
     """
     if form is ExportFormat.peft:
         assert base is not None, "needs_base says so"
@@ -223,7 +223,7 @@ def out_problems(out: Path) -> Iterator[RequestError]:
 
 
 def is_free(out: Path) -> bool:
-    """Return whether a directory can be put there; the working directory cannot be replaced."""
+    """Return whether a path is free for a directory; the working directory cannot be replaced."""
     if not out.exists():
         return True
     return out.is_dir() and not any(out.iterdir()) and not out.samefile(".")
@@ -236,7 +236,7 @@ def config_of_adapter(
     shape: Shape,
     quantizer: Quantizer | None,
 ) -> RunConfig:
-    """Return a configuration of a model with the layers of an adapter, each with scale one.
+    """Return the configuration of a model with an adapter's layers, each with scale 1.
 
     Args:
         config: the command's configuration; its data, tokenizer and device are kept.

@@ -110,7 +110,7 @@ def path_problems(files: Iterable[tuple[str, Path]]) -> Iterator[MensError]:
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield every text value of a structured file with its place."""
+    """Yield every text value of a structured file with its location."""
     if path.suffix == ".jsonl":
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
             yield from _strings(json.loads(line), str(number))
@@ -182,7 +182,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def verify(run: RunDir) -> None:
-    """Compare an unpacked bundle with its list; a directory without one passes.
+    """Compare an unpacked bundle with its list; a directory without a list passes.
 
     Raises:
         DataError: a file is missing, was added or has changed since packing, or the list cannot be
@@ -242,7 +242,7 @@ def _hash(path: Path, *, inside: Path) -> str:
         if not path.resolve().is_relative_to(inside.resolve()):
             return "a link that leads out of the bundle"
         return sha256_file(path) if path.is_file() else "no such file"
-    except ValueError:  # a zero byte in a name
+    except ValueError:  # a null byte in a name
         return "no such file"
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

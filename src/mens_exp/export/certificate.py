@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, npt.NDArray[np.float32]]
     from mens_exp.artifacts.certificate import Certificate
 
-_LEAST = 2  # tokens of a document: one, and one that follows it
+_LEAST = 2  # minimum tokens of a document, so that one can be predicted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

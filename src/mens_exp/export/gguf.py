@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mens_exp.tokenizer.templates import Message
 
 _PIECE = 1 << 22  # elements converted at once: 16 MB of f32
-_QUANTIZATION_VERSION = 2  # of the block formats, as gguf's own constants have it
+_QUANTIZATION_VERSION = 2  # of the block formats, as in gguf's constants
 _ROPE_FACTORS = "rope_freqs.weight"
 # The largest finite number of each type; a block of Q8_0 has an F16 scale for 127 steps.
 _LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38, "F16": 65504.0, "Q8_0": 65504.0 * 127}
@@ -62,12 +62,12 @@ def write_gguf(source: Path, target: Path, dtype: GgufDtype) -> None:
     Args:
         source: a complete Hugging Face directory: config.json, safetensors, tokenizer files.
         target: the file.
-        dtype: of the matrices. Vectors and GPT-2's position table stay F32, as readers expect,
-            and Q8_0 leaves a matrix whose rows are no multiple of its blocks of 32 in F16.
+        dtype: type of the matrices. Vectors and GPT-2's position table stay F32, as readers expect,
+            and with Q8_0, matrices whose row length is not a multiple of 32 are stored as F16.
 
     Raises:
         MissingExtra: gguf is not installed.
-        ModelFileError: a file or tensor is missing, or a weight is not finite or beyond the type.
+        ModelFileError: a file or tensor is missing, or a weight is not finite or exceeds the type.
         RequestError: GGUF cannot represent the model or its tokenizer exactly.
         Problems: several of these.
     """
@@ -187,7 +187,7 @@ def _write_tensors(writer: Any, layout: GgufLayout, dtype: GgufDtype) -> None:
 
 
 def _read(layout: GgufLayout) -> Iterator[tuple[Stored, torch.Tensor]]:
-    """Yield every tensor as the file has it, one at a time, in the type it is stored in."""
+    """Yield every tensor in the file's layout, one at a time, in the checkpoint's dtype."""
     from safetensors import safe_open
 
     shard_of = {key: shard for shard in layout.directory.shards for key in read_header(shard)}
@@ -199,7 +199,7 @@ def _read(layout: GgufLayout) -> Iterator[tuple[Stored, torch.Tensor]]:
 def _formed(stored: Stored, tensor: torch.Tensor) -> torch.Tensor:
     if stored.form is Form.transposed:
         return tensor.T.contiguous()
-    if stored.form is Form.interleaved:  # rows i and i + d/2 of a head stand side by side
+    if stored.form is Form.interleaved:  # rows i and i + d/2 of a head become adjacent
         halves = tensor.reshape(stored.heads, 2, -1, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)
     return tensor
@@ -215,7 +215,7 @@ def _converted(stored: Stored, tensor: torch.Tensor, kind: Any) -> np.ndarray[An
     for start in range(0, len(rows), step):
         piece = rows[start : start + step].float().numpy()
         largest = float(np.abs(piece).max())
-        if not largest <= _LARGEST[kind.name]:  # NaN is under nothing
+        if not largest <= _LARGEST[kind.name]:  # also true for NaN
             raise ModelFileError(
                 f"a weight is not finite in {kind.name}",
                 where=stored.key,
@@ -257,7 +257,7 @@ _CHATML = (
     "<|im_start|>assistant\n"
 )
 _SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", re.DOTALL)
-# Conversations that tell ChatML from what only looks like it: spaces kept, every role, every turn.
+# Conversations that distinguish ChatML from similar templates: white space, all roles and turns.
 _PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("user", "one"),),
     (("user", " spaced \n"), ("assistant", " answer \n"), ("user", "two")),
@@ -270,10 +270,10 @@ def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) 
     """Return the Modelfile; the same arguments give the same text.
 
     Args:
-        tokenizer: of the model, with its chat template.
-        base: what FROM names: ``.`` for the directory that the Modelfile lies in, ``./name.gguf``,
-            or the name of a base model for an adapter.
-        adapter: what ADAPTER names: a PEFT directory, relative to the Modelfile.
+        tokenizer: the model's tokenizer, with its chat template.
+        base: argument of FROM: ``.`` for the Modelfile's directory, ``./name.gguf``, or the name of
+            an adapter's base model.
+        adapter: argument of ADAPTER: a PEFT directory, relative to the Modelfile.
 
     Raises:
         RequestError: a name has a line break.
@@ -308,7 +308,7 @@ def is_chatml(tokenizer: Tokenizer) -> bool:
         return all(
             _rendered(tokenizer, probe) == _chatml(_with_system(probe, system)) for probe in _PROBES
         )
-    except DataError:  # it refuses one of the conversations
+    except DataError:  # the template refuses one of the conversations
         return False
 
 
@@ -351,7 +351,7 @@ def export_gguf(source: Path, target: Path, dtype: GgufDtype, *, base: str) -> N
     Args:
         source: a complete Hugging Face directory.
         target: the directory to write.
-        dtype: of the matrices.
+        dtype: type of the matrices.
         base: name of the model in the record.
 
     Raises:

@@ -1,13 +1,13 @@
 """Lay out a model's GGUF file (header, tensors and vocabulary) without reading weights.
 
-Names are those of gguf's own tensor map. Facts of the format: q and k of the Llama architecture are
-stored with the two halves of each head interleaved, GPT-2's Conv1D weights as Linear has them, a
-tied head not at all, and Llama 3's frequency scaling as the tensor ``rope_freqs.weight``
+Names are those of gguf's own tensor map. In this format, q and k of the Llama architecture are
+stored with the two halves of each head interleaved, GPT-2's Conv1D weights in the layout of Linear,
+and Llama 3's frequency scaling as the tensor ``rope_freqs.weight``. A tied head is not stored
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-GGUF does not contain tokenizer.json. Readers have the splitting rules of known pre-tokenizers built
-in, by name, and merge a SentencePiece-like vocabulary by scores only. A tokenizer that is not one
-of those would split text differently, and is refused.
+GGUF does not contain tokenizer.json. Readers know the splitting rules of some pre-tokenizers by
+name, and merge a SentencePiece-like vocabulary only by scores. Any other tokenizer would split text
+differently, and is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import ModelDirectory
 
-# model_type -> gguf's architecture. A file of each has been read back, and gave the same logits.
+# model_type -> gguf's architecture; verified by reading back a file of each with equal logits.
 ARCHITECTURES = {
     "gpt2": "gpt2",
     "llama": "llama",
@@ -38,9 +38,9 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
-# Buffers that older checkpoints carry; no parameter of the model.
+# Buffers in older checkpoints, which are not parameters of the model.
 _BUFFER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
-_GELU_TANH = {"gelu_new", "gelu_pytorch_tanh"}  # two names of one formula, GPT-2's in llama.cpp
+_GELU_TANH = {"gelu_new", "gelu_pytorch_tanh"}  # the same formula, which llama.cpp uses for GPT-2
 _ROPE = {"default", "linear", "llama3"}
 _INSTEAD = "use a merged model in safetensors, as format=hf writes it: task=serve and vLLM serve it"
 
@@ -58,12 +58,12 @@ class Stored:
     """One tensor of the file.
 
     Attributes:
-        name: in the file.
-        key: in the checkpoint.
-        shape: in the file, the fastest dimension last.
-        form: how the checkpoint's becomes the file's.
-        heads: of an interleaved matrix.
-        is_small: whether the format keeps it in F32 whatever the rest is.
+        name: its name in the file.
+        key: its key in the checkpoint.
+        shape: its shape in the file, the fastest dimension last.
+        form: conversion from the checkpoint's layout.
+        heads: number of heads of an interleaved matrix.
+        is_small: whether the format always stores it in F32.
     """
 
     name: str
@@ -79,11 +79,11 @@ class GgufLayout:
     """The contents of a file.
 
     Attributes:
-        architecture: gguf's name.
-        directory: the model's own files.
-        config: transformers' configuration of the model, every default filled in.
-        tensors: in the order of the file.
-        rope_factors: what the rotary frequencies are divided by, [head_dim / 2]; None is ones.
+        architecture: gguf's name of the architecture.
+        directory: the model's files.
+        config: transformers' configuration of the model, with all defaults.
+        tensors: the tensors, in the order of the file.
+        rope_factors: divisors of the rotary frequencies, [head_dim / 2]; None means ones.
     """
 
     architecture: str
@@ -105,11 +105,11 @@ def layout_of(source: Path) -> GgufLayout:
     """Lay out the GGUF file of a complete model directory.
 
     Args:
-        source: config.json, safetensors and tokenizer files.
+        source: directory of config.json, safetensors and tokenizer files.
 
     Raises:
-        ModelFileError: a file or tensor is missing, or of a shape that config.json denies.
-        RequestError: the model cannot be said in GGUF exactly.
+        ModelFileError: a file or tensor is missing, or a shape contradicts config.json.
+        RequestError: GGUF cannot represent the model exactly.
         Problems: several of these.
     """
     directory = read_directory(source)
@@ -127,14 +127,14 @@ def layout_of(source: Path) -> GgufLayout:
 
 
 def refuse_unwritable(source: Path) -> None:
-    """Refuse a model whose graph or tokenizer has no equal in GGUF, without reading weights.
+    """Refuse a model whose graph or tokenizer has no equivalent in GGUF, without reading weights.
 
     Args:
-        source: directory of the base that an adapter is to be merged into.
+        source: directory of the base that an adapter will be merged into.
 
     Raises:
         ModelFileError: a file is missing.
-        RequestError: the family or the tokenizer has no equal.
+        RequestError: the family or the tokenizer has no equivalent.
         Problems: several settings have none.
     """
     from transformers import AutoConfig
@@ -205,7 +205,7 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
 
 
 def _rope_factors(config: Any) -> tuple[float, ...] | None:
-    """Return by what Llama 3's scaling divides each frequency, or None where it is another."""
+    """Return the divisors of the frequencies in Llama 3's scaling; None for any other scaling."""
     if config.model_type == "gpt2" or config.rope_parameters["rope_type"] != "llama3":
         return None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -270,10 +270,10 @@ def _stored(name: str, key: str, shape: tuple[int, ...], config: Any) -> Stored:
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_SPACE = "\u2581"  # SentencePiece's mark of a space
+_SPACE = "\u2581"  # SentencePiece's representation of a space
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The pattern that splits text in tokenizer.json -> what llama.cpp calls the same splitting.
+# Splitting pattern in tokenizer.json -> llama.cpp's name of the same splitting.
 _SPLITS = {
     _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST: "llama-bpe",
     _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST: "qwen2",
@@ -285,15 +285,15 @@ class GgufVocabulary:
     """The tokenizer's part of a GGUF header.
 
     Attributes:
-        model: ``gpt2`` is byte-level BPE, ``llama`` SentencePiece-like.
+        model: ``gpt2`` for byte-level BPE, ``llama`` for a SentencePiece-like vocabulary.
         pre: name of the splitting.
-        tokens: by id; ids without a token are filled up.
-        types: kind of each token, as gguf counts them.
-        merges: of byte-level BPE, two parts with a space between; None for scores.
-        scores: of a SentencePiece-like vocabulary; None for merges.
-        adds_space: whether a space stands before a text.
-        adds_bos: whether the tokenizer puts a begin-of-sequence token before a text.
-        adds_eos: whether it puts an end-of-sequence token behind it.
+        tokens: tokens by id, with placeholders for unused ids.
+        types: gguf's type of each token.
+        merges: merges of byte-level BPE, two parts separated by a space; None with scores.
+        scores: scores of a SentencePiece-like vocabulary; None with merges.
+        adds_space: whether a space is prepended to a text.
+        adds_bos: whether the tokenizer prepends a begin-of-sequence token to a text.
+        adds_eos: whether it appends an end-of-sequence token.
     """
 
     model: str
@@ -311,11 +311,11 @@ def vocabulary_of(tokenizer: HfTokenizer, rows: int) -> GgufVocabulary:
     """Translate a tokenizer into GGUF's vocabulary.
 
     Args:
-        tokenizer: of the model directory.
-        rows: of the model's embedding; the vocabulary is filled up to as many.
+        tokenizer: the tokenizer of the model directory.
+        rows: number of rows of the model's embedding; the vocabulary is padded to this size.
 
     Raises:
-        RequestError: GGUF has no name for it, or it has more tokens than rows.
+        RequestError: GGUF cannot represent the tokenizer, or it has more tokens than rows.
     """
     core = json.loads(tokenizer.core.to_str())
     model = core["model"]
@@ -376,14 +376,14 @@ def _types(
 
 
 def _pairs(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the merges, best first; files write them as pairs or with a space between."""
+    """Yield the merges, best first; files store them as pairs or separated by a space."""
     for merge in model["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         yield left, right
 
 
 def _added_around(tokenizer: HfTokenizer) -> tuple[bool, bool]:
-    """Tell whether the tokenizer itself adds a begin and an end of sequence."""
+    """Return whether the tokenizer itself adds a begin and an end of sequence."""
     bare = tokenizer.core.encode("a", add_special_tokens=False).ids
     whole = tokenizer.core.encode("a", add_special_tokens=True).ids
     for bos in (False, True):
@@ -397,9 +397,9 @@ def _added_around(tokenizer: HfTokenizer) -> tuple[bool, bool]:
 
 
 def _splitting(core: dict[str, Any]) -> str:
-    """Name the splitting of byte-level BPE."""
+    """Return llama.cpp's name for the splitting of byte-level BPE."""
     normalizer = core["normalizer"]
-    if normalizer not in (None, {"type": "NFC"}):  # readers take text as it is; most is in NFC
+    if normalizer not in (None, {"type": "NFC"}):  # readers do not normalize; most text is NFC
         raise _vocabulary_problems("its normalizer", normalizer, "none or NFC")
     if (core["decoder"] or {}).get("type") != "ByteLevel":
         raise _vocabulary_problems("its decoder", core["decoder"], "ByteLevel")
@@ -425,7 +425,7 @@ def _splitting(core: dict[str, Any]) -> str:
         name = _SPLITS.get(before[0]["pattern"].get("Regex", ""))
         if before[0]["behavior"] != "Isolated" or before[0]["invert"]:
             name = None
-    # What readers do under the name: Llama 3's takes a whole word before it merges.
+    # Of the splittings with a name, only Llama 3's looks up whole words before it merges.
     if name is None or (core["model"].get("ignore_merges", False) and name != "llama-bpe"):
         raise _vocabulary_problems(
             "its pre-tokenizer", parts, "that of GPT-2, SmolLM, Llama 3 or Qwen 2 and 3"
@@ -434,7 +434,7 @@ def _splitting(core: dict[str, Any]) -> str:
 
 
 def _adds_space(core: dict[str, Any]) -> bool:
-    """Tell whether a SentencePiece-like tokenizer puts a space before every text."""
+    """Return whether a SentencePiece-like tokenizer prepends a space to every text."""
     normalizer, splitting = core["normalizer"], core["pre_tokenizer"]
     parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -442,7 +442,7 @@ def _adds_space(core: dict[str, Any]) -> bool:
         return True
     if splitting is None and parts == [replace]:
         return False
-    # Metaspace's other schemes put none before a text that begins with one; llama.cpp does.
+    # Metaspace's other schemes prepend no space to a text that starts with one; llama.cpp does.
     never = {"type": "Metaspace", "prepend_scheme": "never", "split": False, "replacement": _SPACE}
     if not parts and splitting == never:
         return False
@@ -454,11 +454,11 @@ def _adds_space(core: dict[str, Any]) -> bool:
 
 
 def _scores(tokens: list[str], model: dict[str, Any]) -> list[float]:
-    """Return scores under which merging by score is merging by rank.
+    """Return scores under which merging by score is equivalent to merging by rank.
 
     Raises:
-        RequestError: there are none: a reader merges any two tokens that make a third, best score
-            of the third first, and this tokenizer does not.
+        RequestError: no such scores exist. A reader merges any two tokens that form a third, the
+            one with the best score first, and this tokenizer differs from that.
     """
     vocab = model["vocab"]
     ranks: dict[str, list[int]] = {}

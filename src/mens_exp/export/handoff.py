@@ -1,7 +1,7 @@
 """Hand an export to another program: external_serving_handoff_v1.json, vLLM, a model directory.
 
 The record's keys are those of the systems that read it, so it has `schema` and `schema_version`
-where our own records have `format` and `version`. Its paths are relative to its directory.
+instead of our own records' `format` and `version`. Its paths are relative to its directory.
 
 The vLLM restrictions follow its ``lora/peft_helper.py`` and ``config/lora.py``: it uses the
 top-level r and alpha of adapter_config.json for every layer, and does not support patterns, DoRA,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HANDOFF_FILE = "external_serving_handoff_v1.json"
 _SCHEMA = "vox_external_serving_handoff_v1"
-_OLDER_SCHEMAS = ("external_serving_handoff",)  # of our own earlier exports
+_OLDER_SCHEMAS = ("external_serving_handoff",)  # of our earlier exports
 _VERSION = 1
 _OPTIONAL = frozenset({"adapter_path", "openai_base_url", "notes"})
 
@@ -50,16 +50,16 @@ class Handoff:
     """The record.
 
     Attributes:
-        backend_family: the program that is to serve.
+        backend_family: the serving program.
         base_model: id or name of the model.
-        artifact_dir: directory of what is served.
-        tokenizer_source: directory or file that holds the tokenizer, or the id of a model.
-        prompt_format: how a conversation becomes a prompt, such as ``chatml``.
+        artifact_dir: directory of the served artifact.
+        tokenizer_source: directory or file of the tokenizer, or the id of a model.
+        prompt_format: format of prompts, such as ``chatml``.
         adapter_path: directory of the adapter, if one is served with the base.
-        openai_base_url: address of a server that runs already.
-        notes: what a reader should know.
+        openai_base_url: address of a server that is already running.
+        notes: notes for the reader.
         schema: always ``vox_external_serving_handoff_v1``.
-        schema_version: of this layout.
+        schema_version: version of this layout.
     """
 
     backend_family: BackendFamily
@@ -75,7 +75,7 @@ class Handoff:
 
 
 def write_handoff(record: Handoff, directory: Path) -> None:
-    """Write the record into an export's directory, atomically; what is null is left out.
+    """Write the record into an export's directory, atomically; null values are omitted.
 
     Raises:
         MensError: it could not be read back; nothing is written.
@@ -98,8 +98,8 @@ def read_handoff(path: Path) -> Handoff:
         path: the file, or its directory.
 
     Raises:
-        DataError: it is missing, is not JSON, or breaks one rule.
-        Problems: it breaks several.
+        DataError: it is missing, is not JSON, or violates one rule.
+        Problems: it violates several.
     """
     file = path / HANDOFF_FILE if path.is_dir() else path
     value = parse_json(read_bytes(file), str(file))
@@ -180,9 +180,9 @@ def serve_command(base: str, name: str, adapter: str, rank: int) -> str:
 
     Args:
         base: id or directory of the base model.
-        name: what requests call the adapter.
+        name: name of the adapter in requests.
         adapter: its directory.
-        rank: of the adapter; vLLM makes room for the next of its own values.
+        rank: rank of the adapter; the command rounds it up to a value that vLLM supports.
     """
     return (
         f"vllm serve {shlex.quote(base)} --enable-lora "
@@ -191,15 +191,15 @@ def serve_command(base: str, name: str, adapter: str, rank: int) -> str:
 
 
 def room_for(rank: int) -> int:
-    """Return the value of ``max_lora_rank`` that an adapter of a rank needs."""
+    """Return the ``max_lora_rank`` that an adapter of this rank requires."""
     return next(value for value in MAX_RANKS if value >= rank)
 
 
 def rank_of(adapter: Path) -> int:
-    """Return the rank that a PEFT directory's configuration tells.
+    """Return the rank in a PEFT directory's configuration.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a rank.
     """
     return int(_config_of(adapter)["r"])
 
@@ -215,16 +215,16 @@ def vllm_problems(adapter: Path) -> list[MensError]:
 
 
 def write_vllm(adapter: Path, target: Path, *, base: str, name: str) -> None:
-    """Write a directory that vLLM loads, with the command in its README.
+    """Write a directory for vLLM, atomically, with the command in its README.
 
     Args:
         adapter: a PEFT directory.
-        target: the directory; it appears whole or not at all.
+        target: the directory to write.
         base: id or directory of the base model.
-        name: what requests are to call the adapter.
+        name: name of the adapter in requests.
 
     Raises:
-        RequestError: vLLM would not serve it as it was trained.
+        RequestError: vLLM would not serve the adapter as trained.
         ModelFileError: its weights cannot be read.
         Problems: several of these.
     """
@@ -301,13 +301,13 @@ def model_directory(text: str) -> Path:
     """Return the model directory that a path names.
 
     Args:
-        text: a Hugging Face directory, an export that holds or names one, a run that trained
+        text: a Hugging Face directory, an export that contains or names one, a run that trained
             every weight, or ``latest``.
 
     Raises:
-        RequestError: it is an adapter, a run with one, or no model.
-        ModelFileError: it is a model, and its files are missing or contradictory.
-        DataError: its hand-off record breaks a rule.
+        RequestError: it is an adapter, a run with one, or not a model.
+        ModelFileError: the model's files are missing or contradictory.
+        DataError: its hand-off record violates a rule.
     """
     path = Path(text).expanduser()
     if text == "latest" or (path / "manifest.json").is_file():

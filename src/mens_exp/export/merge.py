@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from mens_exp.model.sources import BaseModel
 
-_PIECE = 1 << 20  # weights at work at once: 4 MB of f32, near the processor
+_PIECE = 1 << 20  # weights processed at a time: 4 MB of f32, to stay in the processor's cache
 _SPARE = 50_000_000  # bytes for everything but weights: tokenizers take up to 35 MB
 
 
@@ -84,16 +84,16 @@ def write_tensors(
     """Write one safetensors file.
 
     Args:
-        file: open and empty.
-        places: where each tensor comes from.
-        merge: what becomes of it.
-        of_model: write a file of a model directory, with the metadata that transformers asks for,
-            in the order given; otherwise as the safetensors library writes a dictionary: by name,
-            without metadata.
+        file: the open, empty file.
+        places: the source of each tensor.
+        merge: the operation on the tensors.
+        of_model: write a file of a model directory, in the given order and with the metadata that
+            transformers requires; otherwise sorted by name and without metadata, as the safetensors
+            library writes a dictionary.
 
     Raises:
-        RequestError: a number is beyond the output's format, or blocks of 4-bit values would run
-            over the ends of rows.
+        RequestError: a value exceeds the output's format, or blocks of 4-bit values would cross the
+            ends of rows.
         ModelFileError: a file of the base ended while it was read.
     """
     by_name = {one.name: one for one in places}
@@ -127,7 +127,7 @@ def _write(writer: SafetensorsWriter, place: Place, merge: Merge) -> None:
 def _write_transposed(
     writer: SafetensorsWriter, place: Place, stored: StoredRows | CodedRows, merge: Merge
 ) -> None:
-    """Merge a weight that is stored ``[I, O]``: quantizer and lengths go by rows of ``[O, I]``."""
+    """Merge a weight stored ``[I, O]``; quantizer and row norms operate on rows of ``[O, I]``."""
     stored_IO = stored.read(0, stored.rows)
     rows = _merged(
         place, lambda first, last: stored_IO[:, first:last].T.float().contiguous(), merge
@@ -139,7 +139,7 @@ def _write_transposed(
 
 
 def _merged(place: Place, published: Rows, merge: Merge) -> Rows:
-    """Return what gives rows of the merged weight, from what gives rows of the published one."""
+    """Return a reader of the merged weight's rows, given a reader of the published weight's."""
     delta = None if place.logical is None else merge.deltas[place.logical]
     base = published
     if merge.quantizer is not None:
@@ -153,7 +153,7 @@ def _merged(place: Place, published: Rows, merge: Merge) -> Rows:
 
 
 def _as_trained(place: Place, published: Rows, delta: Change | None, quantizer: Quantizer) -> Rows:
-    """Return what gives rows of a weight as the adapter met it."""
+    """Return a reader of a weight's rows as they were when the adapter was trained."""
     if place.quantizer is None:
         return lambda first, last: (
             published(first, last).to(DTYPES[quantizer["compute_dtype"]]).float()
@@ -169,7 +169,7 @@ def _as_trained(place: Place, published: Rows, delta: Change | None, quantizer: 
 
 
 def _pieces_of(place: Place, merge: Merge, rows: int, inner: int) -> Iterator[tuple[int, int]]:
-    """Return the pieces of a weight: the whole, if the change to it does not go by rows."""
+    """Return the pieces of a weight: a single one if its change cannot be computed by rows."""
     change = None if place.logical is None else merge.deltas[place.logical]
     return _pieces(rows, inner) if change is None or change.by_rows else iter([(0, rows)])
 
@@ -180,7 +180,7 @@ def _pieces(rows: int, inner: int) -> Iterator[tuple[int, int]]:
 
 
 def _rounded(values: torch.Tensor, place: Place, dtype: str) -> torch.Tensor:
-    """Round f32 values to the output's format, in which none may become infinite."""
+    """Round f32 values to the output's format; refuse values that would become infinite."""
     out = values.to(TORCH_DTYPES[dtype])
     if dtype == "F16" and bool((out.isinf() & values.isfinite()).any()):
         raise RequestError(
@@ -216,7 +216,7 @@ def refuse_full_disk(out: Path, places: Iterable[Place], dtype: str) -> None:
         )
 
 
-# Beside weights, tokenizer and config.json: how it generates, its code, and what its licence asks.
+# Further files of a model: generation settings, its code, and files that its licence requires.
 _COPIED = ("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -226,13 +226,13 @@ class MergedModel:
     """The parts of a merged directory besides its weights.
 
     Attributes:
-        base: the model merged into.
+        base: the base model.
         config: its config.json.
-        unties: whether the head gets a weight of its own.
-        tokenizer: whether the base's tokenizer goes with it; another one's ids were learned else.
-        chat_template: a file that takes the place of the base's own template.
+        unties: whether the head gets a separate weight.
+        tokenizer: whether to copy the base's tokenizer; not if training used another one.
+        chat_template: a file that replaces the base's own template.
         told: lines for the model card, in Markdown.
-        model_card: of the run that trained the adapter.
+        model_card: model card of the run that trained the adapter.
     """
 
     base: BaseModel
@@ -248,13 +248,13 @@ def merged_config(config: Mapping[str, Any], dtype: str, *, unties: bool) -> dic
     """Return config.json of a merged model.
 
     Args:
-        config: the base's.
-        dtype: of the merged weights, as safetensors calls it.
-        unties: whether the head gets a weight of its own.
+        config: the base's config.json.
+        dtype: safetensors' name for the dtype of the merged weights.
+        unties: whether the head gets a separate weight.
     """
     made = {name: value for name, value in config.items() if name != "quantization_config"}
     made["dtype"] = _NAMES[dtype]
-    if "torch_dtype" in made:  # the older name; where both stand, they agree
+    if "torch_dtype" in made:  # the older name; if both are present, they must agree
         made["torch_dtype"] = _NAMES[dtype]
     return made | ({"tie_word_embeddings": False} if unties else {})
 
@@ -262,16 +262,16 @@ def merged_config(config: Mapping[str, Any], dtype: str, *, unties: bool) -> dic
 def write_directory(
     directory: Path, places: Mapping[Path, Sequence[Place]], merge: Merge, model: MergedModel
 ) -> None:
-    """Write a merged model, its weights in files of the base's names.
+    """Write a merged model, with weights in files named like the base's.
 
     Args:
-        directory: an empty one.
-        places: where each tensor comes from, by the base's file.
-        merge: what becomes of it.
+        directory: an empty directory.
+        places: the source of each tensor, by the base's file.
+        merge: the operation on the tensors.
         model: everything else.
 
     Raises:
-        RequestError: a number is beyond the output's format.
+        RequestError: a value exceeds the output's format.
         ModelFileError: a file of the base cannot be read.
     """
     source = model.base.directory
@@ -296,14 +296,14 @@ def write_directory(
 
 
 def write_base(directory: Path, base: BaseModel) -> None:
-    """Copy a base model as other programs load it; a base without a chat template gets ChatML.
+    """Copy a base model so that other programs can load it; add ChatML if it has no template.
 
     Args:
-        directory: an empty one.
+        directory: an empty directory.
         base: the model.
 
     Raises:
-        ModelFileError: a file is missing, or was written to meanwhile.
+        ModelFileError: a file is missing, or was modified in the meantime.
     """
     for shard in read_directory(base.directory).shards:
         shutil.copyfile(shard, directory / shard.name)
@@ -341,13 +341,13 @@ def _replace_template(directory: Path, template: Path) -> None:
     path = directory / "tokenizer_config.json"
     if path.is_file():
         config = parse_json(path.read_bytes(), str(path))
-        if config.pop("chat_template", None) is not None:  # it would say something else
+        if config.pop("chat_template", None) is not None:  # it would contradict the new template
             atomic.write_json(path, config)
 
 
 def _card(base: BaseModel, title: str, told: Sequence[str]) -> str:
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if base.source != "random":  # which exists nowhere but in its seed
+    if base.source != "random":  # random weights are published nowhere
         head["base_model"] = base.name
     if base.license:
         head["license"] = base.license

@@ -53,14 +53,14 @@ class Choices:
     """The settings of a merge.
 
     Attributes:
-        layers: of the adapter, in its order.
-        only_merged: whether merged tensors alone are written.
-        quantizer: what makes 4-bit values of the base first; None merges into published weights.
+        layers: the adapter's layers, in order.
+        only_merged: whether only merged tensors are written.
+        quantizer: quantizer to apply to the base first; None merges into the published weights.
         why: the reason for that base, for the operator.
-        dtype: of the output, as safetensors calls it.
-        unties: whether a tied head gets a weight of its own.
-        moves_embedding: whether a tied head stays tied, and its delta moves the embedding.
-        places: where each tensor of the output comes from, by the base's file.
+        dtype: safetensors' name for the dtype of the output.
+        unties: whether a tied head gets a separate weight.
+        moves_embedding: whether a tied head stays tied, so that its delta changes the embedding.
+        places: the source of each tensor of the output, by the base's file.
         is_proxy: whether the adapter's graph is the proxy stack.
         trained_on: the quantizer of the base while the adapter was trained; None if unquantized.
     """
@@ -83,7 +83,7 @@ class Choices:
 
     @property
     def caveat(self) -> str:
-        """The last part of a description of the output; empty if there is nothing to say."""
+        """A caveat to append to descriptions of the output; empty if there is none."""
         return f"; {MOVED}" if self.moves_embedding else ""
 
 
@@ -91,8 +91,8 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
     """Compare adapter and base by their headers, and decide the settings that `merge` leaves open.
 
     Raises:
-        RequestError: they do not belong together, or what is asked for cannot be made of them.
-        ModelFileError: the base lacks a tensor, or has another shape.
+        RequestError: they do not belong together, or do not allow the requested merge.
+        ModelFileError: the base lacks a tensor, or has a different shape.
         Problems: several of these.
     """
     _refuse_unmerged(inputs.manifest)
@@ -152,9 +152,9 @@ def decide(inputs: MergeInputs, asked: MergeConfig) -> Choices:
 def _without_idle_biases(
     planned: dict[Path, list[Place]], inputs: MergeInputs
 ) -> dict[Path, list[Place]]:
-    """Leave out the biases of layers of codes that have none in the model.
+    """Omit biases of quantized layers whose modules have no bias.
 
-    Programs that write GPTQ gave every layer one, of zeros; transformers reads none of those.
+    Programs that write GPTQ give every layer a bias of zeros; transformers ignores these.
     """
     from mens_exp.backends.frozen_base import outline
 
@@ -173,7 +173,7 @@ def _without_idle_biases(
 
 
 def deltas_of(inputs: MergeInputs, choices: Choices) -> dict[str, Change]:
-    """Return the change to each weight; for a 4-bit base, a doubled pair is split."""
+    """Return the change to each weight; for a requantized base, doubled pairs are split again."""
     import torch
 
     from mens_exp.lora.method import method_of
@@ -195,7 +195,7 @@ def _spec_of(manifest: AdapterManifest) -> AdapterSpec:
     """Return the adapter method of a record.
 
     Raises:
-        RequestError: nothing here has a method of that name.
+        RequestError: no installed method has this name.
         SetupError: an installed method cannot be used.
     """
     spec = ADAPTERS.known(manifest.variant)
@@ -238,7 +238,7 @@ def _refuse_other_base(inputs: MergeInputs) -> None:
 
 
 def _is_proxy(inputs: MergeInputs) -> bool:
-    """Return whether the adapter belongs to the proxy stack, whose head is the quantized table."""
+    """Return whether the adapter was trained on the proxy stack."""
     ours = inputs.manifest.mens_exp or {}
     is_theirs = inputs.schema == "v2" or (inputs.schema == "v3" and not ours)
     layers = inputs.manifest.layer_order
@@ -369,7 +369,7 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
 
 
 def _others(quantizer: Quantizer) -> str:
-    """Name the quantizers and blocks of single modules, and of how many."""
+    """Describe the other quantizers and block sizes of modules, with the number of modules."""
     many = Counter(
         _storage(one, quantizer["block_size"]) for one in quantizer.get("modules", {}).values()
     )
@@ -379,7 +379,7 @@ def _others(quantizer: Quantizer) -> str:
 
 
 def _storage(one: ModuleQuantizer, usual: int) -> str:
-    """Name a module's quantizer, and its block where that was a choice."""
+    """Name a module's quantizer, and its block size if that is not the default."""
     name, block = one["quant_type"], one["block_size"]
     spec = QUANTIZERS.known(name)
     is_choice = block != usual and spec is not None and "block_size" in spec.settings
@@ -433,7 +433,7 @@ def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer |
 def _assumed(inputs: MergeInputs) -> Quantizer:
     """Return the quantizer of an adapter that does not record it.
 
-    The seeds' trainer quantizes f32 weights to 4 bits; transformers' loader first rounds them to
+    The Vox mens trainer quantizes f32 weights to 4 bits; transformers' loader first rounds them to
     bf16.
     """
     is_peft = inputs.schema == "peft"
@@ -461,7 +461,7 @@ def _quantizers(
     *,
     proxy: bool,
 ) -> dict[str, Quantizer]:
-    """Return what made the values of the base during training, by its keys."""
+    """Return the quantizer of each quantized weight of the base in training, by its key."""
     if inputs.model is not None and inputs.shape is not None and not proxy:
         keys, family = inputs.model.tensors, inputs.shape.family
         return {

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from mens_exp.lora.method import Change
     from mens_exp.model.sources import BaseModel
 
-_LOGITS = "logits"  # no layer is called so
+_LOGITS = "logits"  # not the name of any layer
 
 
 class Forward(Protocol):
@@ -74,7 +74,7 @@ class Reference:
         self.nll = nll
 
     def read(self, document: int) -> Trace:
-        """Read what it made of one document."""
+        """Read the trace of one document."""
         tensors = load_file(self.folder / f"{document}.safetensors")
         logits_TV = tensors.pop(_LOGITS)
         return Trace(hidden=tensors, logits_TV=logits_TV)
@@ -84,14 +84,14 @@ def record_reference(forward: Forward, probe: Probe, folder: Path) -> Reference:
     """Run the reference model, and store its traces.
 
     Args:
-        forward: the graph.
+        forward: the model.
         probe: the text; its logits take ``tokens · V · 4`` bytes of disk.
-        folder: an empty one.
+        folder: an empty directory.
     """
     total = 0.0
     for number, ids in enumerate(probe.documents):
         found = forward(ids)
-        # Layers that change nothing hand on the very tensor, which would not be stored twice.
+        # Clone, because layers without effect return the same tensor, which cannot be stored twice.
         tensors = {name: state.cpu().clone() for name, state in found.hidden.items()}
         logits_TV = found.logits_TV.cpu().clone()
         save_file({**tensors, _LOGITS: logits_TV}, folder / f"{number}.safetensors")
@@ -105,13 +105,13 @@ def compare(reference: Reference, forward: Forward, what: str, budget: BudgetCon
     """Compare a model with the reference, on every token of the probe.
 
     Args:
-        reference: what the trained graph made of the probe.
-        forward: the other graph; same vocabulary.
-        what: the other graph in words.
+        reference: the trained model's outputs on the probe.
+        forward: the other model, with the same vocabulary.
+        what: description of the other model.
         budget: the limits.
 
     Raises:
-        MensError: a number of it is not finite, or its vocabulary is another one.
+        MensError: one of its outputs is not finite, or its vocabulary differs.
     """
     logits = LogitComparison()
     apart: defaultdict[str, float] = defaultdict(float)
@@ -173,10 +173,10 @@ def merged(
     """Build the dense f32 model of a base plus the trained deltas.
 
     Args:
-        backend: the trained graph, its adapter loaded.
-        config: the run's.
-        base: the model it was trained on.
-        into: ``dequantized``, what 4-bit weights stand for, or ``original``, the published ones.
+        backend: the trained model, with its adapter loaded.
+        config: configuration of the run.
+        base: the base model of the training.
+        into: ``dequantized`` for the dequantized weights, or ``original`` for the published ones.
     """
     device = next(backend.model.parameters()).device
     model = _dense(config, base, device)
@@ -184,7 +184,7 @@ def merged(
         if into == "dequantized":
             for path, module in quantized_linears(backend.causal_lm).items():
                 _put(model, path.removesuffix(".base_layer"), values_of(module))
-        # What a start took out of the base is, on the published one, part of the delta.
+        # On the published base, the delta includes what initialisation subtracted from the base.
         with nullcontext() if into == "dequantized" else backend.as_peft_view():
             for one in (one for one in backend.modules_chosen if one.stack is None):
                 if one.logical == HEAD:
@@ -204,11 +204,11 @@ def with_tensors(
     """Build the dense f32 model of a published base with some weights replaced.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         base: the published model.
-        file: of the weights that take the place of its own, each stored as the base stores it.
+        file: file of the replacement weights, in the base's storage layout.
         names: name in the file by module path.
-        tied: whether a head among them stays the input embedding.
+        tied: whether a replaced head is also the input embedding.
     """
     model = _dense(config, base, torch.device("cpu"))
     with torch.no_grad(), safe_open(file, framework="pt") as stored:
@@ -224,8 +224,8 @@ def from_peft(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[F
     """Load a PEFT directory on a run's base, quantized as in the run.
 
     Args:
-        directory: adapter_config.json and its tensors.
-        config: of the run.
+        directory: directory of adapter_config.json and the tensors.
+        config: configuration of the run.
         base: the published model.
     """
     from peft import PeftModel
@@ -271,9 +271,9 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
     """Open a complete model directory with plain transformers, computing in f32.
 
     Args:
-        directory: config.json and safetensors.
-        memory_bytes: where the weights are larger, they stay on disk and are read layer by layer;
-            if their dtype differs from the compute dtype, from a copy next to the directory.
+        directory: directory of config.json and safetensors.
+        memory_bytes: larger weights stay on disk and are read layer by layer; if the dtype differs
+            from the compute dtype, from a copy next to the directory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -310,8 +310,8 @@ def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Itera
 
     Args:
         directory: a merged model.
-        config: the run's; its quantizer is used again.
-        base: the run's own base, for what is not in the files.
+        config: configuration of the run, whose quantizer is applied.
+        base: the run's base, for anything missing in the directory.
     """
     there = dataclasses.replace(base, directory=directory, source="directory")
     device = torch.device("cpu")
@@ -322,12 +322,12 @@ def quantized_from(directory: Path, config: RunConfig, base: BaseModel) -> Itera
 def merged_stack(
     backend: ProxyBackend, weights_OI: Mapping[str, torch.Tensor], *, tied: bool = False
 ) -> Iterator[Forward]:
-    """Build the proxy stack of merged projections, without adapters, in f32.
+    """Build the proxy stack with merged projections and without adapters, in f32.
 
     Args:
-        backend: the trained stack; as it was after the block.
-        weights_OI: of each projection, by logical name.
-        tied: whether the head's weight is the input embedding too.
+        backend: the trained stack; restored after the block.
+        weights_OI: weight of each projection, by logical name.
+        tied: whether the head's weight is also the input embedding.
     """
     parts, table_VD = backend.projections, backend.embedding_VD
     trained = {name: part.weight_OI for name, part in parts.items()}
@@ -357,12 +357,12 @@ def tensor_errors(
 
     Args:
         written: file of each tensor of the output, by its name there.
-        places: where each tensor of the output should come from.
-        deltas: of the adapter, by logical name.
-        quantizer: what made 4-bit values of the base; None for the published weights.
+        places: the expected source of each tensor of the output.
+        deltas: deltas of the adapter, by logical name.
+        quantizer: quantizer of the base; None for the published weights.
 
     Raises:
-        ModelFileError: a merged tensor is not there, or of another shape.
+        ModelFileError: a merged tensor is missing, or has a wrong shape.
     """
     errors = {}
     for place in places:
@@ -396,9 +396,9 @@ def row_lengths(place: Place, delta: Change, quantizer: Quantizer | None) -> tor
     PEFT computes them in the compute dtype of a 4-bit layer, so they are rounded accordingly.
 
     Args:
-        place: of the weight, which an adapter sits on.
-        delta: of the adapter.
-        quantizer: what made 4-bit values of the base; None for the published weights.
+        place: location of the adapted weight.
+        delta: delta of the adapter.
+        quantizer: quantizer of the base; None for the published weights.
     """
     stored = _stored(place)
     stored_OI = stored.T if place.transposed else stored
@@ -409,7 +409,7 @@ def row_lengths(place: Place, delta: Change, quantizer: Quantizer | None) -> tor
 
 
 def _stored(place: Place) -> torch.Tensor:
-    """Return the weight of a base as it is stored; of published codes, what they stand for."""
+    """Return the weight of a base as stored; published codes are dequantized."""
     if place.info.dtype != CODES:
         return _read(place.shard, place.key)
     codes = CodedRows(place.shard, place.key)

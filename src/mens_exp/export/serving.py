@@ -39,7 +39,7 @@ _POLL_S = 0.2
 _STDERR = 2
 TOKEN_ENV = "MENS_EXP_SERVE_TOKEN"  # noqa: S105  # the variable that holds it
 _SHORTEST_TOKEN = 16  # characters; what openssl rand -hex 8 writes
-_STOP_S = 10.0  # a server that is asked to end finishes its answers first
+_STOP_S = 10.0  # the server completes its answers before it ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +47,11 @@ class Server:
     """A running server.
 
     Attributes:
-        url: of its OpenAI-compatible interface, ``http://<host>:<port>/v1``.
-        model: what requests call the model.
-        is_chat: whether it knows a chat template; else it only goes on with a text.
-        token_env: environment variable that holds the token it asks for; None where it asks none.
-        process: the server's own.
+        url: URL of its OpenAI-compatible API, ``http://<host>:<port>/v1``.
+        model: name of the model in requests.
+        is_chat: whether it has a chat template; otherwise it only completes texts.
+        token_env: environment variable with the required token; None if no token is required.
+        process: the server's process.
     """
 
     url: str
@@ -145,7 +145,7 @@ def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # `address_problems` says why
+        return False  # `address_problems` reports it
     return bool(host) and all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
 
 
@@ -156,11 +156,11 @@ def serving(model: Path, *, host: str, port: int, token_env: str = TOKEN_ENV) ->
     Args:
         model: a complete Hugging Face directory.
         host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        token_env: environment variable that holds the token that requests must bring, if it is set.
+        port: port to listen on; 0 selects a free one.
+        token_env: environment variable with the token; if it is set, requests must contain it.
 
     Raises:
-        RequestError: the directory's name means something else to the server.
+        RequestError: the directory's name has a special meaning to the server.
         SetupError: the server ended before it answered.
     """
     name = model.resolve().name
@@ -176,7 +176,7 @@ def serving(model: Path, *, host: str, port: int, token_env: str = TOKEN_ENV) ->
     # The server names a model by the given text, so it starts in the parent directory.
     process = own_process.spawn_python(
         ["-P", "-c", _ENTRY, name, host, str(port), token_env],
-        output=_STDERR,  # its log; what is asked for is printed by the task
+        output=_STDERR,  # the server's log; standard output belongs to the task
         environment={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         cwd=model.resolve().parent,
     )
@@ -234,7 +234,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 _SEEDS: Final = 2**63
 _MOST_STOPS: Final = 16
 _MOST_SHOWN: Final = 100  # characters of a value in a message
-# What a template is called with by the server itself.
+# Template variables that the server itself sets.
 _RESERVED: Final = frozenset(
     (
         *("conversation", "messages", "tools", "documents", "chat_template"),
@@ -272,14 +272,14 @@ def parsed(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:
-        HttpError: it is none.
+        HttpError: the body is not a JSON object.
     """
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half a surrogate is no text
+        json.dumps(found, ensure_ascii=False).encode("utf-8")  # fails for lone surrogates
     except RecursionError:
         raise invalid(None, "the body is nested too deeply") from None
-    except ValueError as error:  # of JSON, of UTF-8, and of a number without end
+    except ValueError as error:  # invalid JSON or UTF-8, or a number with too many digits
         raise invalid(None, f"the body must be JSON in UTF-8 ({_shown(str(error))})") from None
     if not isinstance(found, dict):
         raise invalid(None, f"the body must be a JSON object (got {_shown(found)})")
@@ -290,10 +290,10 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
     """Return the fields that affect the answer, all of which the server supports.
 
     Args:
-        body: of the request.
-        is_chat: whether it asks for a chat completion.
-        model: name of the one that is served.
-        vocabulary: how many tokens it has.
+        body: body of the request.
+        is_chat: whether it requests a chat completion.
+        model: name of the served model.
+        vocabulary: size of its vocabulary.
 
     Raises:
         HttpError: a field is unknown, has a wrong value, or is not supported.
@@ -313,13 +313,13 @@ def checked(body: dict[str, Any], *, is_chat: bool, model: str, vocabulary: int)
             raise invalid("logit_bias", f"the model has no token {_shown(token)}")
     if "stream_options" in found and not found.get("stream"):
         raise invalid("stream_options", "stream_options needs stream=true")
-    if body.get("tool_choice") == "none":  # a model that is told of no tool calls none
+    if body.get("tool_choice") == "none":  # hide the tools, so that the model calls none
         found.pop("tools", None)
     return found
 
 
 def _is_read(name: str, value: Any, fields: dict[str, _Field]) -> bool:
-    """Return whether a field affects the answer; refuse what is unknown, wrong or not supported."""
+    """Return whether a field affects the answer; refuse unknown, wrong and unsupported values."""
     if name in fields and value is not None:
         expected, is_right = fields[name]
         if not is_right(value):
@@ -336,7 +336,7 @@ def check_model(value: Any, model: str) -> None:
     """Refuse a request for a model other than the served one.
 
     Raises:
-        HttpError: it names another, or no name at all; None asks for the one that there is.
+        HttpError: it names another model, or is not a name; None means the served model.
     """
     if value is not None and not isinstance(value, str):
         raise invalid("model", f"model must be a text (got {_shown(value)})")
@@ -464,7 +464,7 @@ _OF_CHAT: Final[dict[str, _Field]] = {
 _OF_TEXT: Final[dict[str, _Field]] = {
     "prompt": ("one text that is not empty", _is_text),
 }
-# Not done here: these values ask for nothing.
+# Unsupported fields, with the default values that are accepted.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "n": (1,),
@@ -480,7 +480,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "generation_config": (),
 }
-# Notes of the client's, which change no answer.
+# Client metadata, which does not affect answers.
 _UNREAD: Final = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 )

@@ -47,9 +47,9 @@ _MODELS: Final = "/v1/models"
 _HEALTH: Final = "/health"
 _JSON: Final = (b"content-type", b"application/json")
 _CLOSE: Final = (b"connection", b"close")
-_MOST_NEW_TOKENS: Final = 1024  # where a request names no number
-_LEAST_TEMPERATURE: Final = 1e-5  # below it, logits may overflow: the likeliest token is taken
-_GRACE_S: Final = 3  # for answers under way when the server is ended
+_MOST_NEW_TOKENS: Final = 1024  # default of a request
+_LEAST_TEMPERATURE: Final = 1e-5  # below it, decode greedily, because logits may overflow
+_GRACE_S: Final = 3  # for running answers when the server is stopped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +60,15 @@ class Limits:
     """
 
     body_bytes: int = 4 * 2**20
-    header_s: float = 10.0  # from the connection, or the end of an answer, to the whole head
-    body_s: float = 30.0  # for the whole body
-    write_s: float = 60.0  # for a client to take what it is sent
+    header_s: float = 10.0  # from the connection, or the end of an answer, to complete headers
+    body_s: float = 30.0  # for the complete body
+    write_s: float = 60.0  # for a client to receive a message
     connections: int = 128
-    requests: int = 32  # answered and waiting
+    requests: int = 32  # running and waiting
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """Return the defaults, changed where a variable is set."""
+        """Return the defaults, overridden by environment variables."""
         named = {
             one.name: os.environ.get(f"MENS_EXP_SERVE_LIMIT_{one.name.upper()}")
             for one in fields(cls)
@@ -86,10 +86,10 @@ class _Generation:
     """The generation of one request, which stops early once ``ended`` is set.
 
     Attributes:
-        ended: stops it.
+        ended: event that stops it.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
-        presence_penalty: subtracted once it was.
-        stops: texts that end the answer, and are no part of it.
+        presence_penalty: subtracted once if it was generated at all.
+        stops: texts that end the answer and are not part of it.
     """
 
     ended: threading.Event = field(default_factory=threading.Event)
@@ -98,7 +98,7 @@ class _Generation:
     stops: tuple[str, ...] = ()
 
     def before_stop(self, text: str) -> tuple[str, bool]:
-        """Return what stands before the first stop, and whether there is one."""
+        """Return the text before the first stop, and whether there is one."""
         at = min((where for stop in self.stops if (where := text.find(stop)) >= 0), default=None)
         return (text, False) if at is None else (text[:at], True)
 
@@ -107,10 +107,10 @@ _CURRENT: Final[contextvars.ContextVar[_Generation]] = contextvars.ContextVar("g
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
-    """Whether a generation was ended, or has written one of its stops.
+    """Stopping criterion: the generation was ended, or has produced one of its stops.
 
-    The text is decoded as it comes, since transformers' ``stop_strings`` misses those of control
-    bytes: once as the client sees it, and once with special tokens, which may be stops too.
+    The text is decoded incrementally, because transformers' ``stop_strings`` misses control bytes,
+    and both without special tokens, as the client sees it, and with them, as they may be stops.
     """
 
     def __init__(self, generation: _Generation, tokenizer: Any) -> None:
@@ -128,12 +128,12 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
         return torch.full((input_ids.shape[0],), done, device=input_ids.device)
 
 
-class _Penalties(LogitsProcessor):  # type: ignore[misc]  # as above
-    """OpenAI's penalties of repeated tokens, of which transformers serve makes a factor."""
+class _Penalties(LogitsProcessor):  # type: ignore[misc]  # likewise
+    """OpenAI's additive penalties of repeated tokens, instead of transformers serve's factor."""
 
     def __init__(self, generation: _Generation) -> None:
         self.generation = generation
-        self.start: int | None = None  # of the answer
+        self.start: int | None = None  # position at which the answer starts
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.start is None:
@@ -148,7 +148,7 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]  # as above
         )
 
 
-class _Manager(GenerateManager):  # type: ignore[misc]  # as above
+class _Manager(GenerateManager):  # type: ignore[misc]  # likewise
     """Generation that stops when its client disconnects, streamed or not, queued or running."""
 
     def generate_streaming(self, model: Any, processor: Any, *rest: Any, **named: Any) -> Any:
@@ -167,7 +167,7 @@ class _Manager(GenerateManager):  # type: ignore[misc]  # as above
 
 
 class _Pieces:
-    """The pieces of a streamed answer up to its first stop, whose beginning may be in any piece."""
+    """The pieces of a streamed answer up to its first stop, which may span several pieces."""
 
     def __init__(self, queue: asyncio.Queue[Any], generation: _Generation) -> None:
         self.queue = queue
@@ -183,17 +183,17 @@ class _Pieces:
         return self.ready.pop(0)
 
     def get_nowait(self) -> Any:
-        """Return the next piece if it is there.
+        """Return the next piece if it is available.
 
         Raises:
-            asyncio.QueueEmpty: it is not.
+            asyncio.QueueEmpty: it is not available.
         """
         while not self.ready:
             self._take(self.queue.get_nowait())
         return self.ready.pop(0)
 
     def _take(self, piece: Any) -> None:
-        if type(piece) is not str:  # the end, an error, a thought or a call of a tool
+        if type(piece) is not str:  # the end, an error, reasoning or a tool call
             self.ready += [self.held, piece] if self.held else [piece]
             self.held = ""
             return
@@ -206,7 +206,7 @@ class _Pieces:
             self.ready.append(text[: len(text) - kept])
 
     def _beginning(self, text: str) -> int:
-        """Return the length of the longest end of a text that begins a stop."""
+        """Return the length of the longest suffix of a text that is a prefix of a stop."""
         return max(
             (
                 length
@@ -219,7 +219,7 @@ class _Pieces:
 
 
 class _Model:
-    """A model whose `generate` ends with a generation."""
+    """A model whose `generate` stops when its generation is ended."""
 
     def __init__(self, model: Any, generation: _Generation, processor: Any) -> None:
         self._model = model
@@ -233,41 +233,41 @@ class _Model:
         criteria = StoppingCriteriaList([_Ended(self._generation, self._tokenizer)])
         asks = self._generation.frequency_penalty or self._generation.presence_penalty
         penalties = LogitsProcessorList([_Penalties(self._generation)] if asks else [])
-        if self._generation.ended.is_set():  # while it waited
+        if self._generation.ended.is_set():  # ended while it was queued
             named["generation_config"].max_new_tokens = 1
         return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)
 
 
 class _Handler:
-    """Changes to the handlers of transformers, for one model of a local directory."""
+    """Changes to transformers' handlers, for a single model in a local directory."""
 
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
-        """Name the model in answers as requests do, without the revision of a hub."""
+        """Return the model's name as in requests, without a Hub revision."""
         name, model, processor = super()._resolve_model(body)  # type: ignore[misc]  # of the other base
         return name.removesuffix("@main"), model, processor
 
     def _build_generation_config(self, body: Any, *arguments: Any, **named: Any) -> Any:
-        """Draw tokens where a request asks for it, and from all, as OpenAI's interface does.
+        """Sample if a request asks for it, and from all tokens, as OpenAI's API does.
 
-        transformers' handlers leave ``do_sample`` as the model has it, which is usually unset, and
-        its default ``top_k`` is 50.
+        transformers' handlers keep the model's ``do_sample``, which is usually unset, and their
+        default ``top_k`` is 50.
         """
         config = super()._build_generation_config(body, *arguments, **named)  # type: ignore[misc]
         temperature, top_p = body.get("temperature"), body.get("top_p")
         if temperature is not None or top_p is not None:
             config.do_sample = temperature is None or temperature >= _LEAST_TEMPERATURE
         if not config.do_sample:
-            config.temperature = config.top_p = None  # of which transformers would warn
+            config.temperature = config.top_p = None  # avoids warnings of transformers
         elif config.top_k is None:
             config.top_k = 0
-        biases = config.sequence_bias or {}  # none where it is empty, and no integers
+        biases = config.sequence_bias or {}  # transformers refuses empty dicts and integers
         config.sequence_bias = {tokens: float(bias) for tokens, bias in biases.items()} or None
         return config
 
 
 class _Chat(_Handler, ChatCompletionHandler):  # type: ignore[misc]  # untyped
     def _build_completion(self, request_id: str, content: Any, *rest: Any, **named: Any) -> Any:
-        """Cut at the first stop what a template has parsed out of the whole answer."""
+        """Cut the content that was parsed from the complete answer at its first stop."""
         cut = content if content is None else _CURRENT.get().before_stop(content)[0]
         return super()._build_completion(request_id, cut, *rest, **named)
 
@@ -276,8 +276,8 @@ class _Text(_Handler, CompletionHandler):  # type: ignore[misc]  # untyped
     pass
 
 
-class _State(GenerationState):  # type: ignore[misc]  # as above
-    """One model, and one thread that generates."""
+class _State(GenerationState):  # type: ignore[misc]  # likewise
+    """A single model with a single generation thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,8 +295,8 @@ class App:
 
         Args:
             name: the model's directory, under the working directory.
-            token: that requests must bring; None asks for none.
-            host: address that is listened on.
+            token: the token that requests must contain; None requires none.
+            host: address to listen on.
         """
         self.name = name
         self.token = None if token is None else token.encode()
@@ -310,7 +310,7 @@ class App:
         config = self.model.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context = getattr(config, "max_position_embeddings", None)
-        # The first call may change how a tokenizer cuts and pads, which several threads must not.
+        # The first call may change truncation and padding, which is not safe in several threads.
         getattr(self.processor, "tokenizer", self.processor)("first")
         state = _State()
         self.handlers: dict[str, Any] = {
@@ -335,7 +335,7 @@ class App:
                 said = f"the server failed ({type(error).__name__}); its log says more"
                 with contextlib.suppress(_GoneError):
                     await reply.error(HttpError(status=500, message=said))
-            raise  # into the log
+            raise  # logged by the server
 
     async def _answer(self, scope: Any, receive: Any, reply: _Reply) -> None:
         method, path = scope["method"], scope["path"]
@@ -384,7 +384,7 @@ class App:
     async def _complete(self, path: str, body: Any, receive: Any, reply: _Reply) -> None:
         is_chat = path == _CHAT
         wanted = checked(body, is_chat=is_chat, model=self.name, vocabulary=self.vocabulary)
-        wanted.pop("stream_options", None)  # the reply's
+        wanted.pop("stream_options", None)  # handled by _Reply
         if self.admitted >= _LIMITS.requests:
             raise HttpError(
                 status=503,
@@ -426,7 +426,7 @@ class App:
         """Return the length of a prompt.
 
         Raises:
-            HttpError: the model has no such prompt.
+            HttpError: the prompt cannot be rendered or encoded.
         """
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         if not is_chat:
@@ -447,7 +447,7 @@ class App:
                     return_dict=True,
                     **wanted.get("chat_template_kwargs", {}),
                 )
-            except Exception as error:  # the template is the model's, and may say anything
+            except Exception as error:  # the model's template may raise any error
                 said = f"the chat template refuses this conversation ({str(error)[:200]})"
                 raise invalid("messages", said) from error
             ids = made["input_ids"]
@@ -457,7 +457,7 @@ class App:
         return count
 
     def _limit(self, wanted: dict[str, Any], tokens: int, *, is_chat: bool) -> None:
-        """Set the longest answer where the request does not.
+        """Set the maximum length of the answer if the request does not.
 
         Raises:
             HttpError: prompt and answer are longer than the model's context.
@@ -484,10 +484,10 @@ class _Reply:
     """Sends one response, within the client's time limit.
 
     Attributes:
-        has_begun: whether its head was sent.
+        has_begun: whether its headers were sent.
         is_stream: whether it is a stream of events.
-        with_usage: whether a stream's last event has the usage and no choice, as in OpenAI's
-            interface; None leaves it in the event that ends the answer.
+        with_usage: whether a stream ends with a separate event with the usage and no choices, as in
+            OpenAI's API; None leaves the usage in the event that ends the answer.
     """
 
     def __init__(self, send: Callable[[Any], Awaitable[None]]) -> None:
@@ -529,7 +529,7 @@ class _Reply:
 
 
 def _with_usage_apart(body: bytes, *, is_wanted: bool) -> bytes:
-    """Take the usage out of a stream's events, and add it, if wanted, as an event of its own."""
+    """Remove the usage from a stream's events, and add it, if wanted, as a separate event."""
     events = []
     for text in body.removesuffix(b"\n\n").split(b"\n\n"):
         event = json.loads(text.removeprefix(b"data: "))
@@ -541,7 +541,7 @@ def _with_usage_apart(body: bytes, *, is_wanted: bool) -> bytes:
 
 
 def _allowed(path: str) -> tuple[str, ...] | None:
-    """Return the methods of a route; None where there is none."""
+    """Return the methods of a route; None if there is no such route."""
     if path in {_CHAT, _TEXT}:
         return ("POST",)
     is_model = path.startswith(f"{_MODELS}/") and path.count("/") == _MODELS.count("/") + 1
@@ -570,7 +570,7 @@ async def _body(headers: dict[bytes, bytes], receive: Any) -> bytes:
     """Return a request's body.
 
     Raises:
-        HttpError: it is of another type, too long, or does not arrive.
+        HttpError: it has a different content type, is too long, or does not arrive.
     """
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
@@ -598,7 +598,7 @@ async def _body(headers: dict[bytes, bytes], receive: Any) -> bytes:
 
 
 async def _left(receive: Any) -> None:
-    """Wait until the client has gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -641,7 +641,7 @@ class _Protocol(H11Protocol):
         self._refuse(400, msg)
 
     def _watch(self) -> None:
-        """Begin a deadline where a head has not arrived; one that is under way goes on."""
+        """Start the deadline for headers unless they have arrived or it is already running."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._unwatch()
         elif self.deadline is None:
@@ -673,7 +673,7 @@ class _Protocol(H11Protocol):
 
 
 def main() -> None:
-    """Serve: the model's name, host, port and the variable that holds the token."""
+    """Serve; the arguments are the model's name, host, port, and the token's variable."""
     name, host, port, variable = sys.argv[1:]
     app = App(name, token=os.environ.get(variable) or None, host=host)
     uvicorn.run(

@@ -64,7 +64,7 @@ def subject_of(path: str) -> RunDir:
 
     Raises:
         RequestError: there is no such run, or it has no adapter.
-        DataError: it is an unpacked bundle, and not what was packed.
+        DataError: it is an unpacked bundle that differs from what was packed.
     """
     subject = resolve(path, task="train")
     manifest = Manifest.read(subject.manifest)
@@ -158,7 +158,7 @@ def leaving_problems(config: RunConfig) -> list[MensError]:
 
 
 def _ready_base(config: RunConfig) -> Path | None:
-    """Return the base that an adapter is to be merged into; None if it is still to be made."""
+    """Return the base that an adapter will be merged into; None if it has yet to be created."""
     assert config.path is not None, "validation has asked for it"
     return ready_directory(_model(config, adapter_place(config.path)), cache_root())
 
@@ -183,7 +183,7 @@ def place_of(path: str) -> AdapterPlace:
 
     Raises:
         RequestError: there is none.
-        DataError: it is an unpacked bundle, and not what was packed.
+        DataError: it is an unpacked bundle that differs from what was packed.
     """
     directory = Path(path).expanduser()
     if path == "latest" or RunDir(directory).manifest.is_file():
@@ -286,14 +286,14 @@ class MergeInputs:
     Attributes:
         where: the adapter's directory, or its file of tensors.
         schema: ``v2``, ``v3`` or ``peft``.
-        manifest: of the adapter, in schema v3 whatever its form.
+        manifest: manifest of the adapter, converted to schema v3.
         tensors: its matrices by name, f32.
-        sha256: of its file of tensors.
+        sha256: hash of its file of tensors.
         shards: the base's safetensors files.
-        base: None for bare shards, as are the next two.
+        base: the base model; None for bare shards, as are `model` and `shape`.
         model: config.json and headers of the base.
         shape: dimensions of the base.
-        run: the run that made the adapter, if it is in one.
+        run: the run that contains the adapter, if any.
     """
 
     where: str
@@ -318,11 +318,11 @@ def adapter_place(text: str) -> AdapterPlace:
     """Return the adapter that ``path`` names.
 
     Args:
-        text: ``latest``, a run, or a directory that holds an adapter.
+        text: ``latest``, a run, or a directory with an adapter.
 
     Raises:
-        RequestError: there is none, or the run has none.
-        DataError: the run is an unpacked bundle, and not what was packed.
+        RequestError: there is no adapter.
+        DataError: the run is an unpacked bundle that differs from what was packed.
     """
     try:
         return place_of(text)
@@ -366,7 +366,7 @@ def gather(config: RunConfig, cache: Path) -> MergeInputs:
     """Read the adapter and find its base; only the headers of the base are read.
 
     Raises:
-        MensError: either is missing, damaged, or of a form that cannot be merged.
+        MensError: either is missing, damaged, or in a format that cannot be merged.
     """
     return _bare(config) if config.adapter.file is not None else _of_directory(config, cache)
 
@@ -396,7 +396,7 @@ def _of_directory(config: RunConfig, cache: Path) -> MergeInputs:
     model = _model(config, place)
     base = resolve(model, cache)
     found = read_directory(base.directory)
-    stored_layers(found)  # refuses what is not read
+    stored_layers(found)  # refuses unsupported quantized layers
     shape = shape_of(model)
     if place.form == "peft":
         manifest, tensors = _from_peft(
@@ -444,7 +444,7 @@ def _model(config: RunConfig, place: AdapterPlace) -> ModelConfig:
     try:
         is_here = name is not None and local(name) is not None
         is_asked = config.base is not None or (name is not None and name.count("/") == 1)
-    except ModelFileError:  # a path without a directory
+    except ModelFileError:  # no such directory
         is_here = is_asked = False
     if name is None or not (is_here or is_asked):
         raise RequestError(

@@ -1,7 +1,7 @@
 """Bytes that autograd keeps for the backward pass, from the sizes of a model and of documents.
 
-Tensors are counted one by one, as autograd's hooks show them on the real graph; a test compares the
-two.
+Tensors are counted one by one; a test compares the counts with autograd's saved-tensor hooks on the
+real graph.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mens_exp.layout.targets import LinearModule
 
 _F32 = 4  # bytes of an element
-_MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU draws it again
-# Of attention on a CPU, as in model/attention.py: lengths are rounded up to buckets, and at least
-# so many queries attend at a time.
+_MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU regenerates the mask
+# CPU attention (model/attention.py) rounds lengths up to a multiple of BUCKET and processes queries
+# in blocks of at least ROWS.
 BUCKET, ROWS = 32, 128  # tokens; measured: experiments/LOG.md, and best of 64, 128 and 256 rows
 
 
@@ -32,10 +32,10 @@ class Documents:
     """Lengths of the documents to train on, in tokens.
 
     Attributes:
-        longest: the longest.
+        longest: length of the longest document.
         typical: token-weighted mean document length.
         varied: whether the documents have many different lengths.
-        shared_frac: share of their tokens that are left out, as prompts that pairs have once.
+        shared_frac: share of their tokens saved because the answers of a pair share one prompt.
     """
 
     longest: int
@@ -44,10 +44,10 @@ class Documents:
     shared_frac: float = 0.0
 
     def pairs(self, sequences: int, seq_len: int) -> float:
-        """Return the pairs of query and key in the largest micro-batch, which have a weight each.
+        """Return the number of query-key pairs, each with a score, in the largest micro-batch.
 
-        Assumes one document of the greatest length; the rest are of typical length. An answer
-        without its prompt has fewer tokens, each of which attends to more keys.
+        Assumes one document of the greatest length; the rest are of typical length. An answer that
+        shares its prompt has fewer tokens, each of which attends to more keys.
         """
         longest, typical = min(self.longest, seq_len), min(self.typical, seq_len)
         found = pairs(longest) + (sequences * seq_len - longest) / typical * pairs(round(typical))
@@ -56,9 +56,9 @@ class Documents:
 
 
 def pairs(tokens: int) -> int:
-    """Count the pairs of query and key of a document: blocks of queries, and the keys up to each.
+    """Count a document's query-key pairs: for each block of queries, all keys up to its end.
 
-    On a CPU, as in `model/attention.py`: lengths are rounded up to buckets.
+    Lengths are rounded up to buckets, as on a CPU in `model/attention.py`.
     """
     padded = _bucketed(tokens)
     step = _bucketed(-(-padded // max(padded // ROWS, 1)))
@@ -105,14 +105,14 @@ def saved_bytes(
         seq_len = min(seq_len, documents.longest)
     tokens, layers = sequences * seq_len, shape.num_hidden_layers
     stack = proxy_stack(config, shape)
-    if stack is not None:  # no attention: per projection its input, the norm's, and A's output
+    if stack is not None:  # no attention; each projection saves its input, its norm's, A's output
         one = width * (2 * shape.hidden_size + config.lora.r) + _F32 * shape.hidden_size
         return {"activations": float(tokens * len(stack.middle) * one), "attention scores": 0.0}
     per_token = _layer_bytes(config, shape, width=width, on_cpu=on_cpu)
     scores = 0.0
     if on_cpu and config.data.packing:  # otherwise a fused kernel saves none
         scores = shape.num_attention_heads * documents.pairs(sequences, config.data.seq_len) * width
-    if again:  # the input of every layer, and everything in one layer at a time
+    if again:  # saves the input of every layer, and all tensors of one layer at a time
         inputs = tokens * layers * shape.hidden_size * width
         return {"activations": inputs + tokens * per_token, "attention scores": layers * scores}
     return {"activations": tokens * layers * per_token, "attention scores": layers * scores}
@@ -123,8 +123,8 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
 
     Derived from the saved tensors of the real graph: the residual in f32 for each of two norms;
     query, key and value (and their fused kernel's output); gate, up and their
-    activation; for each input of an adapter, the result of dropout and its mask; what the
-    adapter method keeps of each target.
+    activation; for each input of an adapter, the result of dropout and its mask; and the tensors
+    that the adapter method saves for each target.
     """
     wide, heads = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     narrow = shape.num_key_value_heads * shape.head_dim
@@ -142,9 +142,9 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
         method.kept_per_token(r=ranks[one.path], out=one.out, width=one.width) for one in modules
     )
     adapters = sum(inputs.values()) * (width + mask) + kept * width
-    if config.quant.spec.keeps_inputs:  # whose layers keep their inputs as they were
-        shared = inputs.keys() if config.lora.dropout == 0 else set()  # with A, which keeps them
-        # On a CPU, layers with one of PEFT's adapters are computed by lora/linear.py.
+    if config.quant.spec.keeps_inputs:  # the quantizer's linear layers save their inputs
+        shared = inputs.keys() if config.lora.dropout == 0 else set()  # A saves the same tensor
+        # On a CPU, lora/linear.py computes layers with PEFT adapters and saves no such inputs.
         ours = {one.path for one in modules} if on_cpu and method.peft is not None else set()
         every = [one for one in linear_modules(shape) if one.layer is not None]
         others = {one.reads: one.width for one in every if one.path not in ours}

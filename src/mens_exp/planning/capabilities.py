@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _TOKENIZERS = ("hf", "vox")
 _TARGETS = ("workstation", "mobile_edge")
 
-# Not decided by the planner: how weights are imported and exported.
+# Import and export of weights, which the planner does not decide.
 _WEIGHTS = {
     "qlora": "whole checkpoint, by transformers",
     "proxy": "embedding and one projection a layer, by name",
@@ -147,7 +147,7 @@ def _layout_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _target_rows() -> Iterator[tuple[str, ...]]:
-    """Find each limit by asking the planner for increasing values."""
+    """Yield the limits of each target, found by planning with increasing values."""
     for target in _TARGETS:
         limits = (
             _most(target, "seq_len", (512, 8192)),

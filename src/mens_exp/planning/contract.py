@@ -1,10 +1,9 @@
 """The fine-tune contract: the meaning of a run, independent of where and how it is recorded.
 
 Two runs with the same digest learn the same thing from the same data. The parts contain the values
-that determine which backend runs. `settings` holds every setting that changes what is learned: a
-declaration states whether it does, so that no field can be forgotten. A setting of a user's own
-class is unknown here and counts as one that does, so that two runs are considered different rather
-than wrongly considered equal.
+that determine which backend runs. `settings` holds every setting that changes what is learned. Each
+field declares whether it does, so that none can be forgotten. Settings of user-defined classes
+always count, so that runs are considered different rather than wrongly considered equal.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class DataPart:
 
     Attributes:
         train_file: SHA-256 over the row files; None for other sources.
-        generated_from: inputs of a generated corpus other than the settings; of a class of the
-            user's, the SHA-256 of the rows that it gives.
+        generated_from: inputs of a generated corpus other than the settings; for a user-defined
+            class, the SHA-256 of its rows.
         tokenizer_mode: ``hf`` or ``vox``.
     """
 
@@ -222,7 +221,7 @@ def contract_of(config: RunConfig, extensions: Sequence[Extension] = ()) -> Fine
 
     Args:
         config: the whole configuration.
-        extensions: those of a resumed run that change what it learns.
+        extensions: extensions of a resumed run that change what it learns.
     """
     settings = learned_settings(config)
     settings["lora.targets"] = sorted(set(config.lora.targets))  # their order is irrelevant
@@ -298,7 +297,7 @@ def _contents(config: RunConfig) -> dict[str, Any]:
 
 
 def _teacher(config: RunConfig) -> str | None:
-    """Hash a teacher that is a directory; one of the hub is pinned by its commit."""
+    """Hash a teacher that is a directory; a Hub model is pinned by its commit."""
     teacher = teacher_of(config.objective, config.model)
     if teacher is config.model or not isinstance(teacher, HfModel):
         return None
@@ -320,8 +319,8 @@ def _states(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
 
 @functools.cache
 def _hash_of_shards(directory: Path, states: tuple[tuple[str, int, int, int], ...]) -> str:
-    """Hash the shards of a directory; once, because several parts of a command need a contract."""
-    del states  # of the key: shards that have changed are hashed again
+    """Hash the shards of a directory; cached, because a command builds several contracts."""
+    del states  # part of the cache key, so that changed shards are hashed again
     return hash_weights(directory)
 
 
@@ -346,7 +345,7 @@ def _sources(config: RunConfig) -> list[dict[str, Any]] | None:
 
 
 def _given_hash(data: GivenData) -> str | None:
-    """Hash the rows of a class of the user's; None if they cannot be had."""
+    """Hash the rows of a user-defined class; None if they cannot be read."""
     try:
         return read_given(data).sha256
     except MensError:
@@ -376,7 +375,7 @@ def _data_part(config: RunConfig) -> DataPart:
     elif isinstance(config.data, SyntheticData):
         made_of = synthetic.made_by()
     elif isinstance(config.data, GivenData) and (rows := _given_hash(config.data)):
-        made_of = f"rows {rows}"  # whatever the class reads them from
+        made_of = f"rows {rows}"  # the class may read them from anywhere
     return DataPart(
         train_file=_rows_hash(config, "path"),
         generated_from=made_of,
@@ -430,8 +429,8 @@ RECORDING_CALLBACKS = frozenset(
 )
 # Validation affects what is learned if it selects the adapter or ends the run.
 _WITH_SELECTION = ("trainer.val_check_interval", "data.val_max_tokens")
-# Settings that earlier releases lack, and the values that stand for what they did. These are left
-# out, so that a stored configuration means what it meant.
+# Settings that earlier releases lack, with the values equivalent to their behaviour. A setting with
+# that value is omitted, so that stored configurations keep their digests.
 _LATER: dict[str, Any] = {
     "module._target_": TUNING,
     "lora.target_r": 8,
@@ -464,8 +463,8 @@ _LATER: dict[str, Any] = {
 }
 
 
-# The last pattern that matches counts, and records sort their keys: an order that differs from
-# theirs is kept as a list.
+# The last matching pattern wins, but records sort their keys, so any other order is stored as a
+# list.
 _ORDERED = frozenset(
     {
         *("quant.type_pattern", "quant.block_size_pattern"),
@@ -496,7 +495,7 @@ def learned_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that determine the choice of the adapter, if a KPI makes it."""
+    """Yield the settings that determine the selected adapter, if a KPI selects it."""
     if config.adapter.select is not Selection.best or config.adapter.metric == "val/loss":
         return
     yield "adapter.metric", config.adapter.metric
@@ -510,7 +509,7 @@ def _of_kpi(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:
-    """Return every setting that affects only what is done or recorded, not what is learned."""
+    """Return every setting that affects only actions or records, not what is learned."""
     found = {
         path: value
         for field in dataclasses.fields(config)

@@ -79,9 +79,9 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows per byte of source read
 
 
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
-    """Count tokens: exactly from a warm cache, else estimated.
+    """Count tokens exactly from a warm cache, or else estimate them.
 
-    Estimates are of characters, of some encoded rows if the tokenizer is at hand, or of file sizes.
+    Estimates use characters, some encoded rows if the tokenizer is available, or file sizes.
     """
     data = config.data
     is_whole = not asked(data.filter)
@@ -158,7 +158,7 @@ def _of_stream(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]:
         **about,
         **_shared(config, rows, cache),
         "train_rows": round(len(rows.train) * scale),
-        "heldout_rows": len(rows.heldout),  # of the first rows alone, as those to validate on
+        "heldout_rows": len(rows.heldout),  # not scaled: like validation, from the first rows only
         "train_tokens": round(round(sum(train)) * scale),
         "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len, per_estimate),
         **_lengths(train),
@@ -176,7 +176,7 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
     except ModelFileError:
         if isinstance(config.model, HfModel):
             raise
-        return None  # the run makes damaged files of the cache again
+        return None  # the run recreates damaged files of the cache
     key, val_key = (cache_key(config, rows, side, tokenizer) for side in (Side.TRAIN, Side.VAL))
     train, val = peek(cache, key), peek(cache, val_key)
     if train is None or val is None:
@@ -242,7 +242,7 @@ def _some(rows: Rows) -> list[TrainingPair]:
 
 
 def _encoded(config: RunConfig, some: list[TrainingPair], cache: Path) -> Encoded | None:
-    """Encode rows without cutting any; None without a tokenizer, or if the run will fail there."""
+    """Encode rows without truncation; None without a tokenizer, or if encoding fails."""
     directory = ready_directory(config.model, cache)
     if directory is None or not some:
         return None
@@ -255,7 +255,7 @@ def _encoded(config: RunConfig, some: list[TrainingPair], cache: Path) -> Encode
 
 
 def _shared(config: RunConfig, rows: Rows, cache: Path) -> dict[str, float]:
-    """Estimate the share of the tokens that are left out because a pair has its prompt once."""
+    """Estimate the share of tokens saved because the answers of a pair share one prompt."""
     if not shares_prompts(config.objective):
         return {}
     some = _some(rows)
@@ -269,7 +269,7 @@ def _shared(config: RunConfig, rows: Rows, cache: Path) -> dict[str, float]:
     return {"shared_frac": round(prompts / max(2 * prompts + answers, 1), 4)}
 
 
-_ENDLESS = 2**31  # tokens; no document is cut
+_ENDLESS = 2**31  # tokens; no document is truncated
 
 
 def _lengths(documents: Sequence[float]) -> dict[str, int]:
@@ -372,11 +372,11 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     }
 
 
-_LOPSIDED = 0.15  # of the rows, by which a split may miss its fractions (a rough choice)
+_LOPSIDED = 0.15  # fraction of the rows by which a split may miss its target (a rough choice)
 
 
 def _lopsided(config: RunConfig, rows: Rows) -> dict[str, Any]:
-    """Return the shares of a split that leaves far fewer rows to train on than was asked for."""
+    """Return the row counts of a split that leaves far fewer training rows than requested."""
     own_val = getattr(config.data, "val_path", None) is not None or config.data.validates_apart
     left = 1 - config.data.heldout_frac - (0 if own_val else config.data.val_frac)
     others = len(rows.heldout) + (0 if own_val else len(rows.val))
@@ -387,7 +387,7 @@ def _lopsided(config: RunConfig, rows: Rows) -> dict[str, Any]:
 
 
 def _split_warnings(data: dict[str, Any]) -> Iterator[str]:
-    """Yield a warning if few different prompts make a split miss its fractions."""
+    """Yield a warning if a split misses its fractions because few prompts are distinct."""
     if split := data.get("lopsided"):
         yield (
             f"{split['train_rows']} of {split['rows']} rows are trained on, and not "
@@ -398,7 +398,7 @@ def _split_warnings(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _heldout_warnings(config: RunConfig, data: dict[str, Any]) -> Iterator[str]:
-    """Yield a warning if rows that are streamed leave the suite nothing to ask."""
+    """Yield a warning if streaming leaves no held-out rows for the suite."""
     if config.suite.spec.from_rows and data.get("heldout_rows") == 0:
         streamed = data["streaming"]
         yield (
@@ -417,9 +417,9 @@ def _reference(
     data: dict[str, Any],
     total: int | None,
 ) -> dict[str, Any]:
-    """Return the seconds of the passes before training, if there are any.
+    """Return the seconds of the reference passes before training, if there are any.
 
-    Each document passes once, those of validation too; of a shorter run only those that it reads.
+    A pass covers each validation document and each training document that the run will read.
     """
     passes = config.objective.spec.passes_before(config.objective)
     if not passes:
@@ -437,7 +437,7 @@ def _reference(
 
 
 def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
-    """Describe the meaning of the command: the groups' choices, and the planner's answer."""
+    """Describe the meaning of the command: the options of its groups and its execution plan."""
     made = execution_plan(contract_of(config), environment_of(config)).record()
     quant = config.quant
     named = [f"{one.value} in {name}" for name, one in quant.type_pattern.items()]
@@ -465,7 +465,7 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
 
 
 def _layout(family: Family) -> dict[str, Any]:
-    """Describe whether the names of weights are verified, and what is refused if they are not."""
+    """Describe whether weight names are verified, and the settings refused if they are not."""
     return {
         "model_type": family.model_type,
         "verified": family.verified,

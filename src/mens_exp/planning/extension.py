@@ -1,8 +1,7 @@
-"""Extended runs: those that were resumed with a longer trainer.max_steps.
+"""Extended runs: runs resumed with a larger trainer.max_steps.
 
 Their first steps followed the schedule of a shorter run. Unless these steps are the same in the
-longer run, an extended run learns something other than an uninterrupted one, and its contract says
-so.
+longer run, the extended run learns something different, and its contract records the extension.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 RATES = "the learning rates of earlier steps"
 _PART = "extensions"  # of the contract's exec
-# A note of releases whose contracts lack them; its rate is that of the first step afterwards.
+# The note in manifests of earlier releases; it states the rate of the first step afterwards.
 _NOTE = re.compile(r"trainer\.max_steps went from (\d+) to \d+: .*so the rate of step (\d+) is ")
 
 
 @dataclass(kw_only=True, slots=True)
 class ByAttempts(ScheduleConfig):
-    """The schedule of an extended run, which each attempt laid over its own total."""
+    """The schedule of an extended run; each attempt used its own total number of steps."""
 
     schedule: ScheduleConfig
     extensions: Sequence[Extension]
@@ -40,7 +39,7 @@ class ByAttempts(ScheduleConfig):
     def multiple(self, step: int, total_steps: int) -> float:
         """Return the rate of a step as a fraction of the peak; ``total_steps`` is the last total.
 
-        An earlier total may exceed it only if epochs bound the run, and then it had the same bound.
+        An earlier total may exceed it only if max_epochs ends the run; that bound was the same.
         """
         totals = (one.total for one in self.extensions if step < one.step)
         return self.schedule.multiple(step, min(next(totals, total_steps), total_steps))
@@ -55,7 +54,7 @@ def continued(
         earlier: its extensions so far.
         before: its max_steps so far.
         after: its max_steps from now on.
-        step: the step that it is resumed from; later ones are taken again.
+        step: the step that it is resumed from; later steps are repeated.
     """
     starts = [0, *(one.step for one in earlier)]
     totals = [*(one.total for one in earlier), before]
@@ -66,13 +65,13 @@ def continued(
 
 
 def differences(config: RunConfig, extensions: Sequence[Extension]) -> list[str]:
-    """List what distinguishes an extended run from one that was not; empty if nothing does.
+    """List the differences between an extended and an uninterrupted run; empty if none.
 
-    A module of the user's is given the number of steps, and counts as one that depends on it.
+    A user-defined module receives the number of steps and is assumed to depend on it.
 
     Args:
-        config: of the whole run, with the last max_steps.
-        extensions: of the run.
+        config: the whole configuration, with the last max_steps.
+        extensions: extensions of the run.
     """
     return list(_differences(config, extensions)) if extensions else []
 
@@ -95,7 +94,7 @@ def _differences(config: RunConfig, extensions: Sequence[Extension]) -> Iterator
 
 
 def takes_total(schedule: Any) -> bool:
-    """Return whether a class of the user's is given the number of steps."""
+    """Return whether a user-defined schedule takes the number of steps as an argument."""
     if not isinstance(schedule, OwnSchedule):
         return False
     cls = target_at("schedule", schedule._target_)  # Hydra's own spelling
@@ -103,9 +102,9 @@ def takes_total(schedule: Any) -> bool:
 
 
 def _is_validated_more(config: RunConfig, one: Extension) -> bool:
-    """Return whether the end of a shorter run had a validation that affects what is learned.
+    """Return whether the shorter run ended with a validation that affects what is learned.
 
-    A run is validated and scored after its last step, which may select the adapter or end the run.
+    The validation or scorecard after the last step may select the adapter or end the run.
     """
     trainer, adapter = config.trainer, config.adapter
     selects = adapter.select is Selection.best
@@ -118,7 +117,7 @@ def _is_validated_more(config: RunConfig, one: Extension) -> bool:
 
 
 def extensions_of(manifest: Manifest) -> tuple[Extension, ...]:
-    """Return the extensions of a recorded run; an older record has them in its notes alone."""
+    """Return the extensions of a recorded run; older records have them only in their notes."""
     part = (manifest.contract or {}).get("exec") or {}
     if _PART in part:
         return tuple(Extension(**one) for one in part[_PART] or ())
@@ -128,7 +127,7 @@ def extensions_of(manifest: Manifest) -> tuple[Extension, ...]:
 
 
 def with_extensions(contract: Mapping[str, Any], found: Sequence[Extension]) -> dict[str, Any]:
-    """Return the record of a contract with a run's extensions, which an older one lacks."""
+    """Return a recorded contract with the run's extensions added, which older records lack."""
     if not found:
         return dict(contract)
     part = {**(contract.get("exec") or {}), _PART: [asdict(one) for one in found]}
@@ -136,7 +135,7 @@ def with_extensions(contract: Mapping[str, Any], found: Sequence[Extension]) -> 
 
 
 def extension_words(contract: Mapping[str, Any]) -> list[str]:
-    """Return for each extension in a contract's record how the run was extended."""
+    """Return a description of each extension in a contract's record."""
     part = contract.get("exec") or {}
     found = part.get(_PART) or []
     totals = [*(one["total"] for one in found), part.get("max_steps")]

@@ -250,7 +250,7 @@ class Forecast:
 
     Attributes:
         memory: the estimate, corrected and bounded by earlier runs if there are enough.
-        formula: the peak by formula alone, as a probe of the run would measure it.
+        formula: the peak by formula alone, without the part that a run's probe does not measure.
         runs: ids of the earlier runs of similar size used for the forecast.
         pace: the throughput.
         per_token: training operations per token.
@@ -270,7 +270,7 @@ def tokens_per_step(config: RunConfig) -> int:
 
 
 def trained_tokens(config: RunConfig, data: dict[str, Any], steps: int | None) -> int | None:
-    """Return the tokens of so many steps: exact for whole epochs, of full blocks if not counted."""
+    """Return the tokens of `steps` steps: exact for whole epochs, else assuming full blocks."""
     blocks: int | None = data.get("train_blocks")
     if steps is None or not blocks:
         return None if steps is None else steps * tokens_per_step(config)

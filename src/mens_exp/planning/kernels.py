@@ -1,7 +1,7 @@
 """The parts of a step that Liger-Kernel may compute, and why torch computes the others.
 
-A plan says it before anything is loaded. :mod:`mens_exp.model.liger` also looks at the model, and
-the run's record has its answer.
+The plan states this before the model is loaded. :mod:`mens_exp.model.liger` also examines the model
+and writes the final choice to the run's record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 PACKAGE = "liger-kernel"
-_BACKENDS = frozenset({"qlora", "lora"})  # the step of a transformers model with a frozen base
+_BACKENDS = frozenset({"qlora", "lora"})  # transformers models with a frozen base
 
 
 class Part(StrEnum):
@@ -68,7 +68,7 @@ def is_installed() -> bool:
 
 
 def _of_head(config: RunConfig) -> str | None:
-    """Return why the head and the loss are apart."""
+    """Return why the head and the loss cannot be fused."""
     objective = config.objective
     if config.module._target_ != TUNING:  # Hydra's own spelling
         return "the module is a class of yours, which may ask for logits"

@@ -1,9 +1,9 @@
-"""This machine and this process, without importing torch: devices, cores, rank, memory in use.
+"""This machine and this process, without importing torch: devices, memory, cores, rank.
 
 Facts that only torch or the driver can determine (whether a library loads, whether a kernel runs)
-are not guessed here; `task=doctor` tests them. The first process of a run writes the record. It
-starts the other processes on its own machine. On several machines, torchrun starts them and sets
-the rank in the environment. Resident and peak memory of the process and of its GPU are in bytes.
+are not guessed here; `task=doctor` tests them. The first process of a run writes the record and
+starts the other processes on its machine. On several machines, torchrun starts them and sets the
+rank in the environment.
 """
 
 from __future__ import annotations

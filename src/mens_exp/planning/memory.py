@@ -1,6 +1,6 @@
 """Estimate the peak memory of a training process, component by component, on CPU and on CUDA.
 
-Tensors saved for the backward pass are counted one by one, as autograd's hooks show them on the
+Tensors saved for the backward pass are counted one by one, as recorded by autograd's hooks on the
 real graph (experiments/memory_model). The allocator's overhead is measured. Trained parameters are
 counted without building the backend. With a sharded base (trainer=fsdp), the codes of decoder
 layers are sharded but their scales are not, because bitsandbytes keeps scales with the weight. The
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mens_exp.planning.activations import Documents
 
 RANKS = "importance of ranks"  # of each value of the adapter, and two averages of it
-BUCKETS = "gradient buckets"  # what only several processes have
+BUCKETS = "gradient buckets"  # only with several processes
 
 _F32 = 4  # bytes of an element
 # Bytes of moments per parameter, by the class name of an optimizer that a user's option names.
@@ -70,7 +70,7 @@ _KERNELS_PER_SHAPE, _MOST_SHAPES = 24_000_000, 16
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
-# unverified guess: no GPU was at hand. A CUDA context with its libraries takes about half a
+# unverified guess: no GPU was available. A CUDA context with its libraries takes about half a
 # gigabyte, and the caching allocator rounds up.
 _CUDA_FRAMEWORK = 600_000_000
 _CUDA_KEPT = {"activations": 1.10, "attention scores": 1.10}
@@ -116,7 +116,7 @@ def bits_per_weight(quant: QuantConfig, rows_per_weight: float = 0.0) -> float:
 
     Args:
         quant: the `quant` group.
-        rows_per_weight: rows over weights, for scales that rows have.
+        rows_per_weight: number of rows divided by number of weights, for per-row scales.
     """
     return quant.spec.bits_per_weight(
         compute_bits=16 if quant.compute_dtype is ComputeDtype.bf16 else 32,
@@ -253,7 +253,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         plain = shape.parameters - coded
         components["weights file, mapped"] = round(_MAPPED * plain + coded * bits / 8)
     components |= _comparison(config, shape, components, kept)
-    if teacher and passes_before:  # it is gone when the model that learns is loaded
+    if teacher and passes_before:  # the teacher is freed before the student is loaded
         beyond = teacher - (sum(components.values()) - components["framework"])
         components |= {"teacher before step 1": beyond} if beyond > 0 else {}
     if is_in_parts(config):
@@ -279,7 +279,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
 
 
 def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
-    """Return the parameters that products use copies of, in the compute format."""
+    """Return the number of parameters that are copied to the compute format for products."""
     has_f32 = config.quant.compute_dtype is ComputeDtype.f32
     if has_f32 and (config.backend.name == "full" or proxy_stack(config, shape) is not None):
         return 0
@@ -287,7 +287,7 @@ def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
 
 
 def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
-    """Return the states of the base at supervised positions, where the objective compares them."""
+    """Return the bytes of the base's states at supervised positions if the objective needs them."""
     spec = config.objective.spec
     if not spec.needs_reference or spec.passes_before(config.objective):
         return {}
@@ -296,20 +296,20 @@ def _reference(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
 
 
 def _teacher(config: RunConfig, shape: Shape, kind: str, width: int) -> int:
-    """Return the weights of the model to learn from, its states, and a chunk of its logits."""
+    """Return the bytes of the teacher's weights, its states, and a chunk of its logits."""
     named = teacher_of(config.objective, config.model)
     if named is None:
         return 0
     teacher = shape_of(named)
     states = config.data.seq_len * config.data.micro_batch_size * teacher.hidden_size
-    if getattr(config.objective, "hidden_weight", 0):  # those after each layer, to its pass's end
+    if getattr(config.objective, "hidden_weight", 0):  # all layers' states, until its pass ends
         states *= teacher.num_hidden_layers + 1
     logits = _head_positions(config, shape, kind) * teacher.vocab_size
     return (teacher.parameters + states + logits) * width
 
 
 def _compared_states(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
-    """Return the states after each layer, and the f32 differences of those that are compared."""
+    """Return the bytes of each layer's output states and of the compared ones' f32 differences."""
     many = shape.num_hidden_layers
     compared = len(matched_layers(config.objective, many, many))
     if not compared:
@@ -319,7 +319,7 @@ def _compared_states(config: RunConfig, shape: Shape, width: int) -> dict[str, i
 
 
 def compares(config: RunConfig) -> bool:
-    """Return whether a run is compared with transformers before its first step."""
+    """Return whether the run compares its model with transformers before the first step."""
     return config.data.contract.probe and config.backend.name != "proxy"
 
 
@@ -375,10 +375,10 @@ def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool
 
 
 def _updates(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dict[str, int]:
-    """Return the memory of updates about as large as their weights, which some methods compute.
+    """Return the memory of full-size updates ``ΔW``, which some methods materialize.
 
-    The backward pass needs each again, in the compute format. Two more of the largest, in f32,
-    exist while one is made.
+    Each is kept for the backward pass in the compute format. Computing one needs two more of the
+    largest in f32.
     """
     if config.backend.name in {"full", "proxy"}:
         return {}
@@ -405,9 +405,9 @@ def _projections(config: RunConfig, shape: Shape, *, width: int) -> dict[str, in
 
 
 def _beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
-    """Return the memory of plain weights that are kept in addition to those of a residual.
+    """Return the memory of the original weights, if initialisation replaces them by a residual.
 
-    Their gradients too, if the adapter starts from them; they are gone when training begins.
+    An initialisation from gradients also holds these gradients until training begins.
     """
     if not config.lora.start_changes_base:
         return {}
@@ -429,8 +429,8 @@ def _head_positions(config: RunConfig, shape: Shape, kind: str) -> int:
 EXPERTS_DENSE = "experts, not quantized"
 
 WHOLE = "base, whole while it is loaded or scored"
-# Layers that are whole at one time: the one that computes, the one fetched ahead of it, and the
-# buffer that its parts arrive in. By PyTorch's code (fully_shard); not measured on a GPU.
+# Layers that are unsharded at the same time: the current one, the prefetched one, and the
+# all-gather buffer. From PyTorch's code (fully_shard); not measured on a GPU.
 _AT_ONCE = 3
 _RESTING = ("base weights", EXPERTS_DENSE, "embedding and head", "adapter", "framework")
 
@@ -447,7 +447,7 @@ def in_parts(
 
     Args:
         config: the whole configuration.
-        components: bytes by component, with the whole base.
+        components: bytes by component, with the unsharded base.
         bits: bits of a quantized weight, including its share of the scales.
         layers: decoder layers.
         kind: "cpu" or "cuda".
@@ -463,7 +463,7 @@ def in_parts(
         "gathered layers": min(_AT_ONCE, layers) * (codes + dense) // layers,
     }
     alone = sum(components.get(name, 0) for name in _RESTING)
-    if kind == "cpu":  # at least one process of a machine loads while the others hold their shards
+    if kind == "cpu":  # one process of a machine loads while the others hold their shards
         many, resting = config.trainer.devices, sum(parts.get(name, 0) for name in _RESTING)
         peak = (alone + (many - 1) * resting) // many
     else:  # loaded in host memory, and scored by the first process only

@@ -135,7 +135,7 @@ def mobile_edge_refuses(where: str, found: object, expected: str, remedy: str) -
 
 
 def forced_kernel_disagrees(forced: str, chosen: str) -> ConfigError:
-    """Gate 6: the backend that was named is not the one that the contract requires."""
+    """Gate 6: the named backend is not the one that the contract requires."""
     return ConfigError(
         "the named kernel contradicts the contract",
         where="backend",

@@ -57,7 +57,7 @@ class Environment:
         kernels: the available backends.
         model_type: the family of the base model; None if unknown.
         device: ``auto``, ``cpu`` or ``gpu``, as requested.
-        forced: the backend that was named; None lets the contract choose.
+        forced: the backend named in the command; None lets the contract choose.
         keys: the checkpoint's tensor names, if headers were read; needed for the proxy's coverage.
         layers: number of decoder layers, if known.
     """
@@ -215,7 +215,7 @@ def _chosen(contract: FineTuneContract) -> BackendSpec | None:
 
 
 def _kernel(contract: FineTuneContract, around: Environment) -> BackendSpec | None:
-    """Return the backend that will run; None for a user-defined class, which states that itself."""
+    """Return the backend that will run; None for a user-defined class, which has no spec."""
     if around.forced is not None:
         return BACKEND_SPECS.get(around.forced)
     return _chosen(contract)

@@ -50,7 +50,7 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
     if not isinstance(data, WrittenData):
         if asked(data.filter) and not any(range_problems(data)) and not any(rule_problems(config)):
             load_rows(data, cache_root(), keep=True)  # raises if no rows are left
-        # Rows of ours are read for a plan only where the objective needs what they may lack.
+        # A plan reads our own rows only if the objective needs fields that they may lack.
         if labelling_of(config).rows.fields and not any(rule_problems(config)):
             _refuse_unlearned(config, load_rows(data, cache_root(), keep=True))
         return
@@ -71,11 +71,11 @@ def check_data(config: RunConfig) -> Iterator[MensError]:
 
 
 def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
-    """Refuse rows that lack what the objective reads, or have what it would ignore.
+    """Refuse rows that lack fields the objective reads, or have fields it would ignore.
 
     Raises:
-        DataError: a row does not have the type of the objective, or has an answer that can be
-            compared with none; the first one is named.
+        DataError: a row does not fit the objective, or its answer has no other answer to be
+            compared with; the message names the first such row.
     """
     documents = labelling_of(config).rows
     for pair in islice(rows.train, _TRIED_ROWS):
@@ -85,13 +85,13 @@ def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
         refuse_single_answers(rows.val)
 
 
-_TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run renders them all
+_TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run checks all rows
 
 
 def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
-    """Refuse rows of which the chat template drops or alters something, as the run would.
+    """Refuse rows of which the chat template drops or alters a part, as the run would.
 
-    Only rows with tools or a system prompt are rendered, the first of each sequence of turns.
+    Of the rows with tools or a system prompt, the first few of each sequence of turns are rendered.
 
     Raises:
         MensError: the tokenizer cannot be read, or the template alters rows.
@@ -109,7 +109,7 @@ def _refuse_unrendered(config: RunConfig, rows: Rows) -> None:
 
 
 def _rendered_differently(rows: Rows) -> list[TrainingPair]:
-    """Return some rows of each sequence of turns that a template may drop something of."""
+    """Return some rows for each sequence of turns of which a template may drop a part."""
     tried: Counter[tuple[object, ...]] = Counter()
     chosen = []
     for pair in chain(islice(rows.train, _TRIED_ROWS), islice(rows.val, _TRIED_ROWS)):
@@ -121,11 +121,11 @@ def _rendered_differently(rows: Rows) -> list[TrainingPair]:
 
 
 def untried_template(config: RunConfig) -> list[str]:
-    """Warn about rows of which a template that cannot be read yet may drop parts.
+    """Warn about rows of which a chat template that is not yet available may drop parts.
 
     Returns:
-        One sentence if the rows have tools or system prompts, and the model is still to be
-        downloaded or unpacked; none if there is nothing to try or `check_data` has tried it.
+        One warning if the rows have tools or system prompts and the model is not downloaded or
+        unpacked yet; an empty list if no row is affected or `check_data` has checked them.
     """
     data = config.data
     if not isinstance(data, WrittenData) or model.known_template(config) is not None:
@@ -147,7 +147,7 @@ def untried_template(config: RunConfig) -> list[str]:
 
 
 def _turns(pair: TrainingPair) -> tuple[object, ...]:
-    """Return what a template may drop of a row, in its order; empty if there is nothing."""
+    """Return the parts of a row that a template may drop, in their order; empty if none."""
     if pair.conversation is None:
         return () if pair.system is None else ("system", len(pair.history))
     held = json.loads(pair.conversation)
@@ -181,7 +181,7 @@ _CHECKS = (
     classes.check,
     machine.check_machine,
 )
-# Builds neither a backend nor an adapter, and trains nothing.
+# Attribution builds neither a backend nor an adapter, and trains nothing.
 _OF_ATTRIBUTION = (
     _cache,
     check_data,
@@ -199,7 +199,7 @@ def preflight(config: RunConfig, *, by_slurm: bool = False) -> list[MensError]:
 
     Args:
         config: the whole configuration.
-        by_slurm: whether the run is a job that Slurm will start, on nodes of its own.
+        by_slurm: whether the run is a job that Slurm will start on other machines.
     """
     problems: list[MensError] = []
     processes = functools.partial(machine.check_processes, by_slurm=by_slurm)

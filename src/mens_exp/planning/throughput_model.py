@@ -33,7 +33,7 @@ _FEWEST = 3  # with fewer runs, a spread is meaningless
 _T90 = {2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812}
 _T90_MANY = 1.75
 _LIKE_SIZE = 2.0  # unverified guess
-_LEAST_SPREAD = 0.02  # of the log ratio: the allocator varies by this much between identical runs
+_LEAST_SPREAD = 0.02  # of the log ratio: identical runs differ by this much in allocated memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,7 @@ def _read(line: str) -> Entry | None:
 # measured: benchmarks/throughput.py, SmolLM2-135M on two AVX512-BF16 cores
 _FLOPS_PER_CORE = {ComputeDtype.bf16: 1.4e11, ComputeDtype.f32: 4.0e10}
 _SUPERVISED = 0.5  # share of tokens that the head runs on, as in the main job
-_TABLE_SPREAD = 2.0  # another CPU may be so many times faster or slower; unverified guess
+_TABLE_SPREAD = 2.0  # factor by which another CPU may be faster or slower; unverified guess
 # measured: the comparison with transformers before step 1, SmolLM2 (106 M linear weights) on one
 # core: 10 s, most of them for unpacking each weight twice
 _COMPARED_PER_CORE_S = 1.1e7
@@ -217,7 +217,7 @@ def flop_per_token(
         adapter: number of trained parameters.
         linears: weights of the linear layers that a token passes through; None means all.
         again: whether activations are recomputed.
-        reference: whether the base runs in a pass of its own, without gradients.
+        reference: whether the base also runs in a separate pass without gradients.
     """
     through = shape.linear_parameters if linears is None else linears
     head = shape.vocab_size * shape.hidden_size
@@ -227,7 +227,7 @@ def flop_per_token(
 
 
 def forward_flop_per_token(shape: Shape, linears: int | None = None) -> float:
-    """Return the operations per token of a pass of the base alone; see `flop_per_token`."""
+    """Return the operations per token of a forward pass of the base; see `flop_per_token`."""
     through = shape.linear_parameters if linears is None else linears
     return 2 * through + 2 * shape.vocab_size * shape.hidden_size * _SUPERVISED
 

@@ -1,9 +1,8 @@
 """An answer as rendered by the chat template: the text before it, the answer, and its closing.
 
-Each answered turn is rendered three ways: up to the start of the assistant's turn, which is all
-that generation sees; with the answer; and with a probe in its place, which shows what the template
-writes after an answer. Supervised text follows the first rendering, whatever the third has before
-the probe.
+Each answered turn is rendered three ways: up to the start of the assistant's turn, which is the
+prompt that generation sees; with the answer; and with a probe instead of it, which reveals the text
+that the template writes after an answer. Supervised text always follows the first rendering.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def prompt_text(pair: TrainingPair, encoder: TextEncoder) -> str:
 
 
 def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer:
-    """Render one answer of a row; a plain text follows what the tokenizer begins texts with.
+    """Render one answer of a row; a plain text follows the token that the tokenizer prepends.
 
     Raises:
         DataError: a plain text begins with a control token, or the template refuses the row, drops
@@ -188,7 +187,7 @@ def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncode
 
 
 def _is_in(text: str, rendered: str, encoder: TextEncoder) -> bool:
-    """Return whether a rendered text contains another, as it is or JSON-escaped."""
+    """Return whether a rendered text contains another, verbatim or JSON-escaped."""
     plain = encoder.guard(text).strip()
     return plain in rendered or _as_json(plain) in rendered
 
@@ -233,13 +232,13 @@ def _found(
 def _calls(
     turn: dict[str, Any], prompt: str, full: str, closing: str, encoder: TextEncoder
 ) -> tuple[Answer, str]:
-    """Find an answer with tool calls: everything that the template writes from generation's start.
+    """Find an answer with tool calls: all rendered text after the generation prompt.
 
     Args:
         turn: the answer.
-        prompt: all that generation sees.
+        prompt: the prompt that generation sees.
         full: the rendered conversation.
-        closing: what the template writes after a text answer; empty if it ends calls
+        closing: the text that the template writes after a text answer; empty if it ends calls
             differently, with a control token that is then part of the answer.
         encoder: the tokenizer with its template.
 
@@ -289,13 +288,13 @@ def _bodies(
     text: str,
     encoder: TextEncoder,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the text after a prompt if the conversation has the answer, and the part that has it.
+    """Yield candidate answers after a prompt, each with the rendered part that contains it.
 
     Args:
         before: the turns before the answer.
-        prompt: all that generation sees.
+        prompt: the prompt that generation sees.
         said: the rendered conversation, without the closing of the answer.
-        context: what the template writes before a different answer.
+        context: the text that the template writes before a different answer.
         text: the answer of the row.
         encoder: the tokenizer with its template.
     """
@@ -322,9 +321,9 @@ def _bodies(
 
 
 def _inside(tag: re.Match[str], response: str) -> str:
-    """Return an answer as a model writes it after a tag that its prompt has opened.
+    """Return an answer as a model writes it after a tag opened by the prompt.
 
-    The template drops reasoning from answered turns (DeepSeek-R1's does). Generation has to close
+    The template drops reasoning from answered turns (as DeepSeek-R1's does). Generation must close
     the tag first, immediately if the row has no reasoning.
     """
     reasoning, answer = _halves(tag, response)
@@ -347,8 +346,8 @@ def _lead_elsewhere(before: list[dict[str, Any]], encoder: TextEncoder) -> str |
     prompt is the one to train on, provided that nothing changes from the last user text on.
 
     Returns:
-        The text between the start of generation and the answer; None if the template changes
-        what comes there.
+        The text between the start of generation and the answer; None if the template changes that
+        text.
     """
     probing = [*before[:-1], {**before[-1], "content": _PROBE}]
     opened = encoder.render(probing, add_generation_prompt=True)

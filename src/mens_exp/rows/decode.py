@@ -26,7 +26,7 @@ _TABLES: Final[dict[str, Literal["parquet", "arrow"]]] = {".parquet": "parquet",
 
 
 class Cell(str):
-    """A cell of a CSV file, which has no types: numbers and lists are read where they are due."""
+    """A cell of a CSV file, which has no types: numbers and lists are parsed where expected."""
 
     __slots__ = ()
 
@@ -106,19 +106,19 @@ def _csv_rows(pieces: Iterator[bytes], path: Path) -> Iterator[Located]:
             problem = DataError("is not valid CSV", where=where, found=str(error))
             yield Located(where, problem, ends=True)
             return
-        except DataError as problem:  # behind it, quotes may be open
+        except DataError as problem:  # unclosed quotes may affect everything after it
             yield Located(where, problem, ends=True)
             return
         if cells is None:
             return
         if names is None:
             names = _csv_names(cells, where)
-        elif cells:  # a blank line is no row
+        elif cells:  # skip blank lines
             yield Located(where, _csv_row(names, cells, where))
 
 
 def _csv_names(cells: list[str], where: str) -> list[str]:
-    """Return the names of the columns, which the first line has."""
+    """Return the names of the columns from the first line."""
     names = [cell.strip() for cell in cells]
     if len(names) == 1 and (other := next((c for c in ";\t|" if c in names[0]), None)):
         raise DataError(

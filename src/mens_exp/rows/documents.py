@@ -1,8 +1,8 @@
-"""Documents: what an objective makes of a row, and encoded documents as arrays.
+"""Documents: the token sequences that an objective builds from a row, and their arrays.
 
-An objective names a :class:`RowDocuments`, which says which answers of a row are rendered, which
-documents they give, and which tokens of these are supervised. :mod:`mens_exp.rows.encode` encodes
-rows with it.
+An objective names a :class:`RowDocuments`, which determines the answers of a row that are rendered,
+the resulting documents, and their supervised tokens. :mod:`mens_exp.rows.encode` encodes rows with
+it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
-# Rows that are encoded together: their texts are in memory, and RowDocuments.prepared sees them, so
-# that the documents of objective=kto depend on it. Unverified guess.
+# Number of rows encoded at a time. Their texts are in memory, and RowDocuments.prepared receives
+# them, so the documents of objective=kto depend on this number. Unverified guess.
 ROWS_TOGETHER: Final = 2048
 _ARRAYS: Final = ("ids", "supervised", "offsets")
-_EXTRA: Final = "extra_"  # before the name of a further value, as an array is stored
+_EXTRA: Final = "extra_"  # prefix of a further value's name in stored arrays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Labelling:
     """The settings that determine ids and masks, besides rows and tokenizer.
 
     Attributes:
-        objective: the objective that says which tokens are supervised (`objective.labels`).
+        objective: the objective that determines the supervised tokens (`objective.labels`).
         seq_len: maximum tokens of a document, or of the documents of a row that stay together.
         turns: supervise ``all`` answers of a conversation, or the ``last``.
         truncation: the side that is truncated, ``right`` or ``left``.
@@ -55,7 +55,7 @@ class Labelling:
 
     @property
     def rows(self) -> RowDocuments:
-        """The object that makes documents of rows.
+        """The object that builds documents from rows.
 
         Raises:
             ConfigError: there is no such objective.
@@ -79,7 +79,7 @@ class Labelling:
         return self.seq_len // self.rows.together
 
     def record(self) -> dict[str, Any]:
-        """Return the settings as they are part of cache keys."""
+        """Return the settings in the form used in cache keys."""
         found = asdict(self)
         return {name: value for name, value in found.items() if name != "options" or value}
 
@@ -92,10 +92,10 @@ class Encoded:
     ``truncated`` and ``dropped`` count documents that lost some or all tokens to the limit. Of the
     dropped, ``short`` ones have fewer than two tokens, so that nothing can be predicted.
     ``unrolled`` counts documents beyond the first of their row. ``extra`` holds further values of
-    each token, which an objective asked for. Each ``together`` documents in a row, such as an
-    answer and the one to compare it with, stay in one micro-batch. ``shared`` has the number of
-    first tokens that a document has in common with the one before it, and that are computed once
-    where both are packed; None if no document shares any.
+    each token for the objective. Groups of ``together`` consecutive documents, such as an answer
+    and the one to compare it with, stay in one micro-batch. ``shared`` is the length of the prefix
+    that a document shares with the previous one and that packing computes only once; None if no
+    document shares any.
     """
 
     ids: np.ndarray  # [tokens] int32
@@ -126,7 +126,7 @@ class Encoded:
 
     @property
     def room(self) -> np.ndarray:
-        """Tokens that documents that stay together take in a block, like ``units``."""
+        """Number of tokens that each unit takes in a block, without shared prefixes."""
         if self.shared is None:
             return self.units
         room: np.ndarray = self.units - self.shared.reshape(-1, self.together).sum(axis=1)
@@ -134,10 +134,10 @@ class Encoded:
 
 
 def share_prompts(documents: Encoded) -> Encoded:
-    """Let the second document of each pair share its first tokens with the other one.
+    """Let the second document of each pair share its prefix with the first one.
 
-    These are the tokens that both have in common before the second's first supervised one. Each
-    keeps a token of its own.
+    The shared prefix ends before the second document's first supervised token, and leaves each
+    document at least one token.
     """
     assert documents.together == _PAIR, "documents to compare come in pairs"
     ids, offsets = documents.ids, documents.offsets.tolist()
@@ -164,7 +164,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its ids, which of them are supervised, and further values of each token."""
+    """One document: its ids, its supervision mask, and further values of each token."""
 
     ids: list[int]
     learned: list[bool]
@@ -172,21 +172,21 @@ class Document:
 
 
 class RowDocuments:
-    """The documents that an objective makes of a row, and their supervised tokens.
+    """The documents that an objective builds from a row, and their supervised tokens.
 
-    What is not overridden is that of an objective over all answers of a conversation, each
-    supervised once, in the longest document that has it as generation saw it. Objects are pickled,
-    because several processes may encode.
+    The defaults are those of an objective over all answers of a conversation. Each answer is
+    supervised once, in the longest document that contains it with the context of its generation.
+    Objects are pickled, because several processes may encode.
     """
 
     only_answers = True
-    """Whether nothing but answers and their end markers is supervised."""
+    """Whether only answers and their end markers are supervised."""
     as_rendered = False
     """Whether documents end as the template does, with nothing appended."""
     follows_prompts = True
-    """Whether documents begin as evaluation asks."""
+    """Whether documents begin with the prompts used in evaluation."""
     together = 1
-    """Documents that stay together in a micro-batch, in their order."""
+    """Number of consecutive documents that stay together in a micro-batch."""
     extra: tuple[str, ...] = ()
     """Names of further values that documents have for each token."""
     fields: frozenset[str] = frozenset()
@@ -196,7 +196,7 @@ class RowDocuments:
         """Refuse a row that lacks a field, or has one that would be ignored.
 
         Raises:
-            DataError: it is such a row.
+            DataError: it lacks one, or has one.
         """
         found = {name for name, _ in pair.fields}
         if found == self.fields:
@@ -216,24 +216,24 @@ class RowDocuments:
         )
 
     def check_tokenizer(self, encoder: TextEncoder, labelling: Labelling) -> None:
-        """Refuse, before any row is read, a tokenizer that lacks what documents need.
+        """Refuse, before any row is read, a tokenizer without the tokens that documents need.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: it lacks them.
         """
 
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
-        """Return rows that are encoded together, each with what it needs of the others."""
+        """Return rows that are encoded together, each with the values that it needs of others."""
         return pairs
 
     def variants(self, pair: TrainingPair) -> list[TrainingPair]:
-        """Return the row once for each of the last answers that it is rendered with."""
+        """Return copies of the row, one for each last answer that it is rendered with."""
         return [pair]
 
     def rendered(
         self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling
     ) -> list[Answer]:
-        """Render the answers of a row that documents are made of, oldest first.
+        """Render the answers of a row that documents are built from, oldest first.
 
         Raises:
             DataError: the objective cannot learn from the row, or the template alters it.
@@ -291,7 +291,7 @@ class _EveryToken(RowDocuments):
     only_answers = False
 
     def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
-        """Return the last: the text up to it is the whole row."""
+        """Return the last answer, because the text up to it is the whole row."""
         del labelling
         return [len(pair.history)]
 
@@ -302,7 +302,7 @@ class _EveryToken(RowDocuments):
 
 
 class _End(_EveryToken):
-    """The last ``k`` tokens of a row's text are supervised, or with 0 all after its prompt."""
+    """The last ``k`` tokens of a row's text are supervised; with 0, all tokens after its prompt."""
 
     as_rendered = True
 
@@ -314,13 +314,13 @@ class _End(_EveryToken):
 
 
 class _Pair(RowDocuments):
-    """A row with its chosen answer, then with its rejected one; the last answer is supervised."""
+    """A row with its chosen and then its rejected answer; only this last answer is supervised."""
 
     together = 2
     fields = frozenset({REJECTED})
 
     def variants(self, pair: TrainingPair) -> list[TrainingPair]:
-        """Return the row as it is, and with its rejected answer."""
+        """Return the row with its own answer, and with its rejected one."""
         return [pair, with_answer(pair, str(dict(pair.fields)[REJECTED]))]
 
     def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
@@ -335,13 +335,13 @@ class _Pair(RowDocuments):
 
 
 class _WholePair(_Pair):
-    """A pair whose chosen row is supervised with its prompt; `answer` is 1 in the answers."""
+    """A pair whose chosen row is supervised with its prompt; `answer` is 1 for answer tokens."""
 
     only_answers = False
     extra = ("answer",)
 
     def documents(self, endings: Sequence[Ending], labelling: Labelling) -> list[Document]:
-        """Return a document for each answer, none of them supervised if one would be cut off."""
+        """Return a document for each answer; supervise nothing if an answer would be cut off."""
         limit = labelling.document_tokens
         cut = labelling.truncation == "right" and any(own.start >= limit for own in endings)
         made = []
@@ -354,21 +354,21 @@ class _WholePair(_Pair):
 
 
 _MISMATCHED: Final = "mismatched"
-_TRIED: Final = 64  # rows that are searched for one with another prompt; unverified guess
+_TRIED: Final = 64  # rows searched for one with a different prompt; unverified guess
 
 
 class _Labelled(_Pair):
-    """A row with its answer, then with that of another row; `label` is 1, -1 and then 0.
+    """A row with its own answer (`label` 1 or -1), then with another row's answer (`label` 0).
 
-    The other is the row before it that has another prompt, of those that are encoded together, the
-    first after the last.
+    The other row is the nearest preceding one with a different prompt, cyclically among the rows
+    that are encoded together.
     """
 
     fields = frozenset({LABEL})
     extra = ("label",)
 
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
-        """Return the rows, each with the answer of another."""
+        """Return the rows, each with another row's answer as a further field."""
         found = []
         for number, pair in enumerate(pairs):
             before = (pairs[number - back] for back in range(1, min(len(pairs), _TRIED)))
@@ -377,7 +377,7 @@ class _Labelled(_Pair):
         return found
 
     def variants(self, pair: TrainingPair) -> list[TrainingPair]:
-        """Return the row as it is, and with the answer of another."""
+        """Return the row with its own answer, and with the other row's."""
         return [pair, with_answer(pair, str(dict(pair.fields)[_MISMATCHED]))]
 
     def documents_of(
@@ -393,7 +393,7 @@ class _Labelled(_Pair):
 
 
 def number_of(pair: TrainingPair, name: str) -> float | None:
-    """Return a field of a row as a finite f32 number; None if it is none. Tables have texts."""
+    """Return a field of a row, possibly a text, as a finite f32 number; None if it is not one."""
     try:
         with np.errstate(over="ignore"):
             found = float(np.float32(float(dict(pair.fields)[name])))
@@ -402,13 +402,13 @@ def number_of(pair: TrainingPair, name: str) -> float | None:
     return found if math.isfinite(found) else None
 
 
-WEIGHT: Final = "weight"  # the further value that a token's loss is multiplied by
+WEIGHT: Final = "weight"  # the further value that multiplies a token's loss
 
 
 class _Weighted(RowDocuments):
-    """The documents of another object, with `weight`: a field of the row, for each of its tokens.
+    """The documents of another object, with a field of the row as the `weight` of each token.
 
-    A row of weight 0 has no supervised token.
+    A row with weight 0 has no supervised token.
     """
 
     def __init__(self, inner: RowDocuments, field_name: str) -> None:
@@ -420,16 +420,16 @@ class _Weighted(RowDocuments):
         self.fields = inner.fields | {field_name}
 
     def check(self, pair: TrainingPair) -> None:
-        """Refuse a row that lacks the weight or another field, or whose weight is none.
+        """Refuse a row without the weight or another field, or with an invalid weight.
 
         Raises:
-            DataError: it is such a row.
+            DataError: it has one of these problems.
         """
         super().check(pair)
         self.weight(pair)
 
     def weight(self, pair: TrainingPair) -> float:
-        """Return the weight of a row as an f32 number; a table of texts has it as text.
+        """Return the weight of a row as an f32 number; it may be stored as text.
 
         Raises:
             DataError: it is not a number of at least 0.
@@ -446,7 +446,7 @@ class _Weighted(RowDocuments):
         return found
 
     def check_tokenizer(self, encoder: TextEncoder, labelling: Labelling) -> None:
-        """Refuse what the other object refuses."""
+        """Refuse a tokenizer that the other object refuses."""
         self.inner.check_tokenizer(encoder, labelling)
 
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
@@ -454,17 +454,17 @@ class _Weighted(RowDocuments):
         return self.inner.prepared(pairs)
 
     def variants(self, pair: TrainingPair) -> list[TrainingPair]:
-        """Return those of the other object."""
+        """Delegate to the other object."""
         return self.inner.variants(pair)
 
     def answers(self, pair: TrainingPair, labelling: Labelling) -> Sequence[int]:
-        """Return those of the other object."""
+        """Delegate to the other object."""
         return self.inner.answers(pair, labelling)
 
     def rendered(
         self, pair: TrainingPair, encoder: TextEncoder, labelling: Labelling
     ) -> list[Answer]:
-        """Render as the other object does."""
+        """Delegate to the other object."""
         return self.inner.rendered(pair, encoder, labelling)
 
     def documents_of(
@@ -483,12 +483,12 @@ class _Weighted(RowDocuments):
 
 
 def marked(own: Ending) -> list[bool]:
-    """Return which tokens are those of the answer."""
+    """Return a mask of the answer's tokens."""
     return [own.start <= place < own.end for place in range(len(own.ids))]
 
 
 def with_answer(pair: TrainingPair, text: str) -> TrainingPair:
-    """Return a row with another last answer, which calls no tool."""
+    """Return a row with a different last answer, a text without tool calls."""
     held = pair.conversation
     if held is not None:
         found = json.loads(held)
@@ -500,7 +500,7 @@ def with_answer(pair: TrainingPair, text: str) -> TrainingPair:
 _COLUMNS: Final = (
     "or leave it out: where TRL's rows have a prompt, data.columns={prompt:prompt,response:"
 )
-# For each judgement: a row that has it unread, and one that lacks it, with what to choose then.
+# For each judgement: the problem and the remedy of rows that have it unread, and that lack it.
 _JUDGEMENTS: Final = {
     REJECTED: (
         (
@@ -543,7 +543,7 @@ LABELLED = _Labelled()
 
 
 def arrays_of(part: Encoded) -> dict[str, np.ndarray]:
-    """Return the arrays of documents as they are stored, by name."""
+    """Return the arrays of documents in their stored form, by name."""
     extra = {f"{_EXTRA}{name}": values for name, values in part.extra.items()}
     return {**{name: getattr(part, name) for name in _ARRAYS}, **extra}
 
@@ -554,9 +554,9 @@ def opened(
     """Return stored documents.
 
     Args:
-        arrays: by name, as :func:`arrays_of` has them.
-        counts: truncated, dropped, unrolled and short documents.
-        together: documents that stay together.
+        arrays: the arrays by name, as returned by :func:`arrays_of`.
+        counts: numbers of truncated, dropped, unrolled and short documents.
+        together: number of documents that stay together.
     """
     extra = {n.removeprefix(_EXTRA): v for n, v in arrays.items() if n.startswith(_EXTRA)}
     known: dict[str, Any] = {**{name: arrays[name] for name in _ARRAYS}, **counts}

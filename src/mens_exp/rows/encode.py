@@ -4,16 +4,16 @@ Masks are created only here. Generation encodes the prompt alone and the answer 
 ids before each supervised answer must equal those of its prompt alone. The whole text is tokenized
 at once if that preserves the boundaries, and the parts separately if a token would straddle one.
 
-A conversation is one document as long as each answer in it, with everything before it, is token for
-token what generation had when that answer was the last. Some templates change earlier turns (Qwen 3
-drops their reasoning); an answer that is changed gets a separate document that ends with it.
+A conversation is one document as long as each answer in it, with its context, has the same tokens
+as when it was generated as the last answer. Some templates change earlier turns (Qwen 3 drops their
+reasoning); an answer that is changed gets a separate document that ends with it.
 
 Large sets of rows are encoded in shards, and each shard is stored as soon as it is finished, so
 that an interrupted build resumes from the complete shards. Processes are spawned, not forked,
 because this one already has threads (torch's, the tokenizer's) whose locks a fork would copy in an
 arbitrary state. Each process receives the tokenizer once and tokenizes on one core. Starting the
 processes takes about a second, so small sets are encoded in this process, where the tokenizer uses
-all cores. On a single core all sets are, still shard by shard.
+all cores. With a single core, all sets are encoded in this process, still shard by shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from mens_exp.rows.schema import TrainingPair
 
 ENCODING_VERSION = 5  # increment when ids, masks or counts of the same row change
-MOST_BAD_ROWS = 20  # that are rendered before a refusal
+MOST_BAD_ROWS = 20  # rendered before a refusal
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
 
 
@@ -76,7 +76,7 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
     for start in range(0, len(pairs), ROWS_TOGETHER):
         read = list(pairs[start : start + ROWS_TOGETHER])  # this reads rows that are on disk
         for pair in read:
-            rows.check(pair)  # one message: the others lack, or have unread, the same
+            rows.check(pair)  # report only the first row, since the others have the same problem
         some = rows.prepared(read)
         documents: list[Document] = []
         unrolled = 0
@@ -94,10 +94,10 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
 def rendered_answers(
     pairs: Iterable[TrainingPair], encoder: TextEncoder, labelling: Labelling
 ) -> list[list[Answer]]:
-    """Render the answers of rows that documents are made of, those of each row oldest first.
+    """Render the answers of rows that documents are built from, those of each row oldest first.
 
     Raises:
-        DataError: a row cannot be rendered without loss; after 20 such rows no others are tried.
+        DataError: a row cannot be rendered without loss; rendering stops after 20 such rows.
         Problems: rows have several problems of this kind.
     """
     wrong, bad = WrongRows(MOST_BAD_ROWS), 0
@@ -200,9 +200,9 @@ def _parts(whole: Document, limit: int) -> Iterator[Document]:
 
 
 def text_parts(tokens: int, limit: int) -> list[slice]:
-    """Return the parts of a plain text of some tokens, each of ``limit`` at most.
+    """Return the parts of a plain text of ``tokens`` tokens, each of at most ``limit`` tokens.
 
-    A part begins with the last token of the one before, from which its first prediction is made.
+    A part begins with the last token of the previous one, as context of its first prediction.
     """
     starts = range(0, max(tokens - 1, 1), limit - 1)
     return [slice(start, min(start + limit, tokens)) for start in starts]

@@ -54,11 +54,10 @@ def resolve_files(names: str | list[str], field: str) -> list[Path]:
     Returns:
         Each file once, in the given order. A path without glob characters is returned as it is,
         even if it does not exist.
-        whether it exists or not.
 
     Raises:
         DataError: a glob matches no file, or a file is named twice.
-        Problems: several of them.
+        Problems: several of these.
     """
     found: dict[Path, Path] = {}
     problems: list[MensError] = []
@@ -91,13 +90,13 @@ def _matches(name: str, field: str, problems: list[MensError]) -> list[Path]:
     return files
 
 
-# About 16 million tokens: a longer line means a file without line ends, or a mistake.
+# About 16 million tokens; a longer line indicates a file without line breaks, or a mistake.
 MAX_LINE_BYTES: Final = 64 * 2**20
 _CHUNK: Final = 2**20
 _FED: Final = 2**10  # bytes given to Zstandard at once; four may become 128 KiB
 # JSON compresses to a tenth, rows that share a long system prompt to a fiftieth, a bomb to 1/1000.
 _MOST_RATIO: Final = 100
-_ALWAYS_BYTES: Final = 32 * 2**20  # uncompressed, however small the file
+_ALWAYS_BYTES: Final = 32 * 2**20  # uncompressed size that is always accepted
 _KEPT: Final = 1_000  # bytes kept of a line over the limit, to help find it
 _UTF16_MARKS: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Magic bytes of files whose name indicates another format.
@@ -118,7 +117,7 @@ class Line(NamedTuple):
 
 
 def glob_in(directory: Path) -> str:
-    """Return a glob of the files of rows in a directory, or in the first folder that has some.
+    """Return a glob of the row files in a directory, or in the first subdirectory that has some.
 
     Plain JSON comes last, because it often describes the other files.
     """

@@ -1,16 +1,16 @@
-"""Documents that fill in the middle of a plain text (FIM), as models of code learn it.
+"""Documents for fill-in-the-middle (FIM) training of code models on plain texts.
 
-A text is cut at two random characters into prefix, middle and suffix. With PRE, SUF and MID the
-model's own tokens, a document is (arXiv:2207.14255)
+A text is split at two random characters into prefix, middle and suffix. With the model's own tokens
+PRE, SUF and MID, a document is (arXiv:2207.14255)
 
 - PSM: PRE prefix SUF suffix MID middle, or
 - SPM: PRE SUF suffix MID prefix middle (the paper's variant 2, which begins as PSM does),
 
-and then the end of the text. Each part is tokenized by itself, as generation has it: a prompt ends
-where the middle begins. Other documents are the text itself. All tokens are supervised, as there.
+followed by the end of the text. Each part is tokenized separately, as in generation, where the
+prompt ends before the middle. Other documents are plain text. As there, all tokens are supervised.
 
-A text longer than a sequence is cut into pieces first, each with a middle of its own (the paper's
-context-level FIM). What is drawn is a function of the seed, the row's content and the piece.
+A text longer than a sequence is first split into pieces, each with its own middle (the paper's
+context-level FIM). Random choices depend on the seed, the row's content and the piece.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.rows.documents import Ending, Labelling
     from mens_exp.rows.schema import TrainingPair
 
-# Tokens before prefix, suffix and middle, as published tokenizers name them.
+# Tokens before prefix, suffix and middle in published tokenizers.
 KNOWN: Final = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
@@ -37,8 +37,8 @@ KNOWN: Final = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
-# Tokens of a sequence that a piece leaves free: five that frame it, and those that cuts add where
-# a token would straddle one. A document that is still too long is left as it is.
+# Tokens of a sequence that a piece leaves free: five that frame it, and those added where a split
+# divides a token. A document that is still too long stays plain text.
 _FREE: Final = 12
 
 
@@ -52,7 +52,7 @@ class _Infilling(RowDocuments):
         """Refuse a tokenizer without the tokens, or that changes the parts of a text.
 
         Raises:
-            ConfigError: it is such a tokenizer.
+            ConfigError: it lacks them, or changes the parts.
         """
         sentinels(encoder, dict(labelling.options).get("tokens"))
 
@@ -62,7 +62,7 @@ class _Infilling(RowDocuments):
         """Return the documents of a row as texts, in the order of its pieces.
 
         Raises:
-            DataError: the row is no plain text, or its text spells a token that begins a part.
+            DataError: the row is not a plain text, or its text contains a token that begins a part.
             ConfigError: the tokenizer lacks the tokens, or changes the parts of a text.
         """
         if not pair.is_text:
@@ -105,7 +105,7 @@ def sentinels(encoder: TextEncoder, given: Sequence[str] | None) -> tuple[str, s
     """Return the tokens before prefix, suffix and middle: those given, or the tokenizer's own.
 
     Raises:
-        ConfigError: the tokenizer lacks them, or changes the parts of a text that they divide.
+        ConfigError: the tokenizer lacks them, or changes the parts of a text between them.
     """
     for first, second, third in KNOWN if given is None else [tuple(given)]:
         found = encoder.encode_all([first, second, third])
@@ -136,7 +136,7 @@ def sentinels(encoder: TextEncoder, given: Sequence[str] | None) -> tuple[str, s
 
 
 def _draws(options: dict[str, Any], row: str, piece: int) -> tuple[bool, bool, float, float]:
-    """Draw whether a piece is moved, whether as SPM, and where it is cut, as shares of it."""
+    """Draw whether to move a piece's middle, whether as SPM, and the relative split positions."""
     key = f"{options['split_seed']}/fim/{row}/{piece}"
     drawn = hashlib.sha256(key.encode()).digest()
     moved, spm, one, other = (
@@ -151,7 +151,7 @@ def _moved(
     encoder: TextEncoder,
     draws: tuple[bool, bool, float, float],
 ) -> Answer | None:
-    """Return a piece with its middle at the end; None if it is left as it is."""
+    """Return a piece with its middle at the end; None if it stays plain text."""
     is_moved, is_spm, *places = draws
     if not is_moved:
         return None
@@ -163,12 +163,12 @@ def _moved(
 
 
 def _length(answer: Answer, encoder: TextEncoder) -> int:
-    """Return the tokens of a document, with the end of the text."""
+    """Return the number of tokens of a document, including the end of the text."""
     return sum(map(len, encoder.encode_all([answer.prompt, answer.body]))) + 1
 
 
 def _pieces(text: str, encoder: TextEncoder, room: int) -> Iterator[str]:
-    """Yield a text in pieces of at most ``room`` tokens, cut behind a line where there is one."""
+    """Yield a text in pieces of at most ``room`` tokens, split after a line if possible."""
     (ids,) = encoder.encode_all([encoder.guard(text)])
     if len(ids) <= room or len(text) == 1:
         yield text

@@ -61,7 +61,7 @@ class Blocks(Sequence[np.ndarray]):
         return Blocks(order=chosen[self.order], bounds=self.bounds)
 
     def of_units(self, together: int) -> Blocks:
-        """Return the blocks of documents, given those of units of so many documents."""
+        """Return the blocks of documents, given the blocks of units of ``together`` documents."""
         if together == 1:
             return self
         order = (self.order[:, None] * together + np.arange(together)).reshape(-1)
@@ -73,7 +73,7 @@ def blocks_of(documents: Encoded, *, packing: bool, capacity: int) -> Blocks:
 
     Args:
         documents: the documents.
-        packing: pack them; otherwise each unit has a block of its own.
+        packing: pack them; otherwise each unit has a separate block.
         capacity: tokens of a packed block.
     """
     units = documents.units
@@ -119,7 +119,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """
     longest_first = np.argsort(-sizes, kind="stable")
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]  # heaps of blocks, by their room
-    rooms = 0  # bit r: some block has room for r tokens
+    rooms = 0  # bit r is set if some block has room for exactly r tokens
     blocks = 0
     chosen = []
     for length in sizes[longest_first].tolist():
@@ -236,8 +236,8 @@ def cached_blocks(
         content_sha256: hash of the documents, which determines their lengths.
         lengths: tokens of each document, or of each unit of documents that stay together.
         capacity: tokens per block.
-        together: documents of a unit.
-        shares: whether they share prompts, which their lengths have once.
+        together: number of documents of a unit.
+        shares: whether they share prompts, which are then counted once.
     """
     if len(lengths) < _CACHED_FROM:
         return pack(lengths, capacity).of_units(together)
@@ -255,12 +255,12 @@ def cached_blocks(
 
 
 def count_blocks(root: Path, key: CacheKey, counts: TokenCounts) -> int | None:
-    """Count the blocks that a run packs of cached documents.
+    """Count the blocks that a run packs cached documents into.
 
     Args:
         root: the cache directory.
-        key: of the documents.
-        counts: of the documents.
+        key: key of the documents.
+        counts: counts of the documents.
 
     Returns:
         None if the documents are too many to pack them for a plan and no run has packed them, or

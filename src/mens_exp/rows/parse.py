@@ -1,7 +1,7 @@
 """Parse one decoded row to a training pair.
 
-A row is accepted in full or refused: a key that would be ignored is an error, because with a
-dropped column something other than intended is trained.
+A row is accepted in full or refused: a key that would be ignored is an error, because a dropped
+column would change what is trained.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from mens_exp.rows.turns import (
     spelling,
 )
 
-# Keys that `data.columns` maps to no single column.
+# Keys that `data.columns` does not map to a single column.
 _WHOLE: Final = ("fields", "provenance", PARALLEL_CALLS)
-_LISTED_KEYS: Final = 50  # of a row; a damaged one may have a million
-_SLIP: Final = 0.6  # likeness of a misspelled key; at 0.5 'frage' is near to 'rating'
-_LIKE: Final = 0.75  # that of a column to a name in _LIKELY; at 0.6 'username' is like 'user'
-_NO_TEXT: Final = ("null", "true", "false", "nan", "inf")  # values that Hydra reads otherwise
-# Names that columns with a prompt, and with a response, often have.
+_LISTED_KEYS: Final = 50  # of a row; a damaged row may have a million
+_SLIP: Final = 0.6  # similarity of a misspelled key; at 0.5, 'frage' matches 'rating'
+_LIKE: Final = 0.75  # likewise, of a column to a name in _LIKELY; at 0.6, 'username' matches 'user'
+_NO_TEXT: Final = ("null", "true", "false", "nan", "inf")  # values that Hydra does not read as text
+# Common names of columns with a prompt, and with a response.
 _LIKELY: Final[dict[str, tuple[str, ...]]] = {
     "prompt": ("prompt", "instruction", "query", "user", "human", "problem"),
     "response": ("response", "output", "reply", "assistant", "solution"),
@@ -115,7 +115,7 @@ def _of_no_format(row: Mapping[str, object], where: str) -> DataError:
 
 
 def columns_of(row: Mapping[str, object]) -> str:
-    """List a row's columns for a message; of very many, the first."""
+    """List a row's columns for a message; only the first ones if there are very many."""
     if not row:
         return "no columns"
     more = len(row) - _LISTED_KEYS
@@ -124,7 +124,7 @@ def columns_of(row: Mapping[str, object]) -> str:
 
 
 def renaming(columns: Mapping[str, str]) -> str:
-    """Say how columns become the fields that they hold, by new names or by `data.columns`."""
+    """Describe how to map columns to fields, by renaming them or with `data.columns`."""
     new = [
         f"{column!r} to {name!r}"
         for name, column in columns.items()
@@ -134,7 +134,7 @@ def renaming(columns: Mapping[str, str]) -> str:
 
 
 def as_columns(columns: Mapping[str, str]) -> str:
-    """Spell the override that names columns, as typed in a shell."""
+    """Return the override that names columns, quoted for a shell."""
     named = {name: _value(column) for name, column in columns.items()}
     if len(named) == 1:
         ((name, value),) = named.items()
@@ -143,26 +143,26 @@ def as_columns(columns: Mapping[str, str]) -> str:
 
 
 def _value(column: str) -> str:
-    """Spell a column as a value of Hydra's grammar."""
+    """Format a column's name as a value in Hydra's grammar."""
     if re.fullmatch(r"[A-Za-z_][\w-]*", column, re.ASCII) and column.lower() not in _NO_TEXT:
         return column
     return '"' + re.sub(r'(\\*)("|$)', _escaped, column) + '"'
 
 
 def _escaped(before_quote: re.Match[str]) -> str:
-    r"""Escape a quote; backslashes are as they are, unless they stand before one."""
+    r"""Escape a quote; backslashes are doubled only before a quote."""
     slashes, quote = before_quote.groups()
     return 2 * slashes + (f"\\{quote}" if quote else "")
 
 
 def likely_columns(row: Mapping[str, object]) -> dict[str, str]:
-    """Guess from a row's names and values which columns a model can learn from.
+    """Guess from a row's names and values the columns that a model can learn from.
 
     Args:
-        row: a row whose keys tell no format.
+        row: a row whose keys do not determine a format.
 
     Returns:
-        The column of each field, enough of them for one format; empty if no column holds texts.
+        The column of each field, enough of them for one format; empty if no column has texts.
     """
     some = dict(islice(row.items(), _LISTED_KEYS))
     for column, value in some.items():
@@ -175,7 +175,7 @@ def likely_columns(row: Mapping[str, object]) -> dict[str, str]:
         for column in [one for one in free if _is_likely(one, name)][:1]:
             found[name] = column
             free.remove(column)
-    # An identifier is a text as well, but rarely has a space.
+    # Prefer texts with a space, since identifiers are texts too but rarely have one.
     free = [column for column in free if " " in str(some[column]).strip()] or free
     missing = [name for name in _LIKELY if name not in found]
     if len(free) < len(missing):
@@ -214,7 +214,7 @@ class _RowReader:
         self._row = row
         self._form = form
         self._problems = RowProblems(where)
-        # Names that a misspelled key evidently stands for: not reported as missing as well.
+        # Names that misspelled keys evidently mean, and that are not reported as missing.
         self._meant: set[str] = set()
 
     def pair(self) -> TrainingPair:
@@ -247,7 +247,7 @@ class _RowReader:
     def _check_keys(self) -> None:
         keys = KEYS[self._form]
         aliases = [alias for alias, name in ALIASES.items() if name in keys]
-        words = sorted({*keys, *aliases} - {"fields"})  # which is rare, and near to "id" and "file"
+        words = sorted({*keys, *aliases} - {"fields"})  # rare, and similar to "id" and "file"
         unknown = [name for name in self._row if name not in keys and name not in aliases]
         near = {name: nearest(name.lower(), words, cutoff=_SLIP) for name in unknown[:_LISTED_KEYS]}
         for name, close in near.items():
@@ -311,7 +311,7 @@ class _RowReader:
     def _conversation(self, values: Mapping[str, object]) -> Conversation:
         nothing = Conversation(system=None, exchanges=(("", ""),))
         if self._form in JUDGED:
-            return nothing  # its problems are known
+            return nothing  # its problems are already reported
         if self._form in _TURNS:
             name, keys = _TURNS[self._form]
             tools = read_tools(values.get("tools"), self._problems)
@@ -339,7 +339,7 @@ class _RowReader:
         return values.get("tools") is not None or any(spelled)
 
     def _check_parallel(self, value: object, conversation: Conversation) -> None:
-        """Check that the calls are as the row says; no chat template is given the value itself."""
+        """Check the calls against the row's value, which is not passed to chat templates."""
         may = decoded(value.lower()) if isinstance(value, Cell) else value
         if may is not None and not isinstance(may, bool):
             self._problems.add(
@@ -355,11 +355,11 @@ class _RowReader:
             )
 
     def _is_judged(self, values: Mapping[str, object]) -> bool:
-        """Return whether the row has a judgement and what is judged."""
+        """Return whether the row has the keys of a judgement; report missing ones."""
         if self._form not in JUDGED:
             return False
         needed = ("chosen", REJECTED) if self._form is RowFormat.preference else (LABEL,)
-        return sum(self._is_there(values, name) for name in needed) == len(needed)  # reports each
+        return sum(self._is_there(values, name) for name in needed) == len(needed)  # check all
 
     def _system(self, values: Mapping[str, object], conversation: Conversation) -> str | None:
         beside = self._optional(values, "system")
@@ -401,7 +401,7 @@ class _RowReader:
     def _fields(
         self, value: object, judged: Mapping[str, str | int]
     ) -> tuple[tuple[str, str | int | float], ...]:
-        """Return texts and finite numbers by name, a judgement included; null is no value."""
+        """Return texts and finite numbers by name, including a judgement; nulls are omitted."""
         if value is None:
             return tuple(judged.items())
         if not isinstance(value, Mapping):

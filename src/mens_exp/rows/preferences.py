@@ -1,7 +1,7 @@
 """Parse judged answers: a chosen and a rejected one to the same prompt, or one with a label.
 
-The prompt is a text, a list of turns, or what two whole conversations have in common, as TRL,
-LLaMA-Factory and OpenAI write it (https://huggingface.co/docs/trl/dataset_formats,
+The prompt is a text, a list of turns, or the common prefix of two whole conversations, in the forms
+of TRL, LLaMA-Factory and OpenAI (https://huggingface.co/docs/trl/dataset_formats,
 https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html,
 https://developers.openai.com/api/docs/guides/direct-preference-optimization).
 """
@@ -27,7 +27,7 @@ JUDGED: Final = frozenset({RowFormat.preference, RowFormat.unpaired})
 _PROMPTS: Final = ("prompt", "messages", "conversations")
 _OF_INPUT: Final = ("messages", "tools", PARALLEL_CALLS)
 _ANSWERS: Final = ("completion", "response")  # of a row with a label
-_LABELS: Final = {"true": 1, "false": 0, "1": 1, "0": 0}  # as a CSV file writes them
+_LABELS: Final = {"true": 1, "false": 0, "1": 1, "0": 0}  # spellings in CSV files
 _ANSWER: Final = "a text, a turn of the assistant, or a conversation that ends with one"
 
 
@@ -83,7 +83,7 @@ class _Reader:
         self._tools = read_tools(self._values.get("tools"), problems)
 
     def _spread_input(self) -> None:
-        """Put the keys of OpenAI's `input` object, the prompt and its tools, beside the answers."""
+        """Move the keys of OpenAI's `input` object (prompt and tools) to the top level."""
         given = self._values.pop("input")
         assert isinstance(given, Mapping), "asked before"
         for name, value in given.items():
@@ -106,7 +106,7 @@ class _Reader:
         return self._pair(before) if form is RowFormat.preference else self._labelled(before)
 
     def answered(self) -> Conversation | None:
-        """Return the prompt with the row's only answer; answers inside the prompt are given."""
+        """Return the prompt with the row's only answer; answers in the prompt are not learned."""
         before = self._before()
         found = None if before is None else self._conversation(before, "response")
         if before is None or found is None:
@@ -187,7 +187,7 @@ class _Reader:
         return {self._keys.role: role, self._keys.content: text}
 
     def _conversation(self, before: list[Any], name: str | None) -> Conversation | None:
-        """Return the conversation that ends with an answer, or the prompt's that has its own."""
+        """Return the conversation that ends with an answer; None means that the prompt has it."""
         if name is None:
             return read_turns(before, self._keys, self._problems, self._tools)
         answer = self._answer(name)
@@ -210,8 +210,8 @@ class _Reader:
         return turns
 
     def _whole(self, before: list[Any], answer: list[Any], name: str) -> list[Any] | None:
-        """Return prompt and answer; an answer that begins with the prompt has both."""
-        if self._role(answer[0]) in {"assistant", None}:  # the latter is a problem of the turn
+        """Return prompt and answer; an answer that begins with the prompt already has both."""
+        if self._role(answer[0]) in {"assistant", None}:  # read_turns reports a missing role
             if before:
                 return [*before, *answer]
             self._problems.add(
@@ -260,7 +260,7 @@ def _asked(found: Conversation) -> tuple[object, ...]:
 
 
 def _opened(value: object) -> object:
-    """Decode turns that a CSV file has as JSON."""
+    """Decode turns that a CSV file stores as JSON."""
     if not isinstance(value, Cell):
         return value
     found = decoded(value)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-_FIELDS = "fields."  # before the name of a further field
-_SHOWN_PLACES = 5  # of rows with one kind of problem, besides the first
+_FIELDS = "fields."  # prefix of a further field's name
+_SHOWN_PLACES = 5  # locations listed for a kind of problem, besides the first
 _MOST_BAD = 100_000  # limit on bad rows, if the file has fewer good ones
 
 
@@ -45,8 +45,8 @@ class Reading:
 
     Attributes:
         form: the rows' format; `auto` infers it for each file.
-        columns: the column of each field, that of a further one as ``fields.<name>``; empty if
-            files use our own keys.
+        columns: the column of each field, with further fields as ``fields.<name>``; empty if files
+            use our own keys.
         group_column: the column whose value is the row's group.
         setting: the setting that names the files, for messages.
         quarantine: quarantine bad rows instead of refusing the file.
@@ -126,7 +126,7 @@ class RowReader:
         self.ignored: Counter[str] = Counter()
         self.bad: list[BadRow] = []
         self.wrong = WrongRows(max_problems)
-        # Fields without which a row is wrong; a missing column of theirs is told with the row.
+        # Required fields; a missing column of one is reported with the row.
         told = format_of(how.columns) if how.form is RowFormat.auto else how.form
         self._needed = NEEDED_FIELDS[told] if how.columns and told else ()
         self._told_by = ""  # location of the row that determined the format
@@ -230,7 +230,7 @@ class RowReader:
         """Return the row under our own names, and count the ignored columns.
 
         Raises:
-            DataError: it lacks a column without which there is nothing to learn.
+            DataError: it lacks a required column.
         """
         columns = self.how.columns
         if not columns:
@@ -240,7 +240,7 @@ class RowReader:
         for name in self._needed:
             if name in columns and name not in named:
                 remedy = None
-                if self._seen[name]:  # other rows have it
+                if self._seen[name]:  # other rows have this column
                     remedy = "fix the row, or set data.on_bad_row=quarantine"
                 elif likely := likely_columns(row):
                     remedy = f"name columns of the rows, such as {as_columns(likely)}"
@@ -279,14 +279,14 @@ class RowReader:
 
 
 class WrongRows:
-    """The problems in rows; those of one kind are told once, with the number of their rows.
+    """The problems in rows; those of one kind are reported once, with the number of their rows.
 
-    Problems are of one kind if they say the same apart from numbers. Those of the first row that
-    has a kind are told in full.
+    Problems are of one kind if their messages differ only in numbers. The first problem of a kind
+    is reported in full.
     """
 
     def __init__(self, most: int) -> None:
-        """Set the maximum number of problems told."""
+        """Set the maximum number of reported problems."""
         self._most = most
         self._first: list[tuple[str, MensError]] = []
         self._total = 0
@@ -316,8 +316,8 @@ class WrongRows:
 
         Args:
             before: problems of the whole file.
-            where: the file, for the number of problems that are not told.
-            is_part: whether rows are left that were not read.
+            where: the file, for the number of unreported problems.
+            is_part: whether some rows were not read.
         """
         told = [*before, *(self._counted(kind, one, is_part) for kind, one in self._first)]
         more = len(before) + self._total - self._most

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from mens_exp.rows.documents import Encoded, Ending, Labelling
     from mens_exp.rows.schema import TrainingPair
 
-_LEAST_SPREAD = 1e-4  # is added to a standard deviation, as TRL does
+_LEAST_SPREAD = 1e-4  # added to the standard deviation, as in TRL
 
 
 class _Rewarded(RowDocuments):
-    """A row with the reward of its answer, the last one, which is supervised."""
+    """A row with the reward of its last answer, which is supervised."""
 
     fields = frozenset({REWARD})
     extra = (REWARD,)
@@ -37,7 +37,7 @@ class _Rewarded(RowDocuments):
         """Refuse a row without a prompt or a reward, or whose reward is not a number.
 
         Raises:
-            DataError: it is such a row.
+            DataError: it has one of these problems.
         """
         super().check(pair)
         if pair.is_text:
@@ -80,7 +80,7 @@ class Groups:
 
     advantages: np.ndarray
     groups: int
-    equal: int  # groups whose answers all have the same reward, so that they teach nothing
+    equal: int  # groups whose answers all have the same reward, and so no gradient
 
 
 def _without_others(where: str, alone: int, prompts: int) -> DataError:
@@ -94,13 +94,13 @@ def _without_others(where: str, alone: int, prompts: int) -> DataError:
 
 
 def refuse_single_answers(pairs: Iterable[TrainingPair]) -> None:
-    """Refuse one side of the split if a prompt has one answer alone, before rows are encoded.
+    """Refuse one side of the split if a prompt has only one answer, before rows are encoded.
 
-    Rows count as answers to one prompt here if their system prompts and users' texts are equal up
-    to white space. A chat template may tell more of them apart; `groups_of` compares tokens.
+    Here, rows are answers to the same prompt if their system prompts and users' texts are equal up
+    to white space. A chat template may distinguish more prompts; `groups_of` compares tokens.
 
     Raises:
-        DataError: there is such a prompt; the first one's row is named.
+        DataError: there is such a prompt; the message names the first one's row.
     """
     answers: Counter[tuple[str, ...]] = Counter()
     rows: dict[tuple[str, ...], TrainingPair] = {}
@@ -115,18 +115,18 @@ def refuse_single_answers(pairs: Iterable[TrainingPair]) -> None:
 
 
 def groups_of(documents: Encoded, scale: RewardScale) -> Groups:
-    """Compare the reward of each answer with those of the other answers to its prompt.
+    """Compute the advantage of each answer over the other answers to its prompt.
 
-    The advantage is the reward less the mean of the group, divided by the standard deviation (with
-    Bessel's correction) of the group, or of all these answers, + 1e-4 (arXiv:2402.03300, 4.1.2;
-    TRL), or by nothing.
+    The advantage is the reward minus the mean of the group. Depending on `scale`, it is divided by
+    the standard deviation (with Bessel's correction) of the group or of all answers, plus 1e-4
+    (arXiv:2402.03300, 4.1.2; TRL).
 
     Args:
         documents: the answers of one side of the split, with their rewards.
-        scale: what the difference is divided by.
+        scale: the divisor.
 
     Raises:
-        DataError: a prompt has one answer alone.
+        DataError: a prompt has only one answer.
     """
     members: dict[bytes, list[int]] = {}
     for number, (start, end) in enumerate(pairwise(documents.offsets)):
@@ -138,7 +138,7 @@ def groups_of(documents: Encoded, scale: RewardScale) -> Groups:
     advantages, equal = np.zeros(len(rewards)), 0
     for one in members.values():
         mine = rewards[one]
-        if (mine == mine[0]).all():  # the mean may round, and a tiny spread would blow that up
+        if (mine == mine[0]).all():  # dividing the mean's rounding error by ~0 would amplify it
             equal += 1
             continue
         advantages[one] = mine - mine.mean()

@@ -2,7 +2,7 @@
 
 The documents of an encoding are rebuilt from the rows by a different method than the encoder's: the
 rows' texts and the template's own text are kept apart, so that the author of each token is known.
-If the ids of a document differ, it was not made from its row, and no roles are reported.
+If the ids differ, the document was not built from its row, and no roles are reported.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class RoleCounts:
         documents: number of attributed documents.
         ends: documents that include the end marker of their last answer.
         ends_trained: those of them in which it is supervised.
-        missed: unsupervised tokens of last answers, except the first token after a cut on the
-            left, which has no predecessor to be predicted from, and the only one that a cut on the
-            right leaves of an answer, which may begin in the template's text.
+        missed: unsupervised tokens of last answers. Exceptions are the first token after truncation
+            on the left, which has no predecessor, and the only answer token left by truncation on
+            the right, which may begin in the template's text.
         too_long: rows with a document over the limit.
         left_of_too_long: supervised tokens that remain of those rows.
         why_unknown: reason why documents could not be attributed; None if all were.
@@ -90,7 +90,7 @@ class RoleCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A document as it would be without a limit, its last answer, and the position of its end."""
+    """An untruncated document, its last answer, and the position of the answer's end."""
 
     ids: np.ndarray
     roles: np.ndarray
@@ -98,7 +98,7 @@ class _Document:
     end: int | None
 
     def part(self, part: slice) -> _Document:
-        """Return a part of it."""
+        """Return a part of the document."""
         end = self.end - part.start if self.end is not None else None
         return _Document(self.ids[part], self.roles[part], self.is_answer[part], end)
 
@@ -190,7 +190,7 @@ class _Counter:
         placed = self.found.documents
         self._place(pair, shape, pieces, whole)
         if self.found.documents == placed and self.stuck is None:
-            self.stuck = number  # unless no part of it was within the limit
+            self.stuck = number  # may also mean that no part of it was within the limit
 
     def _place(self, pair: TrainingPair, shape: Shape, pieces: list[str], whole: _Document) -> None:
         if pair.is_text:
@@ -286,7 +286,7 @@ class _Counter:
         found.trained += np.bincount(roles[supervised], minlength=_ROLES)
         missed = whole.is_answer[kept] & ~supervised
         behind = np.append([True], np.diff(kept) > 1)  # the first token, and the first after a cut
-        # A cut on the right may leave an answer one token, which begins in the template.
+        # Truncation on the right may leave one answer token, which begins in the template.
         is_cut = kept[-1] < len(whole.ids) - 1
         lone = is_cut and not whole.is_answer[kept[-2:-1]].any()
         behind[-1] |= lone

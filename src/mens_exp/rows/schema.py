@@ -42,9 +42,9 @@ class TrainingPair:
             results are part of the user's text, and calls are JSON in the answers.
         provenance: for a row written by a model, the model, the task and the sampling of the
             answer, as a JSON object string; None if unknown.
-        unlearned: indices of the exchanges whose answers are given and not learned.
-        fields: further texts and numbers by name, sorted, which an objective reads: an answer that
-            is worse, a weight.
+        unlearned: indices of the exchanges whose answers are context and not learned.
+        fields: further texts and numbers by name, sorted, which an objective reads, such as a
+            rejected answer or a weight.
         place: its location, as ``file:line``; not part of the row's content.
     """
 
@@ -65,7 +65,7 @@ class TrainingPair:
 
     @property
     def id(self) -> str:
-        """16 hex digits of the SHA-256 of what is trained on: the texts, and further fields.
+        """16 hex digits of the SHA-256 of the trained content: the texts, and further fields.
 
         Labels (rating, category, language, group, difficulty, provenance) are excluded, so that
         relabeling a corpus keeps the identity of its items.
@@ -229,7 +229,7 @@ def shown(value: object) -> str:
     """Format a value for a message, shortened and with printable characters only."""
     try:
         text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    except RecursionError:  # JSON was just able to read it
+    except RecursionError:  # nested so deeply that json could only just parse it
         return "…"
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
 
@@ -249,10 +249,10 @@ def json_type(value: object) -> str:
     return "object" if isinstance(value, Mapping) else type(value).__name__
 
 
-TURN_WEIGHT: Final = "weight"  # OpenAI's: 0 for an answer that is given and not learned
-REJECTED: Final = "rejected"  # the further field of a row that is a pair of answers
-REWARD: Final = "reward"  # that of a row whose answer was sampled and graded
-LABEL: Final = "label"  # that of a row whose answer is wanted (1) or not (0)
+TURN_WEIGHT: Final = "weight"  # OpenAI's: 0 for an answer that is context and not learned
+REJECTED: Final = "rejected"  # further field of a preference pair
+REWARD: Final = "reward"  # further field of a row with a sampled and graded answer
+LABEL: Final = "label"  # further field of a row with a desirable (1) or undesirable (0) answer
 PARALLEL_CALLS: Final = "parallel_tool_calls"  # OpenAI's: whether a turn may call several tools
 ALIASES: Final = {
     "instruction": "prompt",
@@ -279,8 +279,8 @@ KEYS: Final[dict[RowFormat, tuple[str, ...]]] = {
 }
 _PAIR_KEYS: Final = frozenset({"prompt", "response", "instruction", "output"})
 
-# Keys of other common formats that a spelling suggestion could not explain: the name that each
-# stands for, if any, and a note that comes before how to rename it.
+# Keys of other common formats that a spelling suggestion could not explain: the equivalent name, if
+# any, and a note to print before the advice on renaming.
 KEYS_OF_OTHER_TOOLS: Final[dict[str, tuple[str | None, str]]] = {
     "chosen": (
         "response",

@@ -2,7 +2,7 @@
 
 Rows of one shape (equal number of exchanges, with or without a system prompt) are rendered alike,
 so that a row's text can be assembled from pieces of the template and of the row, and each token
-attributed to its pieces. A row with tools has its own shape: its calls are rendered as they are. A
+attributed to its pieces. A row with tools has its own shape, because its calls are kept. A
 template that inspects the texts may behave differently, so users of a shape compare the resulting
 ids with those of the encoding.
 """
@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The pieces of a document: ``prompt`` of them precede generation; index of the answer."""
+    """The pieces of a document, the number of pieces before generation, and the answer's index."""
 
     pieces: tuple[Piece, ...]
     prompt: int
@@ -259,7 +259,7 @@ def _trimmed(piece: Piece, before: str, behind: str) -> Piece:
 
 
 def _strips(kept: str) -> str | None:
-    """Return the characters that were trimmed, given what is left of the padding."""
+    """Return the characters that were trimmed, given the remaining padding."""
     if not kept:
         return None
     return "" if "\n" in kept else "\n"

@@ -50,7 +50,7 @@ class Conversation:
     """The system prompt if there is one, the exchanges of texts, and all turns.
 
     ``turns`` is empty unless the conversation involves tools, and excludes the system prompt.
-    ``unlearned`` are the indices of exchanges whose answers are given and not learned.
+    ``unlearned`` are the indices of exchanges whose answers are context and not learned.
     """
 
     system: str | None
@@ -71,7 +71,7 @@ class Conversation:
 
 
 def spelling(turns: object, usual: TurnKeys) -> TurnKeys:
-    """Return the spelling that turns have: the other of the two if the first has its role key."""
+    """Return the spelling of turns: the other of the two if the first turn has its role key."""
     other = MESSAGES if usual is SHAREGPT else SHAREGPT
     first = turns[0] if isinstance(turns, list) and turns else None
     is_other = isinstance(first, Mapping) and other.role in first and usual.role not in first
@@ -121,7 +121,7 @@ def read_turns(
 
 
 def _unlearned(turns: Sequence[Any], keys: TurnKeys, problems: RowProblems) -> tuple[int, ...]:
-    """Return the indices of the answers of weight 0, OpenAI's mark of those not to learn."""
+    """Return the indices of answers with weight 0, which OpenAI's format excludes from learning."""
     answers = [turn for turn in turns if keys.roles[turn[keys.role]] in {"assistant", _CALL}]
     found = tuple(number for number, turn in enumerate(answers) if turn.get(TURN_WEIGHT) == 0)
     if found and found[-1] == len(answers) - 1:
@@ -242,7 +242,7 @@ def _add_unknown_role(spoken: object, keys: TurnKeys, name: str, problems: RowPr
 def _is_of_another_form(
     turn: Mapping[str, Any], spoken: object, content: object, name: str, problems: RowProblems
 ) -> bool:
-    """Report a turn of a form that is known and not read, in one problem."""
+    """Report a turn of a known but unsupported form as a single problem."""
     if turn.get("function_call") is not None or spoken == "function":
         problems.add(
             f"{name} is in OpenAI's older form of tool calls",
@@ -261,7 +261,7 @@ def _is_of_another_form(
 
 
 def _other_parts(content: object) -> list[str]:
-    """Return the kinds of a content's parts that are no text, as OpenAI and others write them."""
+    """Return the types of a content's non-text parts, in the form of OpenAI and others."""
     parts = content if isinstance(content, list) else []
     kinds = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
     return sorted({kind for kind in kinds if kind.startswith(_MEDIA)})
@@ -271,7 +271,7 @@ _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file")
 
 
 def _text_of(content: object) -> object:
-    """Join the parts of a content that OpenAI's form lists; return any other content unchanged."""
+    """Join the text parts of OpenAI's list form; return any other content unchanged."""
     parts = content if isinstance(content, list) and content else [None]
     texts = [
         part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
@@ -310,7 +310,7 @@ def _calls(value: object, label: str, problems: RowProblems) -> list[dict[str, A
     return found
 
 
-_MOST_LEVELS: Final = 100  # of one function; templates, and `json`, need Python's stack for each
+_MOST_LEVELS: Final = 100  # of nesting in a function; templates and `json` recurse at each level
 _NOT_DEEP: Final = f"at most {_MOST_LEVELS} levels"
 
 

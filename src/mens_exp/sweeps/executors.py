@@ -63,7 +63,7 @@ _MAY_PASS = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "
 
 
 class SlurmWork:
-    """One task of an array."""
+    """One task of a job array."""
 
     def __init__(self, executor: SlurmExecutor, job: SweepJob, queue_id: str) -> None:
         """Track a job by its queue id."""
@@ -145,7 +145,7 @@ class SlurmExecutor:
         self._is_unsure = False  # whether Slurm may have accepted the last submission
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Submit all jobs as one array; if Slurm does not answer, they wait."""
+        """Submit all jobs as one job array; if Slurm does not answer, they wait."""
         if self._is_unsure and not self.has_answered:
             return []
         there = [(job, work) for job in jobs if self._is_unsure and (work := self._queued(job))]
@@ -218,7 +218,7 @@ class SlurmExecutor:
         self._unwanted.discard(queue_id)
         try:
             call(["scancel", queue_id])
-        except OSError as error:  # otherwise it has ended by itself
+        except OSError as error:  # any other error means that the job has already ended
             if is_passing(str(error)):
                 self._unwanted.add(queue_id)
 
@@ -238,7 +238,7 @@ class SlurmExecutor:
         return AttemptLog(self._directory.attempts(job["number"]))
 
     def output(self, queue_id: str) -> str | None:
-        """Return the last line of a script's own output."""
+        """Return the last line of the batch script's output."""
         try:
             text = (self._batch / f"slurm_{queue_id}.out").read_text("utf-8", "replace")
         except OSError:  # there is no output
@@ -258,13 +258,13 @@ class LocalWork:
         self._job, self._run, self._process = job, run, process
 
     def ended(self) -> Ended | None:
-        """Tell how it ended; None while it runs."""
+        """Return how the job ended; None while it runs."""
         ended = self._process.ended()
         if ended is None:
             return None
         attempt = self._job["attempts"][-1]
         other = lock_holder(self._run.job_lock)
-        if other is not None:  # started by a launcher that died before it could note it
+        if other is not None:  # started by a launcher that died before it could record it
             attempt["pid"], attempt["process_started"] = other
             self._process = Found(*other)
             return None
@@ -332,8 +332,8 @@ class LocalExecutor:
         return work
 
     def _slot_of(self, job: SweepJob, pid: int) -> int:
-        """Return the slot whose GPUs a process was given, otherwise the first free slot."""
-        with suppress(psutil.Error):  # it has ended, or the system does not tell
+        """Return the slot that owns a process's GPUs, or else the first free slot."""
+        with suppress(psutil.Error):  # it has ended, or its environment is not readable
             given = psutil.Process(pid).environ().get(VISIBLE, "")
             for slot in range(self._record.n_jobs):
                 if slot not in self._slots and self._environment(slot, job).get(VISIBLE) == given:

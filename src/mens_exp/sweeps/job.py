@@ -1,7 +1,7 @@
-"""A job's own process: ``python -m mens_exp.sweeps.job <directory> [--accept-changes]``.
+"""The process of a job: ``python -m mens_exp.sweeps.job <directory> [--accept-changes]``.
 
 The process runs the configuration that was frozen at launch, or resumes an earlier attempt. On
-several nodes of Slurm, srun starts it once for each process of the job (``--nodes=2``).
+several Slurm nodes, srun starts it once for each process of the job (``--nodes=2``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from mens_exp.planning.machine import Rank
 
 ACCEPT_CHANGES, NODES = "--accept-changes", "--nodes"
-# By then the first process has noticed that another has failed, and has closed the record: srun
-# kills what is left as soon as one ends. As for processes of one machine, whose first one waits
-# half a minute for the same.
+# A failed process waits this long before it exits, because srun then kills the others, and the
+# first one must have closed the record. On a single machine, the first process waits as long.
 _NOTICED_S = 30.0
-# Lightning takes these for a cluster job of several tasks, and would put it back by itself.
+# With these variables, Lightning assumes a cluster job of several tasks and would requeue it.
 OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS")
 _KEPT = frozenset({"job.json", "job.lock", "job.log", "config.yaml"})
 
@@ -46,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: the job's directory; optionally ``--accept-changes``, to accept changes since
-            the launch, and ``--nodes``, the nodes on which srun has started its processes.
+            the launch, and ``--nodes``, the number of nodes on which srun has started processes.
 
     Returns:
-        The exit code, as that of a single run.
+        The same exit code as a single run.
     """
     collect_rarely()
     given = _parsed(arguments)
@@ -85,7 +84,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _of_srun(nodes: int) -> Rank | None:
-    """Return the rank that srun gave this process, in torchrun's variables from then on."""
+    """Set torchrun's variables to the rank that srun gave this process, and return the rank."""
     processes = int(os.environ["SLURM_STEP_NUM_TASKS"])
     os.environ |= {
         "RANK": os.environ["SLURM_PROCID"],
@@ -99,7 +98,7 @@ def _of_srun(nodes: int) -> Rank | None:
 
 
 def _follow(rank: Rank) -> int:
-    """Train as one of the other processes, which the first one ends."""
+    """Train as a worker; the first process ends the workers."""
     from mens_exp.tasks.coordinator import follow_from_elsewhere
 
     def hear(number: int, frame: FrameType | None) -> None:

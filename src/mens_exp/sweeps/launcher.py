@@ -101,12 +101,12 @@ class Launcher:
         self.directory, self.record, self.console = directory, record, console
         self._feed = feed
         self._executor = executor_of(directory, record)
-        self._at_work: dict[int, Work] = {}  # by job
+        self._at_work: dict[int, Work] = {}  # by job number
         self._signals: list[int] = []
         self._is_cancelled = False
-        self._tries: dict[int, int] = {}  # by job; only of this launcher
+        self._tries: dict[int, int] = {}  # by job number; attempts by this launcher only
         self._worst = 0
-        self._unsaved: OSError | None = None  # why the record on disk is out of date
+        self._unsaved: OSError | None = None  # the error that keeps the record on disk outdated
 
     def run(self) -> int:
         """Run every waiting job, and wait for jobs that are already running.
@@ -160,7 +160,7 @@ class Launcher:
                 self._say(job, "is still at work", _where(job))
                 if self._run_dir(job).pruned.exists():  # the launcher died before ending it
                     work.end()
-            elif job["state"] in _MAY_HAVE_ENDED:  # since its directory was read
+            elif job["state"] in _MAY_HAVE_ENDED:  # it may have ended after its directory was read
                 settle(job, self._run_dir(job), here=False)
                 if job["state"] in _ENDS:
                     self._set(job, JobState(job["state"]), job["reason"])

@@ -75,9 +75,9 @@ def finish(
     Args:
         launcher: the launcher of the sweep.
         is_finished: for a sweep that failed, returns whether none of its jobs would run again.
-        conclude: called when the jobs have ended, before the page is rendered; returns what to type
-            after them.
-        again: overrides of the command that goes on; by default those of ``sweep.resume``.
+        conclude: called when the jobs have ended, before the page is rendered; returns the next
+            steps to show.
+        again: overrides of the command to continue with; by default ``sweep.resume``.
 
     Returns:
         The exit code.
@@ -108,7 +108,7 @@ def _complete(launcher: Launcher) -> None:
             continue
         try:
             complete(RunDir(launcher.directory.path / job["directory"]))
-        except Exception as error:  # noqa: BLE001  # as for the sweep's own page
+        except Exception as error:  # noqa: BLE001  # isolated, like the sweep's own page
             told = f"Pages of {job['directory']} were not written: {type(error).__name__}: {error}"
             terminal.say(told, on=launcher.console)
 

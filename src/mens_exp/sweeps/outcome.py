@@ -45,7 +45,7 @@ class Cause(Enum):
 
     OWN = auto()  # a wrong request, a gate, a non-finite loss, a bug
     PROCESS = auto()  # it was killed, ran out of memory, or never started
-    DISK = auto()  # the other jobs need it as well
+    DISK = auto()  # also affects the other jobs
 
 
 def cause_of(job: SweepJob, run: RunDir) -> Cause:
@@ -92,7 +92,7 @@ def outcome(run: RunDir, ended: Ended, *, since_utc: str) -> Outcome:
 
 
 def _by_itself(run: RunDir, manifest: Manifest | None, code: int | None, since_utc: str) -> Outcome:
-    """Return the outcome of a job that failed without being stopped."""
+    """Return the outcome of an unsuccessful job that no batch system stopped."""
     status = None if manifest is None else manifest.status
     if code == _CANCELLED or (code is None and status is Status.CANCELLED):
         return Outcome(state=JobState.CANCELLED, reason="asked to stop by a signal")
@@ -143,7 +143,7 @@ def damage(run: RunDir, manifest: Manifest, config_digest: str) -> str | None:
     Args:
         run: its directory.
         manifest: its record.
-        config_digest: digest of the configuration that the sweep gave it.
+        config_digest: digest of the configuration that the sweep froze.
     """
     if manifest.config_digest != config_digest:
         return f"{run.manifest.name} is of another configuration"

@@ -101,14 +101,14 @@ def plan_cells(
     """Plan the cells of a checked command; see :func:`plan_sweep`.
 
     Args:
-        checked: the cells, and what is wrong with them.
+        checked: the cells and their problems.
         is_new: whether their directories have to be empty.
-        example: the command without what it sweeps, if a plugin's sweeper has chosen the cells;
-            with sweep.invalid=skip, all of these may be left out.
+        example: the command without swept values, if a plugin's sweeper has chosen the cells;
+            with sweep.invalid=skip, all cells may then be left out.
 
     Raises:
-        MensError: as there.
-        Problems: as there.
+        MensError: as for :func:`plan_sweep`.
+        Problems: as for :func:`plan_sweep`.
     """
     bad = {number: one.problems for number, one in checked.faulty.items()}
     for cell in checked.cells:
@@ -214,8 +214,8 @@ def _sweeper_problems(cell: Cell) -> list[ConfigError]:
 
 
 def _again(root: Path) -> str:
-    """Return what continues a sweep: its own command if it conducts a study."""
-    with suppress(MensError):  # of a damaged record; resuming names the damage
+    """Return the command that continues a sweep: the original one if it conducts a study."""
+    with suppress(MensError):  # the record is damaged; resuming reports the damage
         record = SweepRecord.read(SweepDir(root).record)
         if record.study is not None:
             return shlex.join(["python", "-m", "mens_exp", *record.command])
@@ -332,7 +332,7 @@ def device_problems(cells: Sequence[Cell], launcher: Launcher, many: int) -> lis
     """
     if isinstance(launcher, SlurmLauncher):
         return list(_slurm_problems(cells, launcher))
-    if isinstance(launcher, PluginLauncher):  # it gives each job its devices
+    if isinstance(launcher, PluginLauncher):  # the plugin assigns devices to jobs
         return []
     return gpu_problems(machine.gpu_ids(), gpus_per_job(cells), min(many, jobs_at_a_time(launcher)))
 
@@ -365,10 +365,10 @@ def _slurm_problems(cells: Sequence[Cell], launcher: SlurmLauncher) -> Iterator[
 
 
 def machine_notes(jobs: Sequence[PlannedJob], launcher: Launcher, root: Path) -> list[str]:
-    """Note where all jobs together need more resources than exist, although each alone fits.
+    """Note resources that the concurrent jobs may exceed together although each job fits alone.
 
     Args:
-        jobs: those that will run.
+        jobs: the jobs that will run.
         launcher: its settings.
         root: the directory of the sweep.
 

@@ -1,9 +1,9 @@
-"""One batch of a sweep under a Hydra plugin's launcher, in a process of its own.
+"""One batch of a sweep under a Hydra launcher plugin, in a separate process.
 
-``python -m mens_exp.sweeps.plugin_batch <sweep> <batch> <job>…`` hands the jobs to the launcher of
-an installed plugin (hydra-joblib-launcher, hydra-submitit-launcher, …) as its authors intended:
-``setup`` and one ``launch``. The function that the plugin then runs, wherever that is, starts the
-job as a process, as every other launcher of ours does, and notes its attempts for the sweep.
+``python -m mens_exp.sweeps.plugin_batch <sweep> <batch> <job>…`` passes the jobs to the launcher of
+an installed plugin (hydra-joblib-launcher, hydra-submitit-launcher, …) through Hydra's interface:
+``setup`` and one ``launch``. The task function that the plugin runs, on any machine, starts the job
+as a process like our other launchers, and logs its attempts for the sweep.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Launch one batch, and wait until the plugin has run all of it.
 
     Returns:
-        0; how each job ended is in the log of its attempts.
+        0; the log of attempts states how each job ended.
     """
     parser = argparse.ArgumentParser(prog="python -m mens_exp.sweeps.plugin_batch")
     parser.add_argument("sweep", type=Path)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def queue_id(plugin: str, batch: int) -> str:
-    """Return how the ids of a batch's attempts begin; the plugin's own id of the job follows."""
+    """Return the id prefix of a batch's attempts; the plugin's own id of the job follows."""
     return f"{plugin}:{batch}:"
 
 
@@ -76,7 +76,7 @@ class FrozenLoader(ConfigLoaderImpl):
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
-        """Return the configuration of the sweep with a job's own directory; compose nothing."""
+        """Return the sweep's configuration with the job's directory, without composing anything."""
         config = deepcopy(master_config)
         with open_dict(config):
             config.hydra.sweep.subdir = sweep_overrides[-1].partition("=")[2]
@@ -104,13 +104,13 @@ def _launcher(record: SweepRecord, directory: SweepDir, task: Any) -> Launcher:
 
 
 def run_one(sweep: str, batch: int, numbers: Sequence[int], config: DictConfig) -> int:
-    """Run the job that the plugin has reached; it calls this in a process of its choice.
+    """Run one job; the plugin calls this function in a process of its choice.
 
     Args:
         sweep: directory of the sweep.
         batch: number of the batch.
-        numbers: its jobs, in the order in which the plugin was given them.
-        config: what Hydra passes; the job's own configuration is frozen in its directory.
+        numbers: its job numbers, in the order in which they were passed to the plugin.
+        config: Hydra's configuration, which is ignored; the job's is frozen in its directory.
 
     Returns:
         The exit code of the job; 130 if it was cancelled before it began.
@@ -124,7 +124,7 @@ def run_one(sweep: str, batch: int, numbers: Sequence[int], config: DictConfig) 
     run, log = RunDir(directory.path / job["directory"]), AttemptLog(directory.attempts(number))
     contact = _Contact(directory, number)
     while lock_holder(run.job_lock) is not None and not contact.is_unwanted:
-        time.sleep(_LOOK_S)  # an earlier batch of it is still running
+        time.sleep(_LOOK_S)  # an attempt of an earlier batch is still running
     if contact.is_unwanted:
         return CANCELLED
     processes = job.get("processes", 1)
@@ -146,7 +146,7 @@ def run_one(sweep: str, batch: int, numbers: Sequence[int], config: DictConfig) 
 
 
 class _Contact:
-    """Hears, by a file, that a job is no longer wanted, and shows by another that it is alive."""
+    """Files through which the sweep cancels a job and the job shows a heartbeat."""
 
     def __init__(self, directory: SweepDir, number: int) -> None:
         self._unwanted, self._alive = directory.unwanted(number), directory.alive(number)
@@ -158,7 +158,7 @@ class _Contact:
         return self._unwanted.exists()
 
     def signals(self) -> list[int]:
-        """Return, once, the signal that ends the job."""
+        """Touch the heartbeat; return, once, the signal that ends a cancelled job."""
         if time.monotonic() - self._beat >= _BEAT_S:
             self._alive.touch()
             self._beat = time.monotonic()
@@ -169,7 +169,7 @@ class _Contact:
 
 
 if __name__ == "__main__":
-    # Workers of a plugin import the task by name, which `__main__` would not be to them.
+    # The plugin's workers import the task function by its module, which must not be `__main__`.
     from mens_exp.sweeps import plugin_batch  # noqa: PLW0406
 
     sys.exit(plugin_batch.main(sys.argv[1:]))

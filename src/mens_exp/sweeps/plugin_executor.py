@@ -1,7 +1,7 @@
-"""The executor of a sweep whose jobs the launcher of an installed Hydra plugin starts.
+"""The executor of a sweep whose jobs are started by an installed Hydra launcher plugin.
 
-A plugin runs one list of jobs and returns when all have ended, so each list has a process of its
-own (`plugin_batch`). What happens to a job meanwhile is read from the log of its attempts.
+A plugin runs one list of jobs and returns when all have ended, so each list (a batch) runs in a
+separate process (`plugin_batch`). The state of a job is read from the log of its attempts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.sweep import JobAttempt, SweepDir, SweepJob, SweepRecord
     from mens_exp.sweeps.process import Process, Work
 
-_SILENT_S = 60.0  # a dozen beats; a shared file system may show them late
-_SILENT_HERE_S = 10.0  # on this machine
+_SILENT_S = 60.0  # a dozen heartbeats; a shared file system may show them late
+_SILENT_HERE_S = 10.0  # if the job runs on this machine
 _RETURNS_S = 10.0  # a plugin returns within a second of its last job
 _LOOK_S = 0.05
 _MODULE = "mens_exp.sweeps.plugin_batch"
@@ -37,14 +37,14 @@ _MODULE = "mens_exp.sweeps.plugin_batch"
 
 @dataclass(kw_only=True)
 class _Batch:
-    """A list of jobs that the plugin was given, and the process that waits for them.
+    """A list of jobs passed to the plugin, and the process that waits for them.
 
     Attributes:
         number: its number in the sweep, from 1.
         plugin: the option of hydra/launcher.
         jobs: the numbers of its jobs.
-        output: what the plugin printed.
-        process: that process.
+        output: file with the plugin's output.
+        process: the process that waits.
     """
 
     number: int
@@ -56,12 +56,12 @@ class _Batch:
     _have_ended: set[int] = field(default_factory=set)
 
     def is_over(self) -> bool:
-        """Return whether the plugin has returned, or failed."""
+        """Return whether the plugin has returned or failed."""
         self._ended = self._ended or self.process.ended()
         return self._ended is not None
 
     def note_end(self, number: int) -> None:
-        """Note that a job has ended; wait for the plugin after the last, and end it if it stays."""
+        """Note that a job has ended; after the last one, wait for the plugin or terminate it."""
         self._have_ended.add(number)
         if self._have_ended < set(self.jobs):
             return
@@ -88,7 +88,7 @@ class PluginWork:
     """One job of a batch."""
 
     def __init__(self, directory: SweepDir, job: SweepJob, batch: _Batch) -> None:
-        """Track a job from the moment at which its batch was started."""
+        """Track a job of a batch that was started."""
         self._directory, self._job, self._batch = directory, job, batch
         self._log = AttemptLog(directory.attempts(job["number"]))
         self._run = RunDir(directory.path / job["directory"])
@@ -115,7 +115,7 @@ class PluginWork:
             self._log.ended(None)
             self._attempts()
             return Ended(exit_code=None)
-        if self._is_unwanted:  # should the plugin still reach it, it ends at once
+        if self._is_unwanted:  # if the plugin still starts it, it ends at once
             reason = "cancelled before it began"
             return Ended(exit_code=None, stop=Stop(state=JobState.CANCELLED, reason=reason))
         if not is_over:
@@ -124,7 +124,7 @@ class PluginWork:
         return Ended(exit_code=None, stop=Stop(state=JobState.FAILED, reason=reason))
 
     def is_under_way(self) -> bool:
-        """Return whether the batch has still to run the job, or is running it."""
+        """Return whether the batch is running the job or has yet to run it."""
         is_over, mine = self._batch.is_over(), self._attempts()
         if not mine:
             return not is_over
@@ -141,7 +141,7 @@ class PluginWork:
         return self._batch.attempts_in(found)
 
     def _is_alive(self, attempt: JobAttempt, *, is_over: bool) -> bool:
-        """Return whether an attempt without an end is still under way, wherever it runs."""
+        """Return whether an unfinished attempt is still running, on this or another machine."""
         if lock_holder(self._run.job_lock) is not None:
             return True
         try:
@@ -163,7 +163,7 @@ class PluginExecutor:
         self._place = directory.batch.resolve()
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Hand all jobs to the plugin, which decides how many of them run at a time."""
+        """Pass all jobs to the plugin, which determines how many run concurrently."""
         if not jobs:
             return []
         self._place.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ class PluginExecutor:
         return [(job, PluginWork(self._directory, job, batch)) for job in jobs]
 
     def adopt(self, job: SweepJob) -> Work | None:
-        """Adopt a job that a plugin still runs, or has still to run, for an earlier launcher."""
+        """Adopt a job that a plugin still runs, or has yet to run, for an earlier launcher."""
         for number in range(len(list(self._place.glob("plugin_*.log"))), 0, -1):
             try:
                 noted = json.loads((self._place / f"plugin_{number}.json").read_bytes())
@@ -210,7 +210,7 @@ class PluginExecutor:
         """Do nothing: each job is read from its own log."""
 
     def cancel(self, works: Sequence[Work], number: int) -> None:
-        """Tell the jobs to end, whichever machine they are on."""
+        """Ask the jobs to end, on any machine."""
         del number
         for work in works:
             work.end()

@@ -1,11 +1,11 @@
-"""A sweep whose cells the sweeper of an installed Hydra plugin chooses (hydra/sweeper=…).
+"""A sweep whose cells are chosen by an installed Hydra sweeper plugin (hydra/sweeper=…).
 
-A sweeper hands lists of overrides to Hydra's launcher, once or round after round, and gets what
-each job returned. `Rounds` stands in for that launcher: every cell is checked and frozen as those
-of any other sweep, the jobs run where hydra/launcher says, and the sweeper gets their KPIs.
+A sweeper passes lists of overrides to Hydra's launcher, in one or several rounds, and receives each
+job's return value. `Rounds` replaces that launcher: every cell is checked and frozen like those of
+any other sweep, hydra/launcher determines where jobs run, and the sweeper receives their KPIs.
 
-Sweepers keep no state that could go on. A sweep that goes on asks its sweeper again from the start,
-and answers with the results on record as long as it proposes the same cells.
+Sweepers keep no state to resume from. A resumed sweep runs its sweeper from the start, and answers
+with the recorded results as long as the sweeper proposes the same cells.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def launch_by_sweeper(overrides: Sequence[str]) -> int:
 
 
 def resume_by_sweeper(directory: SweepDir, record: SweepRecord, console: Console) -> int:
-    """Go on with such a sweep, whose lock the caller holds and whose jobs are settled."""
+    """Resume such a sweep; the caller holds its lock and has set the states of its jobs."""
     root = f"{PLACE}={directory.path}"
     return Rounds(directory, record, _example([*record.command, root]), console).run()
 
 
 def _example(overrides: Sequence[str]) -> Cell:
-    """Compose the command without what it sweeps, for the settings of sweep and plugins.
+    """Compose the command without swept values, for the settings of sweep and plugins.
 
     Raises:
         Problems: it cannot be composed.
@@ -108,11 +108,11 @@ def _example(overrides: Sequence[str]) -> Cell:
 
 
 class _Stopped(BaseException):
-    """Ends a sweeper that would go on; no `except Exception` of its code may hold it."""
+    """Ends a sweeper; a BaseException, so that its own `except Exception` cannot catch it."""
 
 
 class Rounds:
-    """Runs what a sweeper proposes, and returns results to it."""
+    """Runs the cells that a sweeper proposes, and returns their results to it."""
 
     def __init__(
         self, directory: SweepDir, record: SweepRecord, first: Cell, console: Console
@@ -122,7 +122,7 @@ class Rounds:
         Args:
             directory: its directory.
             record: its record, with the jobs of an earlier launcher.
-            first: the command without what it sweeps.
+            first: the command without swept values.
             console: console for messages.
         """
         self._directory, self._record, self._first = directory, record, first
@@ -130,13 +130,13 @@ class Rounds:
         self._console = console
         self._shared = {_meaning(text) for text in record.command}
         self._next = 0  # number of the next cell
-        self._refused: Exception | None = None  # ours, which ended the sweeper
+        self._refused: Exception | None = None  # our error that ended the sweeper
 
     def run(self) -> int:
-        """Ask the sweeper until it ends; return the sweep's exit code.
+        """Run the sweeper until it ends; return the sweep's exit code.
 
         Raises:
-            MensError: it proposed cells that cannot run, or failed itself.
+            MensError: the sweeper proposed cells that cannot run, or failed.
         """
         option = self._first.composed.sweeper["name"]
         try:
@@ -168,7 +168,7 @@ class Rounds:
             sweeper.sweep([text for text in texts if not _is_of_hydra(text)])
 
     def _round(self, lists: Sequence[Sequence[str]]) -> list[JobReturn]:
-        """Run one list of cells; called by the sweeper by way of `_Handed`."""
+        """Run one list of cells; the sweeper calls this through `_Handed`."""
         if not lists:
             return []
         first, self._next = self._next, self._next + len(lists)
@@ -208,7 +208,7 @@ class Rounds:
             faulty={number: it for one in found for number, it in one.faulty.items()},
         )
         planned = plan_cells(checked, is_new=False, example=self._first)
-        # What differs in one round alone says little: rounds of one cell are usual.
+        # Compare with the command, since a round often has only one cell.
         own = {
             number: tuple(text for text in texts if _meaning(text) not in self._shared)
             for number, texts in enumerate(lists, start=first)
@@ -217,10 +217,10 @@ class Rounds:
         return replace(planned, jobs=tuple(jobs))
 
     def _taken(self, planned: PlannedSweep) -> set[int]:
-        """Add what is planned to the record; return the numbers of jobs that it does not have yet.
+        """Add the planned cells to the record; return the numbers of the new jobs.
 
         Raises:
-            RequestError: a cell is another one than before.
+            RequestError: the sweeper proposes a different cell than before.
         """
         here = {job["number"]: job for job in self._record.jobs}
         out = {one["number"] for one in self._record.left_out}
@@ -244,7 +244,7 @@ class Rounds:
         return new
 
     def _returned(self, number: int, texts: list[str]) -> JobReturn:
-        """Return a cell's result in Hydra's form."""
+        """Return a cell's result as Hydra's JobReturn."""
         same = {one["number"]: one["same_as"] for one in self._record.left_out}
         target = same.get(number, number)
         job = next((one for one in self._record.jobs if one["number"] == target), None)
@@ -270,13 +270,13 @@ class Rounds:
 
 
 def _meaning(text: str) -> tuple[str, str]:
-    """Return the key and value of an override; sweepers write numbers in their own ways."""
+    """Return an override's key and parsed value, as sweepers format numbers differently."""
     override = parsed_override(text, [])
     return ("", text) if override is None else (override.key_or_group, repr(override.value()))
 
 
 def _never(config: DictConfig) -> None:
-    """Stand for Hydra's task, which runs in processes of its own."""
+    """Serve as Hydra's task function, which must not be called: jobs run in their own processes."""
     raise AssertionError(f"a sweeper ran {config.hydra.job.name} by itself")
 
 
@@ -285,12 +285,12 @@ def _is_of_hydra(text: str) -> bool:
 
 
 def _is_kept(text: str) -> bool:
-    """Return whether an override of Hydra's own holds for each cell, too."""
+    """Return whether an override of Hydra's settings also applies to each cell."""
     return _is_of_hydra(text) and not text.lstrip("+~").startswith(f"{PLACE}=")
 
 
 class _Handed(HydraLauncher):
-    """The launcher that a sweeper gets: it passes each list of cells on."""
+    """The Hydra launcher given to a sweeper; it passes each list of cells to `Rounds`."""
 
     def __init__(self, run_round: Callable[[Sequence[Sequence[str]]], list[JobReturn]]) -> None:
         self._round = run_round
@@ -298,22 +298,22 @@ class _Handed(HydraLauncher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Do nothing: a round needs nothing of it."""
+        """Do nothing: a round needs no setup."""
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run one list of cells, which are numbered on; return the result of each."""
-        del initial_job_idx  # sweepers count in their own ways
+        """Run one list of cells, numbered consecutively over all rounds; return their results."""
+        del initial_job_idx  # sweepers number jobs differently
         return self._round([list(map(str, texts)) for texts in job_overrides])
 
 
 @contextmanager
 def _handing(launcher: _Handed) -> Iterator[None]:
-    """Give a launcher to whatever sweeper asks for that of its configuration."""
+    """Make Hydra's plugin registry return this launcher inside the block."""
     plugins: Any = Plugins.instance()
     plugins.instantiate_launcher = lambda *_, **__: launcher
     try:
         yield
     finally:
-        del plugins.instantiate_launcher  # the class's own method again
+        del plugins.instantiate_launcher  # restores the method of the class

@@ -73,11 +73,11 @@ class Process(Protocol):
     started: float
 
     def ended(self) -> Ended | None:
-        """Tell how it ended; None while it runs."""
+        """Return how the process ended; None while it runs."""
         ...
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to it and to what it has started."""
+        """Send a signal to the process and its children."""
         ...
 
 
@@ -98,7 +98,7 @@ class Child:
         self.started = _start_time(process.pid)
 
     def ended(self) -> Ended | None:
-        """Tell how it ended; None while it runs."""
+        """Return how the process ended; None while it runs."""
         if sys.platform == "win32":
             code = self._process.poll()
             return None if code is None else Ended(exit_code=code)
@@ -124,7 +124,7 @@ class Child:
                 self._peaks[pid] = max(peak, self._peaks.get(pid, 0))
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to it and to what it has started."""
+        """Send a signal to the process and its children."""
         signal_group(self.pid, number)
 
 
@@ -136,11 +136,11 @@ class Found:
         self.pid, self.started = pid, started
 
     def ended(self) -> Ended | None:
-        """Return that it is gone; None while it runs."""
+        """Return an unknown exit status once the process is gone; None while it runs."""
         return None if is_alive(self.pid, self.started) else Ended(exit_code=None)
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to it and to what it has started."""
+        """Send a signal to the process and its children."""
         if is_alive(self.pid, self.started):
             signal_group(self.pid, number)
 
@@ -157,7 +157,7 @@ def start(
         arguments: arguments of ``python -m mens_exp.sweeps.job``.
         log: file to which its output is appended.
         environment: environment of the process.
-        before: a command that is given the job's own, and starts it.
+        before: a command to which the job's command line is appended, such as ``srun``.
 
     Raises:
         OSError: the system cannot start another process.
@@ -217,7 +217,7 @@ class Work(Protocol):
         ...
 
     def end(self) -> None:
-        """Cancel only this job, whose result is no longer needed; it closes its record."""
+        """Cancel this job, whose result is no longer needed; it closes its record."""
         ...
 
 
@@ -227,7 +227,7 @@ class Executor(Protocol):
     look_s: float  # polling interval, in seconds
 
     def start(self, jobs: Sequence[SweepJob]) -> list[tuple[SweepJob, Work | str]]:
-        """Accept as many waiting jobs, in order, as there is room for; others are offered again.
+        """Accept as many waiting jobs, in order, as there is room for; the rest stay waiting.
 
         A sweep with listed cells offers all of them from the start; a search offers each as it is
         drawn.

@@ -47,7 +47,7 @@ _STAYS = frozenset({"hydra.launcher.threads", "hydra.launcher.cpus_per_task"})  
 
 
 def resume_sweep(overrides: Sequence[str]) -> int:
-    """Skip jobs that are done and verified, and run the rest.
+    """Skip jobs that are complete and verified, and run the rest.
 
     Args:
         overrides: the command's, as typed.
@@ -117,14 +117,14 @@ def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console
 
 
 def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
-    """Record the jobs that are left for the number of nodes that the launcher now asks for.
+    """Update the record of the remaining jobs to the launcher's new number of nodes.
 
-    Their files follow, each time that a sweep goes on: one that was killed meanwhile finds in its
-    record what they are to be.
+    `_freeze_for_nodes` then writes their files on every resumption, so that a kill in between
+    leaves no mismatch.
 
     Raises:
-        ConfigError: there is no number, or the processes of so many cannot share a step evenly.
-        RequestError: a job of the sweep is still in Slurm's queue, for the earlier number.
+        ConfigError: the number is not set, or a step cannot be divided evenly among the processes.
+        RequestError: a job of the sweep is still in Slurm's queue with the earlier number.
     """
     seen = queue_of(directory.batch.resolve()).values()
     queued = [one.queue_id for one in seen if not one.is_over]
@@ -152,9 +152,9 @@ def _move_to_other_nodes(directory: SweepDir, record: SweepRecord) -> None:
 
 
 def _freeze_for_nodes(directory: SweepDir, record: SweepRecord) -> None:
-    """Write the files of the jobs that the record has for another number of nodes than they have.
+    """Rewrite the files of jobs whose recorded number of nodes has changed.
 
-    A configuration that differs in anything else is left as it is, for the job to refuse.
+    A configuration with any other difference stays as it is; its job will refuse it.
     """
     nodes = record.launcher_settings.get("nodes")
     if record.launcher != SLURM or nodes is None:
@@ -177,7 +177,7 @@ def _freeze_for_nodes(directory: SweepDir, record: SweepRecord) -> None:
 def _frozen_for(
     nodes: int, directory: SweepDir, record: SweepRecord
 ) -> Iterator[tuple[SweepJob, Any]]:
-    """Yield the jobs that are left, with their configurations for so many nodes."""
+    """Yield the waiting jobs with their configurations for `nodes` nodes."""
     for job in record.jobs:
         run = RunDir(directory.path / job["directory"])
         if job["state"] == JobState.WAITING and run.config.is_file() and run.job.is_file():
@@ -208,7 +208,7 @@ def _key(text: str) -> str:
 
 
 def _refuse_others(overrides: Sequence[str], record: SweepRecord) -> None:
-    """Refuse overrides that must not change; a launcher's resources per job may, except threads."""
+    """Refuse overrides that must not change; resources per job may change, except threads."""
     schema = LAUNCHERS.get(record.launcher)
     names = record.launcher_settings if schema is None else launcher_values(schema())
     settings = {f"hydra.launcher.{name}" for name in names if name != "_target_"}
@@ -255,7 +255,7 @@ def _take_over(record: SweepRecord, asked: Cell, given: set[str]) -> None:
         Problems.raise_if(list(range_problems(launcher, "hydra.launcher.")))
         record.launcher_settings.update(changed)
         record.n_jobs = jobs_at_a_time(launcher_settings(record.launcher_settings, record.launcher))
-    if record.gpus:  # current ones, which may differ from the launch
+    if record.gpus:  # use the current GPUs, which may differ from those at launch
         record.gpus = list(machine.gpu_ids()) or record.gpus
         many = record.n_jobs if record.search else min(record.n_jobs, len(record.jobs))
         Problems.raise_if(gpu_problems(record.gpus, record.gpus_per_job, many))

@@ -1,6 +1,6 @@
 """Read and check a search (hydra/sweeper=optuna): its request, its space, and its cells.
 
-Before the first draw the space is probed for options that can be combined, values that can never
+Before the first draw, the space is probed for options that can be combined, values that can never
 run, and settings without effect.
 """
 
@@ -106,8 +106,8 @@ class Cells:
         """Check one cell, without drawn keys that have no effect in it.
 
         Returns:
-            The result, and the omitted keys: keys that only other options have, and keys that its
-            other values leave without effect.
+            The result, and the omitted keys: keys that the drawn options do not have, and keys
+            without effect in combination with the other values.
         """
         keys = frozenset(bare(one["key"]) for one in self.space)
         checked = check([*self.fixed, *texts], multirun=True, drawn=keys, first=first)
@@ -280,7 +280,7 @@ def read_request(overrides: Sequence[str]) -> Request:
         MensError: the command is invalid, or no point of its space can run.
         Problems: several of these.
     """
-    mapping = "hydra.sweeper.params={"  # its keys are new ones to Hydra, which asks for a +
+    mapping = "hydra.sweeper.params={"  # Hydra requires a + because the keys are new
     overrides = [f"+{text}" if text.startswith(mapping) else text for text in overrides]
     overrides = [*swept_by_config(overrides, OPTUNA), *overrides]
     space = read_space(overrides)
@@ -366,7 +366,7 @@ def objective_problems(
         where: the setting that names them.
         names: KPIs.
         cells: the runs.
-        may_be_own: accept metrics that only a suite or the runs know, if they resemble no KPI.
+        may_be_own: accept user-defined metrics of a suite or a run, if they resemble no KPI.
     """
     if not names:
         yield ConfigError("there is none", where=where, expected="a KPI, such as [val_loss]")

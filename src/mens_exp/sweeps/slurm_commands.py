@@ -29,13 +29,13 @@ _SILENCE = (
     "Connection refused",
     "authentic",
     "timed out",
-    "did not answer",  # within that time
+    "did not answer",  # within _ASK_S
 )
 _NO_SUCH_NODE = "Requested node configuration is not available"
 # `sinfo` on nodes that have not registered (unknown), do not respond (*), or are out of service
 _ABSENT = ("unknown", "*", "down", "drain", "fail", "maint", "reboot")
 _TOOLS = ("sbatch", "squeue", "scancel", "scontrol")
-# Options covered by a setting, and options that control how a job is stopped, requeued and found.
+# Options covered by a setting, and options that control how jobs are stopped, requeued and queried.
 _OURS = frozenset(
     {"account", "comment", "constraint", "cpus-per-task", "exclude", "gpus-per-node", "gres", "mem"}
     | {"partition", "qos"}
@@ -106,7 +106,7 @@ def _options(launcher: SlurmLauncher) -> dict[str, str]:
 
 
 def slurm_problems(launcher: SlurmLauncher, many: int) -> list[MensError]:
-    """List reasons why Slurm would reject a sweep's jobs; sbatch only tests, and starts nothing.
+    """List reasons why Slurm would reject a sweep's jobs, with ``sbatch --test-only``.
 
     Args:
         launcher: the settings.
@@ -155,16 +155,16 @@ def _setting_problems(launcher: SlurmLauncher) -> Iterator[MensError]:
 
 
 def is_passing(said: str) -> bool:
-    """Return whether the failure of a Slurm command may pass: no answer, or nodes that are away.
+    """Return whether a Slurm command's failure may be temporary: no answer, or unavailable nodes.
 
-    A controller says that no node fits while those that fit are out of service, or have not
-    registered with it since it was started (measured on 22.05).
+    A controller reports that no node fits while the fitting nodes are out of service or have not
+    registered since it was started (measured on 22.05).
     """
     return any(text in said for text in _SILENCE) or (_NO_SUCH_NODE in said and _lacks_nodes())
 
 
 def _lacks_nodes() -> bool:
-    """Return whether some nodes take no jobs at the moment."""
+    """Return whether some nodes currently accept no jobs."""
     try:
         states = call(["sinfo", "--noheader", "--Node", "--format=%T"]).split()
     except OSError:
@@ -173,7 +173,7 @@ def _lacks_nodes() -> bool:
 
 
 def refused(said: str) -> MensError:
-    """Return the error for a Slurm command's message: about Slurm, or about the request."""
+    """Return the error for a Slurm command's message: a fault of Slurm, or of the request."""
     if is_passing(said):
         if _NO_SUCH_NODE in said:
             what = "Slurm lacks nodes for the jobs at the moment"
@@ -204,7 +204,7 @@ def call(command: Sequence[str], text: str = "") -> str:
         OSError: it failed; the error contains its message.
     """
     try:
-        done = subprocess.run(  # noqa: S603  # Slurm's own programs, found on the PATH as it is used
+        done = subprocess.run(  # noqa: S603  # Slurm's own programs, looked up on the PATH
             list(command), input=text, capture_output=True, text=True, timeout=_ASK_S, check=False
         )
     except subprocess.TimeoutExpired as error:
@@ -226,7 +226,7 @@ _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One task of an array.
+    """One task of a job array, as Slurm reports it.
 
     Attributes:
         queue_id: Slurm's id, ``<array>_<index>``.

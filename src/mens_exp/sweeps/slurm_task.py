@@ -1,8 +1,8 @@
 """A job's batch process: ``python -m mens_exp.sweeps.slurm_task <sweep> --timeout-min=… …``.
 
-Slurm runs it on a node, once for each start of a task of the array. It starts the job, forwards
-Slurm's warning of the time limit to it, records how it ended, and requeues it. A job of several
-nodes is started by one ``srun``.
+Slurm runs it on a node for each start of a task of the job array. It starts the job, forwards
+Slurm's warning of the time limit, records how the job ended, and requeues it at the time limit. A
+job of several nodes is started by one ``srun``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 TIMEOUT, PREEMPTED = "TIMEOUT", "PREEMPTED"
 _LOOK_S = 0.5
 _HEAR_S = 0.1  # a job takes seconds at least
-_SLACK_S = 90  # sbatch's page: a warning comes up to a minute early; and the job starts up
-_GONE_S = 5  # Slurm kills what is left 30 s after it has asked it to end, by default
-_BY_SIGNAL = 128  # srun's exit code, less the signal's number
+_SLACK_S = 90  # a warning comes up to a minute early (sbatch's man page), plus the job's startup
+_GONE_S = 5  # by default, Slurm sends SIGKILL 30 s after SIGTERM
+_BY_SIGNAL = 128  # srun's exit code minus the signal's number
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -111,7 +111,7 @@ def supervise(
         before: the command that starts its processes on several nodes.
 
     Raises:
-        OSError: the system starts no further process.
+        OSError: the system cannot start another process.
     """
     process = start(arguments, output, environment, before)
     process.has_others = processes > 1
@@ -122,7 +122,7 @@ def supervise(
             pending += signals()
             pending = [one for one in pending if not _passed_on(process, one, bool(before))]
             time.sleep(_HEAR_S)
-    except BaseException:  # a handler of someone else's signal ends this process
+    except BaseException:  # for example, another library's signal handler ends this process
         process.pass_on(signal.SIGTERM)
         raise
     if not before:
@@ -130,14 +130,14 @@ def supervise(
     code = ended.exit_code
     if code is not None and code > _BY_SIGNAL and code != CANCELLED:
         code = _BY_SIGNAL - code
-    return Ended(exit_code=code)  # the peak of memory is that of srun alone
+    return Ended(exit_code=code)  # the measured peak memory is only that of srun
 
 
 def _passed_on(process: Process, number: int, is_across: bool) -> bool:
-    """Send a signal to a job's processes; return whether it has been sent.
+    """Send a signal to a job's processes; return whether it was sent or need not be sent again.
 
-    srun would kill them all at once on SIGTERM (measured on 22.05), so Slurm is asked to signal
-    those that it started; a controller that does not answer is asked again.
+    On SIGTERM, srun kills all its processes at once (measured on 22.05), so ``scancel`` signals
+    them instead; the caller tries again if the controller does not answer.
     """
     if not is_across:
         process.pass_on(number)
@@ -152,7 +152,7 @@ def _passed_on(process: Process, number: int, is_across: bool) -> bool:
 def _close(run: RunDir) -> None:
     """Close the record of a job that Slurm cancels, if srun killed its processes before they could.
 
-    srun passes no SIGTERM on: it ends the processes of all nodes at once.
+    srun does not forward SIGTERM: it kills the processes of all nodes at once.
     """
     until = time.monotonic() + _GONE_S
     while lock_holder(run.job_lock) is not None and time.monotonic() < until:
@@ -164,7 +164,7 @@ def _close(run: RunDir) -> None:
 
 
 def _srun(nodes: int, processes: int, threads: int) -> list[str]:
-    """Return the command that starts a job on all nodes; a process that fails ends the others.
+    """Return the srun command that starts a job on all nodes; a failed process ends the others.
 
     Args:
         nodes: number of nodes.
@@ -182,7 +182,7 @@ def _srun(nodes: int, processes: int, threads: int) -> list[str]:
 
 
 def _free_port() -> int:
-    """Return a port of this node, on which the first process meets the others."""
+    """Return a free port of this node for the rendezvous of the processes."""
     with socket.socket() as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
@@ -200,7 +200,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def environment_on_node(threads: int, processes: int) -> dict[str, str]:
-    """Return the environment of a job that a batch system has given its devices.
+    """Return the environment of a job whose devices a batch system has assigned.
 
     Args:
         threads: threads of the job.
@@ -211,7 +211,7 @@ def environment_on_node(threads: int, processes: int) -> dict[str, str]:
 
 
 class _Warned:
-    """Handles Slurm's signals: a warning stops the job; an end is also sent to the job itself."""
+    """Handlers of Slurm's signals: SIGUSR1 warns of the time limit, and SIGTERM ends the job."""
 
     def __init__(self) -> None:
         self.was, self._left = False, False

@@ -59,7 +59,7 @@ class Request:
         ledger: the ledger that registers it.
         given: overrides of sweep and launcher.
         asked: a cell with these overrides.
-        only_plans: whether nothing is to be run.
+        only_plans: whether the study is only planned, not run.
     """
 
     name: str
@@ -90,10 +90,10 @@ def settings_of(study: StudyConfig, *, only_changed: bool = False) -> dict[str, 
 
 
 def requested(overrides: Sequence[str]) -> Request:
-    """Read the study that a command names, and the overrides that may stand beside it.
+    """Read the study that a command names, and its other overrides.
 
     Raises:
-        MensError: the study is not there or invalid, or an override belongs into its file.
+        MensError: the study is missing or invalid, or an override belongs in its file.
         Problems: several of these.
     """
     given: dict[str, list[str]] = {}
@@ -202,9 +202,9 @@ def planned_runs(request: Request, *, is_new: bool = True) -> tuple[PlannedSweep
 
 
 def _has_metrics_of_its_own(cell: Cell) -> bool:
-    """Return whether a run may measure what our table of KPIs does not have.
+    """Return whether a run may measure metrics that are not in our table of KPIs.
 
-    A class of the user's may log metrics, and files of tasks may name groups and metrics.
+    User-defined classes may log metrics, and task files may name groups and metrics.
     """
     suite = cell.config.suite
     return classes.record(cell.config) is not None or suite.spec.reads_files(suite)
@@ -224,7 +224,7 @@ def arm_count(study: StudyConfig) -> int:
 
 
 def _text(value: Any) -> str:
-    """Write a value of YAML as an override has it."""
+    """Format a YAML value as in an override."""
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
     if isinstance(value, str):
@@ -240,7 +240,7 @@ def factors_of(study: StudyConfig) -> list[str]:
 
 
 def _trial(cell: Cell) -> Trial:
-    """Describe a planned run as a comparison will find it."""
+    """Describe a planned run as a comparison will read it."""
     text = to_yaml(cell.composed.values)
     manifest = Manifest(
         run_id=str(cell.number),
@@ -259,7 +259,7 @@ def refuse_over_budget(study: StudyConfig, jobs: Sequence[SweepJob]) -> None:
     """Refuse a study that is expected to cost more than its budget.
 
     Raises:
-        RequestError: there are more runs, or they are expected to take longer.
+        RequestError: there are too many runs, or they are expected to take too long.
         Problems: both.
     """
     budget, problems = study.budget, []
@@ -285,7 +285,7 @@ def _over(name: str, found: str, expected: str) -> RequestError:
 
 
 def cycle_for(request: Request, arms: Sequence[Arm], cells: Sequence[Cell]) -> CycleEntry:
-    """Return the ledger's form of a study: everything that decides on it.
+    """Return a study's cycle for the ledger: everything that its decision depends on.
 
     Raises:
         RequestError: the arms would be scored by different suites.
@@ -318,7 +318,7 @@ def cycle_for(request: Request, arms: Sequence[Arm], cells: Sequence[Cell]) -> C
 
 
 def _suite_digest(cells: Sequence[Cell]) -> str | None:
-    """Return the digest of the suite that scores every arm; None if none does."""
+    """Return the digest of the suite that scores every arm; None without a suite."""
     if not any(cell.config.suite.spec.scores for cell in cells):
         return None
     from mens_exp.tasks.scoring import planned_suite_digest

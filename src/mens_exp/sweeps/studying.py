@@ -1,8 +1,8 @@
 """study=<name>: plan, register, run and compare a study that a file describes.
 
-The file is the whole request: its settings are registered in a ledger of decisions before the first
-run, as a cycle. The same command continues a study that was interrupted, and refuses one whose file
-has been edited since. Its runs are a sweep, whose record keeps the study.
+The file is the whole request: its settings are registered as a cycle in a decision ledger before
+the first run. The same command continues an interrupted study, and refuses a study whose file has
+been edited since. The runs form a sweep, whose record contains the study.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def conduct(overrides: Sequence[str]) -> int:
         overrides: the command's, as typed.
 
     Returns:
-        The exit code: 0 when all runs that the study asks for have succeeded.
+        The exit code: 0 if all runs that the study requires have succeeded.
 
     Raises:
         MensError: nothing was started.
@@ -139,7 +139,7 @@ def _run(
 
 
 class Seeds:
-    """The launcher's feed: starts the runs of a study seed by seed, until its rule says stop."""
+    """The launcher's feed: adds runs seed by seed until the study's stopping rule ends it."""
 
     def __init__(
         self, study: StudyConfig, directory: SweepDir, record: SweepRecord, console: Console
@@ -151,7 +151,7 @@ class Seeds:
         self._arms = arm_count(study)
 
     def supply(self) -> bool:
-        """Add the next run, unless the study has stopped or waits for the seed before."""
+        """Add the next run, unless the study has stopped or waits for the previous seed."""
         if not self._state["later"] or self._state["stopped"] is not None:
             return False
         begins_seed = len(self._record.jobs) % self._arms == 0
@@ -161,15 +161,15 @@ class Seeds:
         return True
 
     def watch(self, job: SweepJob) -> str | None:
-        """Let every run go on."""
+        """Never end a run early."""
         del job
         return None
 
     def settle(self, job: SweepJob) -> None:
-        """Do nothing: :meth:`supply` looks at whole seeds."""
+        """Do nothing: :meth:`supply` examines complete seeds."""
 
     def _may_begin(self) -> bool:
-        """Return whether another seed begins; record the reason if the study has ended."""
+        """Return whether the next seed may begin; record the reason if the study has stopped."""
         jobs, hours = self._record.jobs, self._study.budget.hours
         spent = sum(job["results"].get("wall_s") or 0.0 for job in jobs) / HOUR_S
         if hours is not None and spent >= hours:
@@ -178,11 +178,11 @@ class Seeds:
         if self._study.stopping is Stopping.all_seeds or not jobs:
             return True
         if any(job["state"] != JobState.SUCCEEDED for job in jobs):
-            return False  # a seed with a missing arm says nothing; the same command runs it again
+            return False  # an incomplete seed cannot be compared; the same command runs it again
         return not self._is_decided()
 
     def _is_decided(self) -> bool:
-        """Look at the finished seeds; return whether every arm has a verdict."""
+        """Compare the finished seeds; return whether every arm has a verdict."""
         done = len(self._record.jobs) // self._arms
         paths = [str(self._directory.path / job["directory"]) for job in self._record.jobs]
         try:
@@ -275,11 +275,11 @@ def _edits(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 def _conclude(
     request: Request, directory: SweepDir, record: SweepRecord, failed: list[MensError]
 ) -> list[Step]:
-    """Compare what has run, record it, show verdicts and hypothesis; return what to type next.
+    """Compare the finished runs, record and show the verdicts; return the next steps.
 
     Args:
         request: the command.
-        directory: of the study.
+        directory: directory of the study.
         record: its record.
         failed: receives the error of a comparison that could not be made.
     """
@@ -315,7 +315,7 @@ def _conclude(
 
 
 def _compare_settings(study: StudyConfig, state: StudyRecord) -> CompareConfig:
-    """Return the settings of the comparison; a reference may be the file's own name of an arm."""
+    """Return the settings of the comparison, with the reference's name in the file resolved."""
     settings = study.compared(state["factors"])
     if settings.reference in study.arms:
         _, cycle = cycles_of(read_ledger(Path(state["ledger"])))[state["name"]]
@@ -326,7 +326,7 @@ def _compare_settings(study: StudyConfig, state: StudyRecord) -> CompareConfig:
 def _compared(
     request: Request, directory: SweepDir, study: StudyRecord, done: Sequence[SweepJob]
 ) -> RunDir:
-    """Run task=compare over the finished runs, unless it has been; return its directory."""
+    """Return the directory of task=compare over the finished runs; run it if it has not been."""
     paths = [directory.path.absolute() / job["directory"] for job in done]
     if study["comparison"] is not None:
         before = RunDir(directory.path / study["comparison"])

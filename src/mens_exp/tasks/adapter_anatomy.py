@@ -311,7 +311,7 @@ def anatomy_of(path: Path, run: RunDir | None) -> tuple[CheckpointRecord, Anatom
 
 
 def _keys(run: RunDir) -> dict[str, str]:
-    """Return the base's keys as in the run's adapter; empty before the adapter is written."""
+    """Return the base's keys recorded by the run's adapter; empty before the adapter is written."""
     if not (run.adapter / MANIFEST_NAME).is_file():
         return {}
     return read_adapter(run.adapter)[0].base_key_map

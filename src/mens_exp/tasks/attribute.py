@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mens_exp.model.sources import BaseModel
     from mens_exp.tasks.run import Run
 
-_PLAIN_EVERY = 30  # modules, where the output is no terminal
-_CHUNK_TOKENS = 64  # unless set
+_PLAIN_EVERY = 30  # modules per progress line, if the output is not a terminal
+_CHUNK_TOKENS = 64  # default
 
 
 def attribute(config: RunConfig, run: Run) -> None:

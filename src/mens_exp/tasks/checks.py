@@ -53,18 +53,18 @@ _LISTED = 4
 
 
 def compared(name: str, recorded: Any, found: Any, *, step: int | None = None) -> Check:
-    """Compare a value with its record; equality is exact."""
+    """Compare a value with the recorded one; equality is exact."""
     outcome = Outcome.EQUAL if recorded == found else Outcome.DIFFERS
     return _check(name, step, outcome, recorded, found, None)
 
 
 def not_here(name: str, recorded: Any, why: str, *, step: int | None = None) -> Check:
-    """Report that there is nothing to compare a record with, which is not an error."""
+    """Report a recorded value without a counterpart here, which is not an error."""
     return _check(name, step, Outcome.NOT_HERE, recorded, None, why)
 
 
 def linked(link: Link, of: str, checks: Iterable[Check]) -> Iterator[Check]:
-    """Label checks with their link of the evidence chain and their record."""
+    """Label checks with their link in the chain of evidence and with the record's name."""
     for check in checks:
         yield {**check, "link": check["link"] or link, "of": check["of"] or of}
 
@@ -337,7 +337,7 @@ def certificate_checks(
 
 
 def _text_check(certificate: Certificate, own: Certificate) -> Check:
-    """Compare everything of a certificate but the card's hash, which its run writes before it."""
+    """Compare a certificate with its run's copy, which lacks the later hash of the model card."""
 
     def parts(one: Certificate) -> dict[str, Any]:
         files = {name: sha256 for name, sha256 in one.files.items() if not name.endswith(".md")}
@@ -384,7 +384,7 @@ def _adapter(certificate: Certificate, found: Inspected) -> Path | None:
 def _like(
     config: RunConfig, found: Inspected, certificate: Certificate, adapter: Path
 ) -> tuple[RunConfig | None, str]:
-    """Return a command that would have written it, as far as the certificate shows."""
+    """Return a command that would have written the output, as far as the certificate shows."""
     probe, accept = certificate.probe, certificate.accepted
     if probe is not None and probe["source"].startswith("text:"):
         return None, f"its {probe['source']} is not named by a path"

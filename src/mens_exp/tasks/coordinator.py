@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.errors import TrainingError
     from mens_exp.tasks.run import Run
 
-_NOTICED_S = 5.0  # from a broken connection to the end of the peer process
+_NOTICED_S = 5.0  # from a broken connection until the peer process has exited
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def distributed_run(config: RunConfig, run: Run, checkpoint: Path | None) -> Ite
                     yield rank
                 except (MensError, Cancelled, KeyboardInterrupt):
                     if others is not None:
-                        others.end()  # or leaving the group could deadlock with them
+                        others.end()  # otherwise leaving the process group could deadlock
                     raise
         except MensError:
             raise
@@ -120,7 +120,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _give_up(run: Run, error: TrainingError, place: str) -> None:
-    """Close the record and exit: this process would wait forever for one that has ended."""
+    """Close the record and exit, because this process would wait forever for a dead one."""
     from mens_exp.tasks.run import complain
 
     if not run.is_closing:
@@ -183,7 +183,7 @@ def follow_from_elsewhere(rank: Rank) -> int:
 
 
 def _end_with(first: int, place: Path) -> None:
-    """Exit when the first process has ended: a GPU collective would wait for it forever."""
+    """Exit once the first process has ended, because a GPU collective would wait forever for it."""
     while os.getppid() == first:
         time.sleep(_LOOK_S)
     for _ in range(100):

@@ -184,7 +184,7 @@ def _conditions(subject: Subject) -> tuple[Condition, ...]:
 
 
 def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
-    """Return the configuration to build, the tensors to load, and a bare adapter's description."""
+    """Return the configuration to build, the tensors to load, and an adapter without a run."""
     if subject.is_base:
         return config, None, None
     if subject.merged is not None and subject.run is not None:
@@ -266,7 +266,7 @@ def evaluation_problems(
         if found:
             return found
     if subject.run is not None:
-        config_of(subject.run)  # it builds what that names
+        config_of(subject.run)  # refuses classes that are not trusted here
         return []
     found = base_problems(config)
     if subject.is_base or found:
@@ -280,7 +280,7 @@ def evaluation_problems(
 
 
 def _on_another_base(config: RunConfig, adapter: StartingAdapter) -> Iterator[RequestError]:
-    """Yield a problem if the base of a command that does not choose one is not that of training."""
+    """Yield a problem if the command's base is not quantized as in the adapter's training."""
     if adapter.quant is None:
         return
     needed = _quantization(config, adapter.quant, adapter.quantizer)
@@ -296,10 +296,10 @@ def _on_another_base(config: RunConfig, adapter: StartingAdapter) -> Iterator[Re
 
 
 def _quantization(config: RunConfig, quant: Quant, recorded: Quantizer | None) -> list[str]:
-    """Return the overrides that turn the base of a command into the one that is recorded."""
+    """Return the overrides that quantize the command's base as recorded."""
     spec, ours = QUANTIZERS.known(quant["base_quant"]), config.quant
     if spec is None or spec.name == ours.quant_type.value == "none":
-        return []  # the former cannot be built here
+        return []  # no override can build an unknown quantizer
     if not spec.is_quantized:
         return ["backend=lora"]
     is_ours = spec.name == ours.quant_type.value

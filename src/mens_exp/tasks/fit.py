@@ -104,7 +104,7 @@ def read_inputs(config: RunConfig, run: Run, cache: Path) -> Inputs:
     rows = load_rows(config.data, cache)
     keep_bad_rows(run.dir, rows)
     data = RowsDataModule(config, rows, tokenizer, cache)
-    if config.objective.spec.compares_groups:  # which is refused early, if at all
+    if config.objective.spec.compares_groups:  # refuses incomplete groups before training
         for documents in (data.train_documents, data.val_documents):
             groups_of(documents, RewardScale.none)
     bound = f"the optimizer steps of {config.trainer.max_epochs} epochs"
@@ -308,7 +308,7 @@ def _validate_before(
 
 
 def _say_stage(what: str, rank: Rank) -> None:
-    """Write what begins, for a reader who waits for the first step."""
+    """Print the stage that begins, for a user who waits for the first step."""
     if rank.is_first:
         terminal.say(f"{what} …", Tone.QUIET, on=terminal.console(stderr=True))
 
@@ -406,7 +406,7 @@ def certify_steps(
     node = run.manifest.data_contract
     assert node is not None, "the rows come first"
     contract = DataContract(**node)
-    # What a killed process was writing there; its own run, once resumed, does not write it again.
+    # Left by killed processes; their own runs do not write the same file again when resumed.
     atomic.remove_stale(writable_cache() / _REFERENCE)
     if contract.probe is not None:
         return
@@ -423,7 +423,7 @@ def certify_steps(
     del contract.unknown["probe"]
     _record(run, contract, list(contract_rules.of_probe(contract.probe)))
     found = contract.probe["reference"]
-    if known is None and found is not None:  # within its tolerances
+    if known is None and found is not None:  # within the tolerances, or _record would have raised
         why_not = StoredReference(part={**found, "from_cache": True}).keep(kept)
         run.manifest.notes += [] if why_not is None else [why_not]
 
@@ -431,7 +431,7 @@ def certify_steps(
 def compared_whole(
     config: RunConfig, run: Run, base: BaseModel, module: TrainingModule, data: RowsDataModule
 ) -> Reference | None:
-    """Compare a model with transformers before its base is sharded.
+    """Compare the model with transformers' before its base is sharded.
 
     Args:
         config: the whole configuration.
@@ -528,7 +528,7 @@ def report_start(run: Run, backend: Backend) -> None:
 
 
 def note_peft_view(run: Run) -> None:
-    """Say in the manifest what the PEFT directory is worth on the plainly quantized base."""
+    """Note the PEFT directory's validation loss on the plainly quantized base in the manifest."""
     results, spec = run.manifest.results, QUANTIZERS.known(run.manifest.facts.get("quant", "none"))
     why = spec.differs_elsewhere if spec is not None else None
     why = why or "the base of this run was changed by its initialisation"

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 def tokenizer_of(config: TokenizerConfig, base: BaseModel, run: RunDir) -> Tokenizer:
     """Return the tokenizer of a run.
 
-    If the chat template was read from a file, the run's own copy is used as soon as it exists. Even
-    if the file changes, the copy records the format of rows and prompts.
+    If the chat template was read from a file, the run's own copy is used as soon as it exists, so
+    that later changes to the file do not affect the run.
 
     Args:
         config: the run's `tokenizer` config group.
@@ -75,7 +75,7 @@ def read_teacher(config: RunConfig, base: BaseModel, cache: Path) -> BaseModel |
     """Return the model that the objective learns from, downloaded and hashed; None if it has none.
 
     Raises:
-        ConfigError: its tokenizer is another one than the base's.
+        ConfigError: its tokenizer differs from the base's.
     """
     named = teacher_of(config.objective, config.model)
     if named is None or named is config.model:
@@ -252,13 +252,13 @@ def trained_run(subject: RunDir, theirs: RunConfig, settings: ParityConfig, cach
 
     Args:
         subject: the run.
-        theirs: its configuration, the device set.
+        theirs: its configuration, with the device set.
         settings: the `parity` node of the command.
         cache: folder of models and rows.
 
     Raises:
-        RequestError: its base or tokenizer is not the one that it was trained on.
-        Problems: several of these, or its adapter differs from what it wrote.
+        RequestError: the base or the tokenizer differs from that of the training.
+        Problems: several of these, or the adapter differs from what the run wrote.
     """
     from mens_exp.model.sources import resolve
 
@@ -357,7 +357,7 @@ def transformers_tokenizer(subject: RunDir, theirs: RunConfig) -> Any:
 
 
 def _recorded_base(subject: RunDir, theirs: RunConfig) -> BaseModel:
-    """Return the base of a run; other weights than those that it recorded are refused."""
+    """Return the base of a run; refuse weights that differ from the recorded ones."""
     from mens_exp.model.sources import resolve
 
     base = resolve(theirs.model, writable_cache())

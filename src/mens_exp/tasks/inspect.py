@@ -1,6 +1,6 @@
 """task=inspect: describe an output and its lineage, and check both against the records.
 
-With inspect.replay the first steps of a run are taken again, up to the first value that differs.
+With inspect.replay, the first steps of a run are repeated up to the first value that differs.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _judge(record: Inspection, run: Run) -> None:
 
 
 def _tried(config: RunConfig, damage: list[Check], name: str, read: Callable[[], T]) -> T | None:
-    """Read something; under inspect.verify, what cannot be read is one more thing that differs.
+    """Read something; with inspect.verify, report a failure as a differing check.
 
     Raises:
         MensError: reading failed and verify is false.
@@ -253,10 +253,10 @@ def replay(subject: RunDir, steps: int) -> Replay:
 
 
 def _refuse_extended(config: RunConfig, manifest: Manifest, subject: RunDir) -> None:
-    """Refuse an extended run whose first steps depend on its first number of steps in other ways.
+    """Refuse an extended run if more than its learning rates depends on the number of steps.
 
     Raises:
-        RequestError: it is such a run.
+        RequestError: more than the rates depends on it.
     """
     depends = {
         f"lora.variant={config.lora.spec.name}": config.lora.spec.allocates,

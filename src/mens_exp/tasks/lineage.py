@@ -130,7 +130,7 @@ def _recorded(role: Role, place: Path, sha256: str | None) -> Ancestor:
 
 
 def _unnamed(found: Inspected) -> Ancestor:
-    """Describe an object that names nothing but its base."""
+    """Describe an object whose records name no ancestor except its base."""
     if found.adapter is None:
         missing = "no certificate next to it names its inputs"
         return _ancestor(Role.WRITTEN, found.path.resolve().name, found.path, {}, missing)
@@ -200,8 +200,8 @@ def source_run(certificate: Certificate, near: Path) -> RunDir | None:
 
     Args:
         certificate: the output's certificate.
-        near: location of the output. Where no run at hand has the adapter, it is looked for in the
-            place that the run that wrote the output read it from.
+        near: location of the output. If no run near it has the adapter, the path from which the
+            merge or export read the adapter is searched too.
     """
     sha256 = certificate.sources.get("adapter_sha256")
     at_hand, writer = trained_by(sha256, near), written_by(certificate, near)

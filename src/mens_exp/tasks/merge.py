@@ -104,7 +104,7 @@ class Merging:
 
     Attributes:
         inputs: adapter and base, read.
-        choices: extent, format and base weights of the output.
+        choices: the output's extent, format and base weights.
         deltas: the delta added to each weight, by logical name.
     """
 
@@ -251,7 +251,7 @@ def _told(inputs: MergeInputs, choices: Choices) -> list[str]:
 
 
 def export_adapter(config: RunConfig, run: Run) -> None:
-    """Write an adapter in another form, with its certificate, and record its hash."""
+    """Write an adapter in another format, with its certificate, and record its hash."""
     from mens_exp.tasks.certificates import certify_adapter
 
     asked = conversion_of(config)
@@ -305,7 +305,7 @@ _FORMS = {"v2": "schema v2", "v3": "schema v3", "peft": "PEFT's form"}
 
 
 def _complete(config: RunConfig, subject: RunDir | None, out: Path) -> None:
-    """Add what a run's PEFT adapter is used with: tokenizer, chat template, and its model card."""
+    """Add the tokenizer, the chat template and the model card to a run's PEFT adapter."""
     if config.format is not ExportFormat.peft or subject is None:
         return
     if subject.peft.is_dir():
@@ -383,7 +383,7 @@ def _gguf(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, St
         )
     merging = _merged(config, run)
     assert merging.inputs.base is not None, "a whole model has one"
-    refuse_unwritable(merging.inputs.base.directory)  # a base that was made just now
+    refuse_unwritable(merging.inputs.base.directory)  # earlier checks miss a newly created base
     with atomic.scratch(directory.parent) as folder:
         source = folder / "merged"
         source.mkdir()

@@ -1,4 +1,4 @@
-"""task=plan: predict what a run would do and cost, without running it.
+"""task=plan: predict the actions and costs of a run without running it.
 
 The ledger keeps the predictions of a run next to its measurements.
 """
@@ -115,8 +115,8 @@ def keep_measurement(
         manifest: the record of the run.
         plan: its plan.
         cache: the directory of the ledger.
-        held: bytes in use before the run, by kind of device. What the process of a notebook held
-            for other purposes is not memory of the run.
+        held: bytes in use before the run, by kind of device. Memory that a notebook's process
+            already held is not counted as the run's.
     """
     if (plan.get("processes") or {}).get("processes", 1) > 1:
         return

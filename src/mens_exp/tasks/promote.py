@@ -110,7 +110,7 @@ def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
     Args:
         ledger: the file; created if missing.
         cycle: the cycle.
-        prefix: of the settings that it was made from, for messages.
+        prefix: prefix of its settings, for messages.
 
     Raises:
         RequestError: there is a cycle of this name, or one with the same seeds.
@@ -250,8 +250,8 @@ def decision_checks(entries: list[LedgerEntry], number: int) -> tuple[list[Check
         number: index of the decision among them, from 0.
 
     Returns:
-        The checks of the decision and its rules against the replay; and the reason why it cannot be
-        replayed under the current rules, in which case there are no checks.
+        The checks of the decision and its rules against the replay, and the reason why it cannot be
+        replayed under the current rules. There are no checks if there is a reason.
 
     Raises:
         GateError: its evidence is gone.

@@ -396,7 +396,7 @@ def _not_of(record: Comparison, opened_utc: str, cycle: CycleEntry) -> list[str]
 
 
 def _are_registered(seeds: set[int], cycle: CycleEntry) -> bool:
-    """Return whether a cycle has exactly these seeds, or stopped after its first ones."""
+    """Return whether these are a cycle's seeds, or its first ones if the cycle may stop early."""
     registered = cycle["seeds"]
     study = cycle.get("study")
     if study is not None and study["stopping"] == Stopping.first_verdict.value:
@@ -405,7 +405,7 @@ def _are_registered(seeds: set[int], cycle: CycleEntry) -> bool:
 
 
 def comparison_problems(record: Comparison) -> tuple[list[str], list[str]]:
-    """Hash a comparison's files and recompute its comparison.
+    """Hash the files of a comparison and recompute it.
 
     Returns:
         Reasons to reject it, such as changed files or differing figures; and the parts that cannot

@@ -49,11 +49,11 @@ class SamplingCounts(TypedDict):
         kept: passing answers written as rows.
         repeated: passing answers that equal an earlier one of the same prompt up to layout.
         over_limit: passing answers beyond the limit per prompt.
-        unfinished: passing answers cut at the maximum length; failing ones too if they are kept.
-        unusable: answers that make no row, such as blank ones, of the same kinds.
-        alone: answers that are kept only with others to their prompt (eval.keep_failing).
+        unfinished: passing answers cut at the maximum length; with eval.keep_failing, any answers.
+        unusable: likewise, answers that cannot become a row, such as blank ones.
+        alone: with eval.keep_failing, the only usable answers to their prompts, which are dropped.
         prompts_without_pass: items without a passing answer.
-        prompts_of_both: items that some of the kept answers solve, and others do not.
+        prompts_of_both: items with both passing and failing kept answers.
     """
 
     prompts: int
@@ -99,10 +99,10 @@ def keep_rows(
 
     Args:
         suite: the evaluated suite.
-        events: the answers; those of `sampled_condition` count.
+        events: the answers; only those of `sampled_condition` are used.
         most: maximum rows per prompt.
         provenance: provenance of every row; the item and the sample number are added.
-        runner: the sandbox for programs that bring answers into a form to be compared in.
+        runner: the sandbox for formatters, which normalize answers before they are compared.
         with_failing: return all finished answers instead, each with its reward.
     """
     condition = sampled_condition(events)
@@ -152,7 +152,7 @@ def _keep_of(
     rows = 0
     for event in passed:
         row = _row(item, event, suite, {**provenance, "item": item.id, "sample": event["sample"]})
-        if not event["finished"]:  # it would teach the model not to stop
+        if not event["finished"]:  # training on it would teach the model not to stop
             kept.dropped["unfinished"] += 1
         elif row is None:
             kept.dropped["unusable"] += 1
@@ -173,11 +173,11 @@ def _keep_rewarded(
     provenance: Mapping[str, Any],
     kept: _Kept,
 ) -> None:
-    """Add the finished answers to one item with their rewards, if there are several."""
+    """Add one item's finished answers with their rewards, if there are at least two."""
     mine: list[TrainingPair] = []
     for event in sorted(events, key=_sample):
         row = _row(item, event, suite, {**provenance, "item": item.id, "sample": event["sample"]})
-        if not event["finished"]:  # the row would have an end that the model did not write
+        if not event["finished"]:  # the row would add an end marker that the model did not write
             kept.dropped["unfinished"] += 1
         elif row is None:
             kept.dropped["unusable"] += 1
@@ -200,7 +200,7 @@ def _sample(event: ItemEvent) -> int:
 def _row(
     item: Item, event: ItemEvent, suite: str, provenance: Mapping[str, Any]
 ) -> TrainingPair | None:
-    """Return an answer with its conversation as a row; None if it makes no row."""
+    """Return an answer with its conversation as a row; None if they are not a valid row."""
     spec = SUITES.known(suite)
     turns = [*item.messages, {"role": "assistant", "content": event["completion"]}]
     try:
@@ -336,10 +336,10 @@ def keep_passing(
 def _provenance(
     events: Sequence[ItemEvent], scorecard: Scorecard, config: RunConfig, run: Run
 ) -> dict[str, Any]:
-    """Return a row's provenance (model and sampling); nothing that varies between runs."""
+    """Return a row's provenance: model and sampling, without values that vary between runs."""
     inputs, made, settings = run.manifest.inputs, scorecard.generation, config.eval
     served = inputs.get("served") or {}
-    suite: Any = config.suite  # one with tasks of the user's own, as the rules have it
+    suite: Any = config.suite  # the configuration rules require a suite with the user's tasks
     told = {
         "kind": "rejection_sampling",
         "model": served.get("model", inputs.get("base_model")),

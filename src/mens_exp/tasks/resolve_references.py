@@ -85,7 +85,7 @@ def _pin_without_path(cell: Cell) -> list[MensError]:
 
 
 def _pin_rounds(cell: Cell) -> list[MensError]:
-    """List what prevents the first round from sampling, or any round from training."""
+    """List problems that prevent the first round from sampling, or any round from training."""
     config = cell.config
     if not config.rejection_sampling.sample:
         return []  # reported by the rules
@@ -129,7 +129,7 @@ def _pin_path(cell: Cell) -> list[MensError]:
 
 
 def _pin_base(cell: Cell) -> list[MensError]:
-    """Resolve the command's own model, which is to be written as a directory."""
+    """Resolve the command's own model, which the export writes as a directory."""
     from mens_exp.export.handoff import occupied
     from mens_exp.export.subject import base_problems
 
@@ -160,7 +160,7 @@ def _pin_model(cell: Cell) -> None:
 
 
 def _pin_teacher(cell: Cell) -> None:
-    """Do the same for the model that an objective learns from."""
+    """Resolve the objective's teacher model like :func:`_pin_model`."""
     objective: Any = cell.config.objective
     teacher = teacher_of(objective, cell.config.model)
     if teacher is cell.config.model or not isinstance(teacher, HfModel):
@@ -222,7 +222,7 @@ def _pin_subject(cell: Cell) -> list[MensError]:
         return _pin_evaluated(cell)
     subject = subject_of(config.path)
     if config.task.name == "chat":
-        config_of(subject)  # they build the classes that it names
+        config_of(subject)  # refuses classes that are not trusted here
     _put_path(cell, str(subject.path))
     return sending_problems(config, subject)
 
@@ -386,7 +386,7 @@ def inspection_problems(config: RunConfig, found: Inspected) -> list[MensError]:
             )
         )
     if config.inspect.replay and found.run is not None:
-        config_of(found.run)  # what it names is built
+        config_of(found.run)  # refuses classes that are not trusted here
     return listed
 
 

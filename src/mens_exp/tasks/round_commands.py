@@ -1,4 +1,4 @@
-"""The commands that task=rejection_sampling types for its rounds, and what prevents them."""
+"""The commands that task=rejection_sampling runs in its rounds, and their problems."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 SECTION = "rejection_sampling"
 PASSING, ROWS = "passing.jsonl", "rows.jsonl"
 _BUNDLES = ("experiment", "preset")
-_DECIDED = ("task", "path", "eval.keep_passing", "eval.keep_failing")  # by the rounds themselves
-# The suite that scores, its rows and loggers of training are not those of a sampling.
+_DECIDED = ("task", "path", "eval.keep_passing", "eval.keep_failing")  # set by the rounds
+# Sampling has a different suite, and neither the rows nor the loggers of training.
 _NOT_OF_SAMPLING = {"task", "suite", "data", "logger", "path", "hydra"}
 
 
@@ -32,7 +32,7 @@ class RoundCommands:
 
     Attributes:
         config: the configuration of the whole command.
-        typed: its overrides.
+        typed: the command's overrides, as typed.
         output: the directory of the rounds.
     """
 
@@ -42,7 +42,7 @@ class RoundCommands:
 
     @property
     def compares_answers(self) -> bool:
-        """Whether rounds train on all graded answers, not on those alone that pass."""
+        """Whether rounds train on all graded answers instead of only on passing ones."""
         return self.config.objective.spec.compares_groups
 
     def place(self, number: int) -> Path:
@@ -50,7 +50,7 @@ class RoundCommands:
         return self.output / f"round_{number}"
 
     def sampling(self, number: int) -> list[str]:
-        """Return the overrides that sample in a round."""
+        """Return the overrides of a round's sampling command."""
         path = "base" if number == 1 else str(self.place(number - 1) / "train")
         own = self.config.rejection_sampling.sample
         seed = f"eval.seed={self.config.eval.seed + number - 1}"
@@ -69,7 +69,7 @@ class RoundCommands:
         return ["task=evaluate", *kept, *own, *beside]
 
     def training(self, number: int, *, has_rows: bool = True) -> list[str]:
-        """Return the overrides that train in a round, with or without sampled rows."""
+        """Return the overrides of a round's training command, with or without sampled rows."""
         kept = [text for text in self.typed if not _is_of_rounds(_key(text))]
         start = []
         if number > 1 and self.config.rejection_sampling.start is RoundStart.last:
@@ -120,7 +120,7 @@ class RoundCommands:
         yield from self._problems_of_groups() if self.compares_answers else ()
 
     def _problems_of_groups(self) -> Iterator[ConfigError]:
-        """Yield settings under which a round would start from another adapter than the sampled."""
+        """Yield settings under which a round would not train the adapter that gave its answers."""
         settings = self.config.rejection_sampling
         if settings.start is not RoundStart.last or settings.rows is not RoundRows.newest:
             yield ConfigError(
@@ -142,10 +142,10 @@ class RoundCommands:
 
 
 def other_draws(samples: RunConfig) -> Iterator[ConfigError]:
-    """Yield settings of a sampling that give no groups of answers as the model would draw them.
+    """Yield settings under which answers are not groups drawn from the model's distribution.
 
     Args:
-        samples: the configuration of a sampling.
+        samples: the configuration of a round's sampling.
     """
     found = samples.eval
     for name, holds, wanted, why in (
@@ -173,9 +173,9 @@ def _is_of_rounds(key: str) -> bool:
 
 
 def is_of_bundle(problem: MensError) -> bool:
-    """Return whether a problem is only that a sampling reads no experiment and no preset.
+    """Return whether a problem only says that sampling does not use an experiment or a preset.
 
-    They also set keys of the base model, which the first sampling reads.
+    It is ignored, because these also set keys of the base model, which the first sampling reads.
     """
     return isinstance(problem, NoEffectError) and problem.where in _BUNDLES
 
@@ -185,7 +185,7 @@ def shared_tasks(scores: RunConfig, samples: RunConfig) -> Iterator[GateError]:
 
     Args:
         scores: the configuration whose suite scores the rounds.
-        samples: that of a sampling.
+        samples: the configuration of a round's sampling.
     """
     if not scores.suite.spec.reads_files(scores.suite):
         return

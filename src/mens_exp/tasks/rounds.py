@@ -57,7 +57,7 @@ class Round(TypedDict):
     """The record of one round.
 
     Attributes:
-        number: from 1.
+        number: number of the round, from 1.
         prompts: tasks that were answered.
         sampled: sampled answers.
         passed: answers that passed.
@@ -68,8 +68,8 @@ class Round(TypedDict):
         prompts_without_pass: tasks without a passing answer.
         tuned_val_loss: validation loss after training, on rows of the round's own split.
         kpi: name of the KPI of the scoring suite; None without one.
-        base: its value for the base model.
-        tuned: its value for the round's model.
+        base: value of the KPI for the base model.
+        tuned: value of the KPI for the round's model.
         wall_s: seconds of sampling and training.
         sample: directory of the sampling.
         train: directory of the training run.
@@ -94,7 +94,7 @@ class Round(TypedDict):
 
 
 def rejection_sampling(config: RunConfig, run: Run) -> None:
-    """Do the rounds that are not done yet, and record all of them."""
+    """Run the rounds that are not complete yet, and record all of them."""
     settings = config.rejection_sampling
     assert settings.output is not None, "the rules ask for it"
     output = Path(settings.output).expanduser()
@@ -118,7 +118,7 @@ def rejection_sampling(config: RunConfig, run: Run) -> None:
 
 
 def _inputs(output: Path) -> dict[str, Any]:
-    """Return the identity of base model and sampled tasks, as the first sampling recorded them."""
+    """Return the base model and the sampled suite with their hashes, as the first round did."""
     sample = RunDir(output / "round_1" / "sample")
     read = Manifest.read(sample.manifest).inputs
     named = ("base_model", "base_source", "base_weights_sha256", "tokenizer_sha256")
@@ -131,7 +131,7 @@ def _inputs(output: Path) -> dict[str, Any]:
 
 
 def _spent(done: Sequence[Round], hours: float | None) -> str | None:
-    """Return that the budget is spent, if it is."""
+    """Return a message if the time budget is spent, else None."""
     spent = sum(one["wall_s"] for one in done)
     if hours is None or spent < hours * _HOUR_S:
         return None
@@ -153,7 +153,7 @@ def _composed(texts: Sequence[str]) -> Cell:
 
 
 def _perform(commands: RoundCommands, done: list[Round]) -> str | None:
-    """Do the next round; return why it is the last one, if it is.
+    """Run the next round; return the reason to stop without training, if there is one.
 
     Raises:
         MensError: a step failed; its directory has the record.
@@ -179,10 +179,10 @@ def _nothing_to_learn(
     rows: Sequence[TrainingPair],
     new: int,
 ) -> str | None:
-    """Say what a round sampled; return why it cannot be trained on, if so.
+    """Print the counts of a round's answers; return the reason not to train on them, if any.
 
     Raises:
-        GateError: it is the first one.
+        GateError: there is a reason in the first round.
     """
     number = len(done) + 1
     said = f"Round {number}: {counts['passed']} of {counts['sampled']} answers passed, "
@@ -227,7 +227,7 @@ def _without_rows(done: Sequence[Round], counts: dict[str, Any]) -> str:
 
 
 def _rows(commands: RoundCommands, number: int) -> tuple[list[TrainingPair], int]:
-    """Return the rows that a round trains on, and how many of its own are new.
+    """Return the training rows of a round, and the number of its new ones.
 
     Raises:
         RequestError: a file of passing answers has changed since it was written.
@@ -238,17 +238,17 @@ def _rows(commands: RoundCommands, number: int) -> tuple[list[TrainingPair], int
     if commands.config.rejection_sampling.rows is RoundRows.newest:
         return each[-1], len(new)
     distinct: dict[tuple[str | None, str], TrainingPair] = {}
-    for row in itertools.chain(*each):  # the first of each stays
+    for row in itertools.chain(*each):  # of duplicates, the first is kept
         distinct.setdefault(_identity(row), row)
     return list(distinct.values()), len(new)
 
 
 def _step(directory: Path, texts: list[str], what: str) -> Manifest:
-    """Do one step, unless it is done; return its record.
+    """Run one step unless it is complete; return its manifest.
 
     Raises:
-        RequestError: it was done by another command.
-        MensError: it failed.
+        RequestError: a different command has run it.
+        MensError: the step failed.
     """
     run = RunDir(directory)
     before = Manifest.read(run.manifest) if run.manifest.is_file() else None
@@ -281,7 +281,7 @@ def _difference(before: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _put_aside(directory: Path) -> None:
-    """Rename what an interrupted step left, so that it can be done again."""
+    """Rename the directory of an interrupted step, so that the step can run again."""
     number = 1
     while (aside := directory.with_name(f"{directory.name}.interrupted_{number}")).exists():
         number += 1
@@ -306,15 +306,15 @@ def _passing(sample: Path) -> list[TrainingPair]:
 
 
 def _identity(row: TrainingPair) -> tuple[str | None, str]:
-    """Return what makes two answers to a task the same: syntax tree or words."""
+    """Return a key that equal answers share: the task, and the answer's syntax tree or words."""
     return row.group, response_key(row.response)
 
 
 def _write_rows(path: Path, rows: Sequence[TrainingPair]) -> None:
-    """Write the rows of a round; they are the same whenever they are written.
+    """Write the rows of a round; the content is deterministic.
 
     Raises:
-        RequestError: the file is there and has other content.
+        RequestError: the file exists with other content.
     """
     content = io.BytesIO()
     for row in rows:
@@ -345,7 +345,7 @@ def _round(
         "passed": counts["passed"],
         "kept": counts["kept"],
         "new": rows[1],
-        "prompts_of_both": counts.get("prompts_of_both", 0),  # of an earlier release
+        "prompts_of_both": counts.get("prompts_of_both", 0),  # absent in earlier releases
         "rows": rows[0],
         "prompts_without_pass": counts["prompts_without_pass"],
         "tuned_val_loss": trained.results.get("tuned_val_loss"),

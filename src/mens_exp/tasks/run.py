@@ -89,7 +89,7 @@ def end_at_once() -> None:
 def kept_alive() -> Iterator[None]:
     """Make a second signal inside the block a KeyboardInterrupt; the process belongs to a user.
 
-    A notebook or a script goes on after a cancelled run, so the process must not end with it.
+    A notebook or a script continues after a cancelled run, so its process must not be ended.
     """
     global _at_second  # noqa: PLW0603  # signal handlers belong to the whole process as well
     before, _at_second = _at_second, signal.default_int_handler
@@ -101,7 +101,7 @@ def kept_alive() -> Iterator[None]:
 
 # Tasks that describe a fine-tune; the others read a finished one.
 TRAINING = frozenset({"train", "plan"})
-_VALIDATED_FIRST = ("base_val_loss", "initial_val_loss")  # before the first step
+_VALIDATED_FIRST = ("base_val_loss", "initial_val_loss")  # measured before the first step
 # Provenance fields that may affect results.
 _CONDITIONS = ("commit", "diff_sha256", "packages", "python", "cpu", "environment", "own_classes")
 
@@ -186,9 +186,9 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _hash_outputs(run: RunDir) -> dict[str, str]:
-    """Hash every finished file of the run, except checkpoints and the sinks' files.
+    """Hash every complete file of the run, except checkpoints and the sinks' files.
 
-    Quarantined rows are not outputs either: they stay behind when the run is moved.
+    Quarantined rows are not outputs either, because they are not moved with the run.
     """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [
@@ -274,11 +274,11 @@ def reopen_run(
     A successful run stays unchanged if its continuation is refused before a step is taken.
 
     Args:
-        directory: of the run.
-        cell: its configuration from now on.
+        directory: directory of the run.
+        cell: the run's configuration from now on.
         step: the optimizer step.
-        notes: to add to its record.
-        extensions: for its contract.
+        notes: notes to add to its manifest.
+        extensions: extensions of its contract.
 
     Raises:
         RequestError: a process is still working on it.
@@ -446,7 +446,7 @@ def run_task(directory: Path, cell: Cell) -> int:
     task = cell.config.task.name
     if task == "train":
         return ended(work, directory)
-    # The others have no training state to resume.
+    # Other tasks have no training state to resume from.
     done = "; steps that are done stay so" if task in _IN_STEPS else ""
     return ended(work, directory, f"the same command{done}")
 
@@ -469,7 +469,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
     Args:
         work: the work to do.
         directory: the run directory.
-        goes_on: the command that continues a cancelled run; `resume=` by default.
+        goes_on: the command to continue a cancelled run with; `resume=` by default.
 
     Returns:
         The exit code.
@@ -495,7 +495,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
             complain([refused])
             print(f"The record: {directory}", file=sys.stderr)  # noqa: T201
             return refused.exit_code
-        traceback.print_exc()  # a bug, shown whole
+        traceback.print_exc()  # a bug: the user needs the full traceback for a report
         print(f"{_whose(error)}; the record: {directory}", file=sys.stderr)  # noqa: T201
         return 1
     _show(directory)
@@ -503,7 +503,7 @@ def ended(work: Callable[[], None], directory: Path, goes_on: str | None = None)
 
 
 def _whose(error: BaseException) -> str:
-    """Say whether a file of the working directory raised an error, or ours."""
+    """Attribute an error to a file of the working directory or to this package."""
     here, ours = Path.cwd().resolve(), Path(__file__).resolve().parents[1]
     frames = walk_tb(error.__traceback__)
     files = [Path(frame.f_code.co_filename).resolve() for frame, _ in frames]
@@ -516,7 +516,7 @@ def _whose(error: BaseException) -> str:
 
 
 def _show(directory: Path) -> None:
-    """Print the result of a run, and what to type next."""
+    """Print the result of a run and the next commands."""
     from mens_exp.report import run_page, summary, terminal
 
     run = RunDir(directory)

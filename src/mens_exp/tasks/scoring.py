@@ -78,11 +78,11 @@ def prepare(
     """Build the suite, open the sandbox and run the self-test; or record why nothing is scored.
 
     Args:
-        config: the command's own.
+        config: the command's configuration.
         run: the open run.
-        backend: the graph.
-        heldout: rows that were held out, for a suite made of them.
-        tokenizer: with the chat template of training.
+        backend: the model.
+        heldout: the held-out rows, for a suite built from them.
+        tokenizer: the tokenizer, with the chat template of training.
     """
     suite = suite_of(config, heldout, tokenizer, backend.max_positions)
     if isinstance(suite, str):
@@ -114,11 +114,11 @@ def score(
     """Write scorecard.json and events.jsonl, or record in the manifest why there is none.
 
     Args:
-        config: the command's own.
+        config: the command's configuration.
         run: the open run.
-        backend: the graph.
-        heldout: rows that were held out, for a suite made of them.
-        tokenizer: with the chat template of training.
+        backend: the model.
+        heldout: the held-out rows, for a suite built from them.
+        tokenizer: the tokenizer, with the chat template of training.
         conditions: the models to score.
         prepared: resources already opened for the run.
     """
@@ -142,10 +142,10 @@ def score(
 
 
 def _not_scored(run: Run, why: str) -> None:
-    """Note why a run has no scorecard.
+    """Record why a run has no scorecard.
 
     Raises:
-        RequestError: the task was to make one.
+        RequestError: the task is evaluate, whose purpose is the scorecard.
     """
     if run.manifest.task == "evaluate":
         raise RequestError(
@@ -165,19 +165,19 @@ def sample(
     heldout: Sequence[TrainingPair],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write samples.json: answers of both models to some held-out rows, if no suite asks them.
+    """Write samples.json: both models' answers to some held-out rows, if no suite uses the rows.
 
     Args:
-        config: the command's own.
+        config: the command's configuration.
         run: the open run.
-        backend: the graph.
-        heldout: rows that were held out.
-        tokenizer: with the chat template of training.
+        backend: the model.
+        heldout: the held-out rows.
+        tokenizer: the tokenizer, with the chat template of training.
     """
     suite = config.suite.unscored
     if suite is None or suite.items == 0 or not heldout:
         return
-    asking = {pair.id: pair for pair in heldout if not pair.is_text}  # equal rows ask once
+    asking = {pair.id: pair for pair in heldout if not pair.is_text}  # equal rows only once
     rows = [asking[one] for one in sorted(asking)][: suite.items]
     if not rows:
         return
@@ -210,9 +210,9 @@ def score_served(config: RunConfig, run: Run, condition: Condition) -> None:
     """Score the model behind a server, and write the same records.
 
     Args:
-        config: the command's own; `eval.base_url` and `eval.model` name the model.
+        config: the command's configuration; `eval.base_url` and `eval.model` name the model.
         run: the open run.
-        condition: what the model is.
+        condition: the condition that the model represents.
     """
     from mens_exp.evals.engines import ServerEngine
 
@@ -233,10 +233,10 @@ def score_by(config: RunConfig, run: Run, suite: Suite, engines: Mapping[str, En
     """Score models behind external engines.
 
     Args:
-        config: the command's own.
+        config: the command's configuration.
         run: the open run.
-        suite: what is asked.
-        engines: model -> what answers for it.
+        suite: the suite.
+        engines: condition -> its engine.
     """
     runner = runner_of(config, run) if suite.needs_sandbox else None
     self_test = tested(suite, runner, run)
@@ -260,7 +260,7 @@ def generation_of(suite: Any, settings: EvalConfig) -> Generation:
 
 
 def plan_of(settings: EvalConfig, suite: Suite) -> Plan:
-    """Return the number of samples per item, and of repairs of each."""
+    """Return the number of samples per item and of repair attempts per sample."""
     retries = settings.max_retries if suite.retries is None else suite.retries
     return Plan(samples=settings.samples, max_retries=retries, seed=settings.seed)
 
@@ -271,9 +271,9 @@ def suite_of(
     """Return the suite, or the reason why there is none.
 
     Args:
-        whole: the command's own configuration.
-        heldout: rows that were held out, for a suite made of them.
-        tokenizer: with the chat template of training.
+        whole: the command's configuration.
+        heldout: the held-out rows, for a suite built from them.
+        tokenizer: the tokenizer, with the chat template of training.
         max_positions: maximum number of tokens of the model.
     """
     config = whole.suite
@@ -286,7 +286,7 @@ def suite_of(
 
 
 def planned_suite_digest(config: RunConfig, cache: Path) -> str | None:
-    """Return the suite digest that the scorecard of a planned run will state; None without a suite.
+    """Return the suite digest of a planned run's future scorecard; None without a suite.
 
     Raises:
         MensError: the suite cannot be read, or the run would have no scorecard.
@@ -294,7 +294,7 @@ def planned_suite_digest(config: RunConfig, cache: Path) -> str | None:
     if not config.suite.spec.scores:
         return None
     heldout: Sequence[TrainingPair] = ()
-    tokenizer: Any = None  # only a suite of rows reads it
+    tokenizer: Any = None  # used only by a suite built from rows
     if config.suite.spec.from_rows:
         heldout = load_rows(config.data, cache).heldout
         tokenizer = planned_tokenizer(config, cache)
@@ -347,12 +347,12 @@ def keep(
     """Write the events and the resulting scorecard.
 
     Args:
-        suite: what was answered.
-        events: its events.
-        config: the command's own.
+        suite: the evaluated suite.
+        events: its item events.
+        config: the command's configuration.
         run: the open run.
-        runner: what executed answers.
-        self_test: what came of the suite's own.
+        runner: the sandbox that executed answers.
+        self_test: the result of the suite's self-test.
         figures: condition -> the suite's own figures, in addition to our KPIs.
     """
     settings, models = config.eval, suite.conditions
@@ -403,9 +403,9 @@ def prepared_early(
     Args:
         config: the whole configuration.
         run: the open run.
-        backend: the graph.
-        heldout: rows that were held out, for a suite made of them.
-        tokenizer: with the chat template of training.
+        backend: the model.
+        heldout: the held-out rows, for a suite built from them.
+        tokenizer: the tokenizer, with the chat template of training.
 
     Raises:
         RequestError: the suite cannot score, or cannot score the metric that selects the best
@@ -442,7 +442,7 @@ def first_items(prepared: Prepared, manifest: Manifest) -> Callable[[int], Measu
 
     Args:
         prepared: suite, engine and sandbox.
-        manifest: of the run.
+        manifest: manifest of the run.
     """
 
     def score(items: int) -> Measured:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from mens_exp.evals.suite import Suite
 
 _SWEEP = "multirun.yaml"  # written by Hydra's own launcher
-_LISTED = 4  # runs by their names
-_ROUNDING = 1e-5  # of a loss that was summed in f32; measured: 5e-8
+_LISTED = 4  # maximum number of runs listed by name
+_ROUNDING = 1e-5  # relative tolerance for a loss summed in f32; measured: 5e-8
 _ABSENT = "absent"
 
 
@@ -321,7 +321,7 @@ def _contradicted_losses(
 
 
 def _taken_metrics(run: RunDir, manifest: Manifest) -> list[str]:
-    """Name the user's metrics of a run without telemetry, which nothing can verify."""
+    """Report the user's metrics of a run without telemetry, which cannot be verified."""
     names = sorted(manifest.results.get("metrics") or {})
     if not names or run.telemetry.is_file():
         return []
@@ -333,7 +333,7 @@ def _contradicted_metrics(
 ) -> Iterator[DataError]:
     """Yield the user's metrics whose recorded values do not follow from the telemetry.
 
-    Runs recorded before scorecards had these metrics have none in them.
+    Scorecards of earlier versions do not have these metrics.
     """
     stated = {f"{run.manifest}: results.metrics": manifest.results.get("metrics") or {}}
     if scorecard is not None and scorecard.metrics:
@@ -521,7 +521,7 @@ def write_sweep_page(directory: SweepDir) -> None:
 
 
 def _compared(directory: SweepDir, record: SweepRecord) -> tuple[Comparison | None, str]:
-    """Compare the successful runs: as a study has done, or with the default settings."""
+    """Return the study's own comparison, or compare the successful runs with default settings."""
     if record.study is not None and record.study["comparison"] is not None:
         place = RunDir(directory.path / record.study["comparison"])
         try:

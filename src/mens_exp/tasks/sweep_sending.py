@@ -64,7 +64,7 @@ def _send(order: Order, staging: Path) -> str:
     }
     with opened(order, settings, config, staging) as sink:
         known = sink.summary.get(_DIGEST)  # type: ignore[no-untyped-call]
-        if known != digest:  # all of it is sent in one row, or nothing
+        if known != digest:  # the upload is a single history row, so it is complete or absent
             sink.log({**_shown(review), _DIGEST: digest}, step=sink.starting_step)
         sink.summary.update(_summary(review))
         for kind, path in order.uses:

@@ -75,7 +75,7 @@ def train(config: RunConfig, run: Run, *, checkpoint: Path | None = None) -> Non
         trained = fit(config, run, inputs, rank, checkpoint=checkpoint)
     backend = _to_be_scored(config, inputs, trained, rank)
     score(config, run, backend, rows.heldout, tokenizer, prepared=trained.early)
-    if not is_sharded(config, rank):  # a base in parts is not put together to be read from
+    if not is_sharded(config, rank):  # a sharded base is not gathered for this
         sample(config, run, backend, rows.heldout, tokenizer)
     _results(run, trained, inputs.data, plan)
     keep_measurement(run.manifest, plan, writable_cache(), held)
@@ -226,7 +226,7 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
     Problems.raise_if([*problems_of(config), *preflight(config)])
     checkpoint, of_states = last_intact_checkpoint(directory)
     if checkpoint is not None and not checkpoint_digests(checkpoint):
-        read_state(checkpoint)  # nothing else has checked it
+        read_state(checkpoint)  # the only check of a checkpoint without a recorded digest
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
     if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
         raise RequestError(

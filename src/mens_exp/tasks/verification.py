@@ -1,4 +1,4 @@
-"""inspect.verify: recompute all hashes and figures of the chain of evidence from the files here."""
+"""inspect.verify: recompute the hashes and figures of the chain of evidence from local files."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ControlText:
         }
         self._ids = {what.content: token for token, what in self._tokens.items()}
         controls = sorted(self._ids, key=len, reverse=True)
-        # Ours are always guarded, otherwise text that contains them would be mistaken for a guard.
+        # Our noncharacters are guarded too, or text that contains them would look guarded.
         self._texts = [*_RESERVED, *controls]
         self._number = {text: number for number, text in enumerate(self._texts)}
         self._control = _any_of(controls)

@@ -340,7 +340,7 @@ _BYTES = [1] * _FIRST_COMPOUND + [len(text) for text in VOX_COMPOUNDS]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoxTokenizer:
-    """The fixed Vox tokenizer, with ChatML's exact strings; a marker in a text is that marker."""
+    """The fixed Vox tokenizer with ChatML; a ChatML marker in a row's text becomes that marker."""
 
     chat_template: str = CHATML
     template_source: str = "ChatML"
@@ -421,7 +421,7 @@ class VoxTokenizer:
         return generated_spans(self.chat_template, messages, today=self.date)
 
     def guard(self, text: str) -> str:
-        """Return the text unchanged: a marker in it is that marker."""
+        """Return the text unchanged, because a marker in it becomes that marker."""
         return text
 
     def unguard(self, text: str) -> str:

@@ -70,7 +70,7 @@ class _CountingFormatter(SandboxedFormatter):
 
 
 class _CountingEscapeFormatter(_CountingFormatter, SandboxedEscapeFormatter):
-    """The same, for a string whose arguments are escaped."""
+    """`str.format` of a string whose arguments are escaped, counted likewise."""
 
 
 class _Generator(CodeGenerator):
@@ -148,7 +148,7 @@ class _Generator(CodeGenerator):
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802  # Jinja's own name
-        """Add a whole chain at once."""
+        """Evaluate a chain of additions at once."""
         operands: list[Any] = []
         left: Any = node
         while isinstance(left, type(node)):

@@ -30,8 +30,8 @@ COPY_SHIFT: Final = 4  # sixteen entries of a copied list
 READ_SHIFT: Final = 10  # 1,024 characters of text that is only compared
 PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 _HELD: Final = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
-_AT_ONCE: Final = 1_000  # steps of a long value
-_NAIVE: Final = 2_500  # characters; CPython compares a text at each place of a shorter one
+_AT_ONCE: Final = 1_000  # steps counted at a time in a long value
+_NAIVE: Final = 2_500  # characters; in shorter texts, CPython's search takes quadratic time
 _NUMBER: Final = re.compile(r"\d+")
 
 
@@ -53,7 +53,7 @@ def allow(given: Any) -> None:
 
 
 def spend(steps: int) -> None:
-    """Count steps that are about to be done.
+    """Count steps before they are executed.
 
     Raises:
         TemplateError: fewer steps are left.

@@ -48,8 +48,8 @@ CHATML = (
 )
 
 
-# The seeds' plain text: `{system}\n{prompt}\n{response}`, with nothing else around or between.
-# Without a system prompt, its part is empty and its newline stays.
+# The Vox trainer's plain text: `{system}\n{prompt}\n{response}`, without anything else. Without a
+# system prompt, its part is empty and its newline stays.
 PLAIN = (
     "{% if messages[0]['role'] != 'system' %}{{ '\n' }}{% endif %}"
     "{% for message in messages %}"
@@ -73,7 +73,7 @@ class _GenerationMarkers(Extension):
 
 
 class _ShownMarkers(_GenerationMarkers):
-    """Jinja extension that accepts the same blocks, and puts marks around each."""
+    """Jinja extension that accepts ``{% generation %}`` blocks, and puts marks around each."""
 
     def parse(self, parser: Parser) -> list[Node]:
         """Return the body of the block between its marks."""
@@ -199,7 +199,7 @@ def is_dated(template: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _dates(today: str) -> dict[str, Any]:
-    """Return the two ways in which published templates get a date: a function, and Llama 3's."""
+    """Return the date's function and Llama 3's variable, which published templates use."""
     day = date.fromisoformat(today)
     return {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
 
@@ -274,7 +274,7 @@ def template_named(name: str) -> tuple[str, str]:
     """Return the chat template that `tokenizer.chat_template` names, and its source for records.
 
     Raises:
-        ConfigError: file not found, or it holds no template.
+        ConfigError: the file is missing or contains no template.
     """
     return read_template(name), name if name in SHIPPED else "a file"
 
@@ -283,7 +283,7 @@ def read_template(name: str) -> str:
     """Read the chat template that `tokenizer.chat_template` names.
 
     Raises:
-        ConfigError: file not found, or it holds no template.
+        ConfigError: the file is missing or contains no template.
     """
     if name in SHIPPED:
         return SHIPPED[name]
@@ -312,7 +312,7 @@ def _own_template(directory: Path, config: dict[str, Any]) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named templates
         named = (one for one in template if isinstance(one, dict) and one.get("name") == "default")
         template = next(named, {}).get("template")
         if template is None:

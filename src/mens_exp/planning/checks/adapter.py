@@ -63,7 +63,7 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
 
 
 def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterator[MensError]:
-    """Refuse a rank beyond that of a layer whose adapter then has other tensors."""
+    """Refuse a rank from which the method would use a full matrix instead of a low-rank pair."""
     limits = {one.kind: lora.spec.largest_rank(out=one.out, width=one.width) for one in modules}
     limited = {kind: most for kind, most in limits.items() if most is not None and most < lora.r}
     if limited:
@@ -80,7 +80,7 @@ def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterato
 def _inputs_problems(
     lora: LoraConfig, modules: Sequence[LinearModule], shape: Shape
 ) -> Iterator[MensError]:
-    """Refuse layers whose inputs, or gradients, a start cannot decompose."""
+    """Refuse layers whose inputs or gradients `lora.init` cannot decompose at the chosen rank."""
     ranks = pattern_values(lora.rank_pattern, modules, shape.family, lora.r)
     of_gradients = lora.init.spec.from_gradients
     for one in modules:

@@ -1,8 +1,8 @@
 """Checks of user-defined classes: they import, are of the right kind, and accept their settings.
 
 A user-defined class is imported here, before any weight is read. Its kind is determined from the
-names of its base classes, so that the check itself imports nothing heavy. Classes of Lightning that
-would break a promise of the design are refused by its name, and so is what inherits from them.
+names of its base classes, so that the check itself imports nothing heavy. Lightning classes that
+would break a promise of the design are refused by name, including their subclasses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mens_exp.config.plugins import Registry
     from mens_exp.config.root import RunConfig
 
-# Of the settings that every optimizer has, only the rate is an argument of its class.
+# Settings common to all optimizers that are not arguments of the optimizer's class.
 _NOT_ARGUMENTS = {"_target_", "name"}
 
 
@@ -43,7 +43,7 @@ class _Kind:
 
     words: str
     ancestor: str | None
-    instead: str | None = None  # the ancestor of a class that needs no such methods
+    instead: str | None = None  # a base class whose subclasses need not have `methods`
     methods: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -95,13 +95,13 @@ _KINDS = {
 
 _LIGHTNING = "lightning.pytorch."
 _CALLBACKS = "lightning.pytorch.callbacks."
-# Callbacks that wait for a metric by name, and the beginning of LearningRateMonitor's names.
+# Callbacks that monitor a metric by name, and the prefix of LearningRateMonitor's metrics.
 _WATCHING = {
     f"{_CALLBACKS}early_stopping.EarlyStopping",
     f"{_CALLBACKS}model_checkpoint.ModelCheckpoint",
 }
 _RATES = "lr-"
-_COUNTED = ("epoch", "step")  # Lightning's own, which ModelCheckpoint can follow
+_COUNTED = ("epoch", "step")  # Lightning's counters, which ModelCheckpoint can monitor
 _PLUGINS = "lightning.pytorch.plugins."
 _AVERAGES = Refusal(
     Promise.ARTIFACT,
@@ -109,7 +109,7 @@ _AVERAGES = Refusal(
     "its state is in no checkpoint",
     "average the adapter alone (docs/how-to/extending.md, Weight averaging)",
 )
-_OPTIMIZERS = frozenset(OPTIMIZERS.values())  # others may name the same classes
+_OPTIMIZERS = frozenset(OPTIMIZERS.values())  # users' options may name the same classes
 _SCHEDULE_FREE = ("AdamW", "RAdam", "SGD")
 _REFUSED = {
     f"{_CALLBACKS}batch_size_finder.BatchSizeFinder": Refusal(
@@ -170,7 +170,7 @@ _REFUSED = {
         "use trainer.devices and trainer.num_nodes (docs/how-to/several_processes.md)",
     ),
 }
-# Their own formats: the graph computes in quant.compute_dtype, whatever stands around it.
+# Plugins that set the precision: the graph always computes in quant.compute_dtype.
 _FORMATS = Refusal(
     Promise.ASKED,
     "the graph computes in quant.compute_dtype, whatever format Lightning puts around it",
@@ -194,7 +194,7 @@ _LAYER_SYNC = f"{_PLUGINS}layer_sync.LayerSync"
 
 
 def check(config: RunConfig) -> Iterator[MensError]:
-    """Yield the problems of user-defined classes, and of Lightning's that are not accepted."""
+    """Yield the problems of user-defined classes and of refused Lightning classes."""
     for group in CLASS_GROUPS:
         yield from check_group(config, group)
     for group, _, place in _specs_of_conf(config):
@@ -209,9 +209,9 @@ def check(config: RunConfig) -> Iterator[MensError]:
 
 
 def _monitor_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield metrics that a callback of Lightning waits for, and that nothing in this run logs.
+    """Yield metrics that a Lightning callback monitors and that nothing in this run logs.
 
-    Code of the user's may log any name, so only a misspelling is known to be one beside it.
+    User-defined code may log any name, so with such code only likely misspellings are reported.
     """
     known = ["val/loss", "val/bits_per_byte"]
     known += [f"val/{metric.name}" for metric in config.objective.spec.metrics]
@@ -220,7 +220,7 @@ def _monitor_problems(config: RunConfig) -> Iterator[ConfigError]:
     for place, node in _own_nodes(config, "callbacks"):
         try:
             ancestors = _ancestors(target_at(place, node._target_))
-        except MensError:  # told by the check of its group
+        except MensError:  # reported by check_group
             continue
         is_theirs = is_theirs or not ancestors or not ancestors[0].startswith(_LIGHTNING)
         has_rates = has_rates or f"{_CALLBACKS}lr_monitor.LearningRateMonitor" in ancestors
@@ -298,7 +298,7 @@ def _trainer_problems(place: str, values: dict[str, Any]) -> Iterator[MensError]
 
 
 def _refused(place: str, target: str, cls: Any) -> ConfigError | None:
-    """Return the error for a class, or a descendant of one, that would break a promise."""
+    """Return the error for a class that breaks a promise or inherits from one that does."""
     found = next((_REFUSED[name] for name in _ancestors(cls) if name in _REFUSED), None)
     return None if found is None else found.error(f"{place}._target_", target)
 
@@ -335,7 +335,7 @@ def record(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _specs_of_conf(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the specs of ``./conf`` in use: group, the spec's place, and that of its object."""
+    """Yield the used specs of ``./conf``: group, location, and the import path of the object."""
     quantizers = dict.fromkeys([config.quant.quant_type, *config.quant.type_pattern.values()])
     used: list[tuple[Registry[Any], str, str | None]] = [
         *((QUANTIZERS, one.value, one.spec.binding) for one in quantizers),
@@ -375,7 +375,7 @@ def _kind_problem(kind: _Kind, place: str, target: str, cls: Any) -> ConfigError
 
 
 def _own_attribute(cls: Any, name: str) -> Any:
-    """Look up a method defined for instances; every class itself is callable."""
+    """Look up an instance method; ``getattr`` would find type's ``__call__`` on every class."""
     return next((vars(one)[name] for one in getattr(cls, "__mro__", ()) if name in vars(one)), None)
 
 
@@ -389,7 +389,7 @@ def _what(cls: Any) -> str:
 def _argument_problems(
     kind: _Kind, place: str, target: str, settings: AbstractSet[str], cls: Any
 ) -> Iterator[ConfigError]:
-    """Yield settings that the class does not accept, and required arguments that nothing sets."""
+    """Yield settings that the class does not accept, and missing required arguments."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C has no signature

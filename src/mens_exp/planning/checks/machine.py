@@ -166,8 +166,8 @@ def _disk_errors(written: Disk, cache: Path) -> Iterator[MensError]:
         yield messages.disk_too_small(str(base), written.base, base_free, in_base)
 
 
-# Peak rates of published QLoRA runs with AdamW (arXiv:2305.14314, table 9): 7B and 13B, then 33B
-# and 65B. None are published for smaller models; ours of 135M trains best at ten times the first.
+# Peak learning rates of published QLoRA runs with AdamW (arXiv:2305.14314, table 9): 7B and 13B,
+# then 33B and 65B. Smaller models have none; our 135M model trains best at ten times the first.
 _FEWEST, _MANY = 3e9, 2e10  # parameters
 _RATE, _RATE_OF_MANY = 2e-4, 1e-4
 _FAR = 4.0  # factor, in either direction; unverified guess
@@ -209,7 +209,7 @@ def check_optimizer(config: RunConfig) -> Iterator[MensError]:
 
 
 def _rank_problems(config: RunConfig, optim: LowRankConfig) -> Iterator[MensError]:
-    """Yield an error if the rank is above every side, so that AdamW would train all."""
+    """Yield an error if no weight exceeds the rank, so that AdamW would train all of them."""
     largest = max(min(sides) for sides in linear_weights(shape_of(config.model)).values())
     if not optim.projects(largest, largest):
         yield ConfigError(
@@ -236,7 +236,7 @@ def check_quantizers(config: RunConfig) -> Iterator[SetupError]:
 
 
 def check_kernels(config: RunConfig) -> Iterator[SetupError]:
-    """Yield an error for Liger's kernels where none of them can run."""
+    """Yield an error if Liger's kernels were requested and none of them can run."""
     if config.model.kernels is not Kernels.liger:
         return
     on_gpu = device_of_plan(config).kind == "cuda"
@@ -254,7 +254,7 @@ def check_kernels(config: RunConfig) -> Iterator[SetupError]:
     )
 
 
-# Optimizers of another package: its name, and the extra that has it.
+# Optimizers of other packages: the package's name, and the extra that installs it.
 _PACKAGES: dict[type, tuple[str, str]] = {
     ApolloConfig: ("apollo_torch", "apollo"),
     GaloreConfig: ("pytorch_optimizer", "galore"),
@@ -304,7 +304,7 @@ def check_processes(config: RunConfig, *, by_slurm: bool = False) -> Iterator[Me
 
     Args:
         config: the whole configuration.
-        by_slurm: whether Slurm will start the processes, on nodes of its own.
+        by_slurm: whether Slurm will start the processes on other machines.
     """
     trainer, launched = config.trainer, of_torchrun()
     trains = config.task.name == "train"
@@ -342,7 +342,7 @@ def check_processes(config: RunConfig, *, by_slurm: bool = False) -> Iterator[Me
 
 
 def _started_otherwise(trainer: TrainerConfig, launched: Rank) -> Iterator[MensError]:
-    """Yield what differs from the processes that torchrun has started."""
+    """Yield settings that contradict the processes that torchrun has started."""
     for name, asked, started in (
         ("devices", trainer.devices, launched.local_world_size),
         ("num_nodes", trainer.num_nodes, launched.world_size // launched.local_world_size),
@@ -370,7 +370,7 @@ def _torch(config: RunConfig) -> Iterator[MensError]:
 
 
 def check_sandbox(config: RunConfig) -> Iterator[MensError]:
-    """Yield missing tools; whether they isolate is probed when the suite starts."""
+    """Yield missing sandbox tools; isolation itself is probed when the suite starts."""
     if not config.suite.spec.executes or not isinstance(config.sandbox, ExecutingSandbox):
         return
     needed = {"prlimit": "util-linux"}
@@ -388,7 +388,7 @@ def check_sandbox(config: RunConfig) -> Iterator[MensError]:
         )
 
 
-# The package that a logger of Lightning's needs: its module, and what pip calls it.
+# The package that a Lightning logger needs: its module, and its name on PyPI.
 _OF_LOGGERS = {
     "TensorBoardLogger": ("tensorboard", "'mens-exp[tensorboard]'"),
     "MLFlowLogger": ("mlflow", "mlflow-skinny"),
@@ -399,7 +399,7 @@ _OF_LOGGERS = {
 
 
 def check_logger(config: RunConfig) -> Iterator[MensError]:
-    """Yield an error for each package that a logger lacks, and for a Comet that is switched off."""
+    """Yield an error for each missing package of a logger, and for Comet with ``online=false``."""
     for sink, node in config.loggers.items():
         target = str(getattr(node, "_target_", ""))
         kind = "TensorBoardLogger" if isinstance(node, TensorboardLogger) else target

@@ -108,12 +108,12 @@ def _without_effect(
 def _quantized(
     directory: ModelDirectory, quant: QuantConfig, shape: Shape | None = None
 ) -> Iterator[MensError]:
-    """Refuse published codes where they would be rounded twice, misread, or are absent.
+    """Refuse quantized weights that would be rounded twice or misread, and missing ones.
 
     Args:
         directory: the model.
-        quant: how its weights are to be stored.
-        shape: its dimensions, with the layers that are stored as codes.
+        quant: the requested quantization.
+        shape: dimensions of the model, including the layers that are stored as codes.
     """
     named = directory.config.get("quantization_config")
     weights = (info for name, info in directory.tensors.items() if name.endswith("weight"))
@@ -128,7 +128,7 @@ def _quantized(
 
 
 def _codes(directory: ModelDirectory, shape: Shape | None) -> Iterator[MensError]:
-    """Yield why the codes of a checkpoint cannot be kept."""
+    """Yield reasons why the codes of a checkpoint cannot be kept."""
     try:
         found = stored_layers(directory)
     except ModelFileError as error:
@@ -164,7 +164,7 @@ def _no_codes(directory: ModelDirectory) -> MensError:
 def _unusable(
     directory: ModelDirectory, shape: Shape, found: StoredLayers
 ) -> Iterator[ModelFileError]:
-    """Yield why layers of codes cannot be kept."""
+    """Yield reasons why individual layers of codes cannot be kept."""
     where, coded = str(directory.path), found.names or frozenset()
     weights = {name: info for name, info in directory.tensors.items() if name.endswith(".weight")}
     alone = {name for name, info in weights.items() if info.dtype not in {*_FLOATS, CODES}}
@@ -231,7 +231,7 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
 
 
 def _widths(quant: QuantConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse widths that the usual blocks do not divide; other blocks are the quantizer's check."""
+    """Refuse widths not divisible by the default block; `check_quantization` checks others."""
     if quant.block_size is not None or quant.block_size_pattern:
         return
     stored = quantized_modules(quant, shape) if quant.is_quantized else {}
@@ -249,7 +249,7 @@ def _straddles(one: LinearModule, stored: QuantConfig) -> bool:
 
 
 def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[MensError]:
-    """Refuse a tokenizer with ids beyond the embedding table, or without what is learned."""
+    """Refuse a tokenizer with ids beyond the embedding table, or without the required tokens."""
     tokenizer, labelling = load_tokenizer(config.tokenizer, directory), labelling_of(config)
     if OBJECTIVES.known(labelling.objective) is not None:  # otherwise it is refused elsewhere
         labelling.rows.check_tokenizer(tokenizer, labelling)
@@ -260,7 +260,7 @@ def _vocabulary(config: RunConfig, directory: Path, shape: Shape) -> Iterator[Me
 
 
 def check_teacher(config: RunConfig) -> Iterator[MensError]:
-    """Yield the reasons why a teacher's distributions are not those of the student's tokens."""
+    """Yield reasons why the teacher's token distributions do not fit the student."""
     teacher = teacher_of(config.objective, config.model)
     if teacher is None:
         return
@@ -331,12 +331,12 @@ def _unmatched(settings: Any, ours: Shape, theirs: Shape) -> Iterator[ConfigErro
         )
 
 
-# Parts of a tokenizer.json that decide ids, given a text.
+# Parts of a tokenizer.json that determine the token ids of a text.
 _DECIDE_IDS = ("model", "added_tokens", "normalizer", "pre_tokenizer")
 
 
 def other_tokenizer(student: Path, teacher: Path) -> Iterator[ConfigError]:
-    """Yield a difference between the tokenizers of two directories: the ids of a text.
+    """Yield an error if the tokenizers of two directories give different token ids.
 
     Args:
         student: directory of the model to train.
@@ -389,7 +389,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
     """Yield layers not divisible into blocks; quantizing them silently gives wrong sums."""
     quant = config.quant
     if not quant.is_quantized or any(range_problems(config.model)):
-        return  # nothing to divide, or told already
+        return  # nothing to divide, or already reported
     shape = shape_of(config.model)
     stored = quantized_modules(quant, shape)
     if config.task.name == "attribute" and not stored:
@@ -402,7 +402,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
     if stored and config.attribute.quant_types:
         yield from _mixture(config, shape)
     if quant.block_size is None and not quant.block_size_pattern:
-        return  # 64 is checked with the model
+        return  # _widths checks the default block size
     wide: dict[int, dict[str, int]] = {}  # by block
     for one in linear_modules(shape):
         if one.path in stored and _straddles(one, stored[one.path]):
@@ -414,7 +414,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
 
 
 def _mixture(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
-    """Yield quantizers whose blocks do not fit a module, and a budget that none keeps."""
+    """Yield quantizers whose blocks do not fit a module, and a budget that cannot be met."""
     quants = [config.quant.of(one) for one in config.attribute.quant_types]
     stored = quantized_modules(config.quant, shape)
     inside = [one for one in linear_modules(shape) if one.path in stored]
