@@ -40,6 +40,32 @@ def test_the_command_writes_one_archive_and_records_its_hash(portable, tmp_path,
     assert record.results["bundle_sha256"] == sha256_file(tmp_path / "out" / "run.tar.gz")
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("a_run", "already exists and is not an earlier bundle"),
+        ("notes.txt", "already exists and is not an earlier bundle"),
+        ("cut.tar.gz", "already exists and is not an earlier bundle"),
+        ("notes.txt/b.tar.gz", "is inside a file"),
+    ],
+)
+def test_an_archive_replaces_nothing_but_a_bundle(
+    portable, tmp_path, monkeypatch, capsys, out, said
+):
+    """Files of the user's, and directories, are refused before anything is packed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_run").mkdir()
+    (tmp_path / "notes.txt").write_text("mine", "utf-8")
+    command = ["task=export", f"path={portable.path}", "logger=none"]
+    for _ in range(2):  # the second one replaces the first
+        assert cli.main([*command, "out=b.tar.gz"]) == 0
+    (tmp_path / "cut.tar.gz").write_bytes((tmp_path / "b.tar.gz").read_bytes()[:40])
+    capsys.readouterr()
+    assert cli.main([*command, f"out={out}"]) == 2
+    assert f"out: {said}" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text("utf-8") == "mine"
+
+
 def test_two_packings_are_the_same_bytes(portable, tmp_path):
     """No time, no owner, and a fixed order."""
     for name in ("a", "b"):

@@ -13,6 +13,7 @@ import io
 import json
 import re
 import tarfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,34 @@ def packing_problems(
     if not allow_absolute_paths:
         problems += path_problems(files)
     return problems
+
+
+def archive_problems(out: str | None) -> list[MensError]:
+    """Report a path for the archive that holds something other than an earlier bundle."""
+    archive = Path(out or "").expanduser()
+    if out is None or _may_be_written(archive):
+        return []
+    return [
+        RequestError(
+            "already exists and is not an earlier bundle"
+            if archive.exists()
+            else "is inside a file",
+            where="out",
+            found=out,
+            expected="a new file, or a bundle, which is replaced",
+        )
+    ]
+
+
+def _may_be_written(archive: Path) -> bool:
+    if not archive.exists():
+        return next(one for one in archive.absolute().parents if one.exists()).is_dir()
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            first = tar.next()
+    except (OSError, EOFError, tarfile.TarError, zlib.error):  # a directory too
+        return False
+    return first is not None and first.name.endswith("/bundle.json")
 
 
 def pack(run: RunDir, archive: Path, *, checkpoints: bool) -> dict[str, str]:

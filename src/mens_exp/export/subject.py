@@ -31,6 +31,7 @@ from mens_exp.errors import (
 from mens_exp.export import bundle, serving
 from mens_exp.export.adapter import AdapterPlace, find, needs_base, out_problems, read
 from mens_exp.export.bundle import (
+    archive_problems,
     changed_files,
     packing_problems,
     run_files,
@@ -119,11 +120,14 @@ def base_problems(config: RunConfig) -> list[MensError]:
 def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
     """List problems that prevent sending a run with the chosen task."""
     if config.task.name == "export":
-        return packing_problems(
-            subject,
-            checkpoints=config.export.checkpoints,
-            allow_absolute_paths=config.export.allow_absolute_paths,
-        )
+        return [
+            *archive_problems(config.out),
+            *packing_problems(
+                subject,
+                checkpoints=config.export.checkpoints,
+                allow_absolute_paths=config.export.allow_absolute_paths,
+            ),
+        ]
     if config.task.name == "push":
         files = run_files(subject).items()
         return [*bundle.login_problems(), *changed_files(subject), *secret_problems(files)]

@@ -54,7 +54,7 @@ def _bundle(config: RunConfig, run: Run) -> None:
     assert config.path is not None, "validation has asked for it"
     subject = subject_of(config.path)
     name = f"{subject.path.resolve().name}.tar.gz"
-    archive = Path(config.out) if config.out else run.dir.path / name
+    archive = Path(config.out).expanduser() if config.out else run.dir.path / name
     hashes = pack(subject, archive, checkpoints=config.export.checkpoints)
     run.manifest.inputs.update(subject=str(subject.path), files_sha256=hashes)
     run.manifest.results.update(
