@@ -6,7 +6,7 @@ import pytest
 
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import Answer, Outcome
-from mens_exp.config.promotion import BurnRndPolicy, EvalGatePolicy
+from mens_exp.config.promotion import BurnRndPolicy, EvalGatePolicy, QloraPlateauPolicy
 from mens_exp.evals.promotion import decide
 from mens_exp.evals.promotion_rules import Evidence, sandboxed
 
@@ -33,6 +33,25 @@ def test_one_run_outside_a_sandbox_is_no_evidence_under_any_policy(policy):
     (rule,) = [one for one in found.rules if one["rule"] == "sandbox"]
     assert (rule["outcome"], rule["observed"]) == (Outcome.FAILED, "bubblewrap, unsafe")
     assert found.decision is Answer.INSUFFICIENT
+
+
+@pytest.mark.parametrize("causes", [[], ["data.seq_len"]])
+@pytest.mark.parametrize("kind", [BurnRndPolicy, QloraPlateauPolicy, EvalGatePolicy])
+def test_a_confounded_contrast_is_no_evidence_under_any_policy(kind, causes):
+    """Of an arm that the policy reads; burn_production has a rule of its own."""
+    one = evidence()
+    (contrast,) = one.comparison.contrasts
+    contrast["confounded_by"] = causes
+    for arm in one.comparison.arms:
+        is_challenger = kind is BurnRndPolicy and arm["name"] == contrast["arm"]
+        arm["backend"] = "burn" if is_challenger else "qlora"
+        arm["kpis"]["task_success"] = 0.5
+    found = decide(kind(), [one], None)
+    (rule,) = [one for one in found.rules if one["rule"] == "contrast"]
+    assert rule["outcome"] == (Outcome.FAILED if causes else Outcome.PASSED)
+    assert all(cause in rule["note"] for cause in causes)
+    if causes:
+        assert found.decision is Answer.INSUFFICIENT
 
 
 @pytest.mark.parametrize(

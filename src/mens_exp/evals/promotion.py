@@ -16,6 +16,7 @@ from mens_exp.errors import MensError
 from mens_exp.evals.kpis import Direction
 from mens_exp.evals.promotion_rules import (
     burn_production,
+    clean,
     complete,
     rule_of,
     sandboxed,
@@ -103,11 +104,13 @@ def _recommendation(
 
 def _qlora_plateau(policy: QloraPlateauPolicy, evidence: Sequence[Evidence]) -> list[RuleRecord]:
     arms = [arm for one in evidence for arm in _arms(one.comparison, policy.backend)]
+    names = {arm["name"] for arm in arms}
     successes = [arm["kpis"].get(_SUCCESS) for arm in arms]
     known = [value for value in successes if value is not None]
     enough = len(known) >= _PLATEAU
     spread = max(known) - min(known) if enough else None
     rules = [
+        *(clean(one, names) for one in evidence),
         rule_of(
             "plateau",
             kpi=_SUCCESS,
@@ -116,7 +119,7 @@ def _qlora_plateau(policy: QloraPlateauPolicy, evidence: Sequence[Evidence]) -> 
             passed=None if spread is None else spread <= policy.spread,
             leads_to=Answer.INSUFFICIENT if spread is None else Answer.HOLD,
             note=f"{len(known)} arms of {policy.backend} have it",
-        )
+        ),
     ]
     if not enough:
         return rules
@@ -160,6 +163,8 @@ def _burn_rnd(policy: BurnRndPolicy, evidence: Sequence[Evidence]) -> Iterator[R
     challenger, incumbent = best
     if lacking or challenger is None or incumbent is None:
         return
+    for one in evidence:
+        yield clean(one, {challenger["name"], incumbent["name"]})
     ahead = _success(challenger) - _success(incumbent)
     yield rule_of(
         "ahead",
@@ -198,6 +203,7 @@ def _eval_gate(policy: EvalGatePolicy, one: Evidence) -> Iterator[RuleRecord]:
     )
     if arm is None:
         return
+    yield clean(one, {arm["name"]})
     floors = {**policy.floors, "tokens_per_s": policy.tokens_per_s}
     yield from within(one, arm, floors, policy.ceilings, missing=Answer.REJECT)
     contrast = one.comparison.contrast(arm["name"])

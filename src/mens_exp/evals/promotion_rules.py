@@ -14,7 +14,7 @@ from mens_exp.artifacts.scorecard import UNSAFE
 from mens_exp.evals.kpis import KPIS, Direction, KpiGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.comparison import ArmRecord, Comparison, ContrastRecord, KpiRecord
     from mens_exp.artifacts.decision_ledger import CycleEntry, FrozenRun, Thresholds
@@ -102,6 +102,24 @@ def complete(one: Evidence) -> RuleRecord:
         passed=not lacking,
         leads_to=Answer.INSUFFICIENT,
         note="a run that failed, was left out or was not scored is missing" if lacking else "",
+    )
+
+
+def clean(one: Evidence, arms: Collection[str]) -> RuleRecord:
+    """Require that the contrasts of some arms with their reference are not confounded."""
+    causes = [
+        f"{contrast['arm']}: {_confounded(contrast)}"
+        for contrast in one.comparison.contrasts
+        if contrast["arm"] in arms and contrast["confounded_by"]
+    ]
+    return rule_of(
+        "contrast",
+        one,
+        observed="confounded" if causes else "clean",
+        threshold="clean: the arms differ in the declared factors alone",
+        passed=not causes,
+        leads_to=Answer.INSUFFICIENT,
+        note=". ".join(causes),
     )
 
 
