@@ -394,6 +394,47 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
     assert "modified after it was written" in typed(*replay, code=2)
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["promote.seeds=[1]"], "promote.seeds: no verdict can be reached"),
+        (["promote.test=sign_flip"], "give a sign-flip p of at least 0.125, never 0.05"),
+        (["promote.seeds=[1,2,3]", "promote.sequential=always_valid"], "expected at least 4 seeds"),
+        (["promote.direction=lower"], "promote.direction: no promotion can follow"),
+        (["promote.margin=1"], "promote.margin: no share can exceed it"),
+        (["promote.arms=[qlora,burn,burn]"], "promote.arms: a cycle freezes its arms"),
+        (["promote.factor=lora.r"], "promote.arms: is not a value of the factor found qlora"),
+        (["promote.arms=[qlora,born]"], "promote.arms: is not a value of the factor found born"),
+    ],
+)
+def test_a_cycle_that_can_support_no_promotion_is_not_opened(lab, typed, told, said):
+    """The ledger would require it of every later decision; 2 / 2^4 is the sign-flip test's p."""
+    frozen = [f"promote.suite_digest={SUITE}", "promote.factor=backend", "promote.kpi=task_success"]
+    frozen += ["promote.arms=[qlora,burn]", "promote.seeds=[1,2,3,4]"]
+    by_key = {text.partition("=")[0]: text for text in [*frozen, *told]}
+    command = ["task=promote", "promote.open_cycle=one", f"ledger={lab.ledger}"]
+    assert said in " ".join(typed(*command, *by_key.values(), code=2).split())
+    assert not lab.ledger.exists()
+
+
+def test_a_cycle_of_other_arms_registers_a_comparison(lab, typed):
+    """It cannot promote, and says so; its KPI may be expected to be worse."""
+    told = [f"promote.suite_digest={SUITE}", "promote.factor=backend", "promote.direction=lower"]
+    command = ["task=promote", "promote.open_cycle=one", f"ledger={lab.ledger}", *told]
+    found = typed(*command, "promote.arms=[qlora,lora]", "promote.seeds=[1,2]")
+    assert "burn_production is about burn and qlora alone" in found
+    assert "eval.samples" not in found
+
+
+def test_the_command_that_runs_a_cycle_measures_what_the_policy_needs(lab, typed):
+    """With one sample and no repair, pass_at_k and every repair KPI are unknown."""
+    told = [f"promote.suite_digest={SUITE}", "promote.factor=backend", "promote.seeds=[1,2]"]
+    command = ["task=promote", "promote.open_cycle=one", f"ledger={lab.ledger}", *told]
+    found = typed(*command, "promote.arms=[qlora,burn]")
+    more = "eval.samples=2 eval.temperature=0.8 eval.max_retries=1"
+    assert f"-m seed=1,2 backend=qlora,burn {more}" in " ".join(found.split())
+
+
 def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
     """Nor does a name that is taken."""
     lab.open("one", [1, 2])

@@ -396,7 +396,7 @@ def test_suite_of_a_registered_cycle_is_refused(sample, drawn, tmp_path, capsys)
         ]
         opened += [
             f"promote.suite_digest={registered}",
-            "promote.arms=[a,b]",
+            "promote.arms=[4,8]",
             "promote.factor=lora.r",
         ]
         assert cli.main([*opened, f"hydra.run.dir={tmp_path / name}"]) == 0

@@ -5,6 +5,7 @@ burn_production decides whether one backend may replace the other.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +205,7 @@ def burn_production(
         note=", ".join(sorted(cycles)) or "no comparison is of a registered cycle",
     )
     for cycle in opened:
-        if _is_about(policy, cycle):
+        if is_about(policy, cycle):
             yield _finished(cycle, evidence)
     for one in evidence:
         yield from _registered(policy, one)
@@ -231,7 +232,7 @@ def burn_production(
         )
 
 
-def _is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
+def is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
     """Return whether a cycle was opened for the policy's challenger against its incumbent.
 
     Its KPI, margin and rules are ignored. Otherwise an unfavourable cycle could be evaded by
@@ -239,9 +240,10 @@ def _is_about(policy: BurnProductionPolicy, cycle: CycleEntry) -> bool:
     """
     asked = {policy.challenger, policy.incumbent}
     frozen = cycle.get("frozen")
-    if frozen is not None:
-        return {frozen["challenger"], frozen["incumbent"]} == asked
-    return asked <= {arm.partition(" ")[0].rpartition("=")[2] for arm in cycle["arms"]}
+    if frozen is not None and {frozen["challenger"], frozen["incumbent"]} != asked:
+        return False
+    words = {word for arm in cycle["arms"] for word in re.split(r"[ ,=]+", arm)}
+    return asked <= words
 
 
 def _finished(cycle: CycleEntry, evidence: Sequence[Evidence]) -> RuleRecord:

@@ -317,7 +317,7 @@ def _detectable(main: Interval, rule: Rule) -> tuple[float | None, float | None,
 
 def _needed_range(main: Interval, rule: Rule) -> tuple[int | None, int | None]:
     """Return the seeds needed to find the observed difference, at the bounds of the true SD."""
-    if not main.sd or main.n < _least_seeds(rule):
+    if not main.sd or main.n < least_seeds(rule):
         return None, None
     low, high = (
         _needed(replace(main, sd=main.sd * factor), rule)
@@ -328,7 +328,7 @@ def _needed_range(main: Interval, rule: Rule) -> tuple[int | None, int | None]:
 
 def _needed(main: Interval, rule: Rule) -> int | None:
     """Return the seeds needed to reach alpha at all, or else to find the observed difference."""
-    least = _least_seeds(rule)
+    least = least_seeds(rule)
     if main.n < least:
         return least
     if main.sd is None:
@@ -346,7 +346,8 @@ def _needed(main: Interval, rule: Rule) -> int | None:
     return None if found is None else max(found, least)
 
 
-def _least_seeds(rule: Rule) -> int:
+def least_seeds(rule: Rule) -> int:
+    """Return the smallest number of seeds with which a rule can give a verdict."""
     if rule.is_always_valid:
         return sequential.least_seeds(rule.strictest)
     if rule.test == "sign_flip":
@@ -355,11 +356,11 @@ def _least_seeds(rule: Rule) -> int:
 
 
 def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
-    n, least = len(record["seeds"]), _least_seeds(rule)
+    n, least = len(record["seeds"]), least_seeds(rule)
     if record["estimate"] is None:
         return Verdict.UNKNOWN, record["why"]
     if n < least:
-        return Verdict.NOT_REACHABLE, _unreachable(n, least, rule)
+        return Verdict.NOT_REACHABLE, unreachable(n, least, rule)
     if record["p"] is None:
         return Verdict.UNKNOWN, record["why"]
     p = record["p_holm"]
@@ -402,7 +403,8 @@ def _beside(record: KpiRecord, rule: Rule) -> str:
     )
 
 
-def _unreachable(n: int, least: int, rule: Rule) -> str:
+def unreachable(n: int, least: int, rule: Rule) -> str:
+    """Explain why `n` seeds give no verdict, where `least` are needed."""
     seeds = "1 seed" if n == 1 else f"{n} seeds"
     if n > 1 and rule.is_always_valid:
         return (

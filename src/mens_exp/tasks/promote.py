@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,14 @@ from mens_exp.artifacts.decision_ledger import (
 )
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.loader import SCHEMAS
+from mens_exp.config.override_values import override_of
+from mens_exp.config.overrides import check
 from mens_exp.config.promotion import BurnProductionPolicy
-from mens_exp.errors import GateError, RequestError
-from mens_exp.evals.kpis import misspelt
+from mens_exp.errors import GateError, Problems, RequestError
+from mens_exp.evals.kpis import KPIS, Direction, misspelt
 from mens_exp.evals.promotion import decide
-from mens_exp.evals.promotion_rules import thresholds
+from mens_exp.evals.promotion_rules import is_about, thresholds
+from mens_exp.evals.verdicts import Rule, least_seeds, unreachable
 from mens_exp.report import terminal, wording
 from mens_exp.report.document import Note, Step, Tone
 from mens_exp.report.evidence_views import decision_document
@@ -37,7 +41,7 @@ from mens_exp.tasks.promotion_evidence import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.artifacts.certificate import Check
     from mens_exp.config.promotion import PolicyConfig
@@ -76,6 +80,7 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
             remedy=f"write promote.kpi={meant}",
         )
     assert isinstance(policy, BurnProductionPolicy), "validation refuses others"
+    Problems.raise_if(list(_arm_problems(told.factor, told.arms)))
     cycle: CycleEntry = {
         "cycle": str(told.open_cycle),
         "suite_digest": str(told.suite_digest),
@@ -94,14 +99,64 @@ def _open(config: RunConfig, ledger: Path, run: Run) -> None:
             **thresholds(policy),
         },
     }
-
+    may_promote = is_about(policy, cycle)
+    if may_promote:
+        Problems.raise_if(list(_hopeless(cycle)))
     entry = open_cycle(ledger, cycle, "promote.")
     run.manifest.results.update(cycle=cycle["cycle"], entry_sha256=entry["sha256"])
     terminal.say(f"Cycle {cycle['cycle']} is open. Ledger head: {entry['sha256']}")
     seeds = ",".join(map(str, cycle["seeds"]))
     named = (arm.removeprefix(f"{cycle['factor']}=") for arm in cycle["arms"])
     arms = f"{cycle['factor']}={','.join(named)}"
-    terminal.say_next([Step(wording.command("-m", f"seed={seeds}", arms), "run its arms")])
+    # Without several samples and a repair, KPIs that the policy needs are unknown.
+    more = _MEASURED if may_promote else ()
+    terminal.say_next([Step(wording.command("-m", f"seed={seeds}", arms, *more), "run its arms")])
+    if not may_promote:
+        pair = f"{policy.challenger} and {policy.incumbent}"
+        terminal.say(f"The cycle registers a comparison; {policy.name} is about {pair} alone.")
+
+
+_MEASURED = ("eval.samples=2", "eval.temperature=0.8", "eval.max_retries=1")
+
+
+def _arm_problems(factor: str | None, arms: Sequence[str]) -> Iterator[RequestError]:
+    """Yield arms that are no values of their factor, where it is a single setting."""
+    if not re.fullmatch(r"[\w./]+", factor or ""):
+        return
+    for arm in arms:
+        value = arm.removeprefix(f"{factor}=")
+        if re.search(r"[=, ]", value):
+            continue  # an arm of several settings
+        for problem in check([override_of(str(factor), value)]).general:
+            if problem.where == factor:
+                yield RequestError(
+                    "is not a value of the factor",
+                    where="promote.arms",
+                    found=arm,
+                    expected=f"values of promote.factor={factor}",
+                )
+
+
+def _hopeless(cycle: CycleEntry) -> Iterator[RequestError]:
+    """Yield what keeps a cycle of the policy from ever supporting a promotion."""
+    kpi = KPIS.get(cycle["kpi"])
+    if kpi is None:
+        return
+    better = {Direction.MAX: "higher", Direction.MIN: "lower"}.get(kpi.direction)
+    if cycle["direction"] != better:
+        yield RequestError(
+            "no promotion can follow" if better else "neither direction of this KPI is better",
+            where="promote.direction",
+            found=f"{cycle['direction']}, for {cycle['kpi']}",
+            expected=better,
+        )
+    if kpi.unit == "1" and cycle["margin"] >= 1:
+        yield RequestError(
+            "no share can exceed it",
+            where="promote.margin",
+            found=cycle["margin"],
+            expected="a difference below 1",
+        )
 
 
 def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
@@ -113,8 +168,18 @@ def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
         prefix: prefix of its settings, for messages.
 
     Raises:
-        RequestError: there is a cycle of this name, or one with the same seeds.
+        RequestError: there is a cycle of this name, or one with the same seeds, or it has too few
+            seeds for a verdict.
     """
+    rule = _rule_of(cycle)
+    seeds, least = len(cycle["seeds"]), least_seeds(rule)
+    if seeds < least:
+        raise RequestError(
+            "no verdict can be reached",
+            where=f"{prefix}seeds",
+            found=unreachable(seeds, least, rule),
+            expected=f"at least {least} seeds",
+        )
 
     def made(entries: list[LedgerEntry]) -> CycleEntry:
         earlier = cycles_of(entries)
@@ -137,6 +202,19 @@ def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
         return cycle
 
     return append(ledger, EntryKind.CYCLE, made)
+
+
+def _rule_of(cycle: CycleEntry) -> Rule:
+    frozen = cycle["frozen"]
+    return Rule(
+        primary=cycle["kpi"],
+        alpha=frozen["alpha"],
+        test=frozen["test"],
+        target=frozen["target"],
+        power=0.8,  # has no part in the number of seeds that a verdict needs
+        arms=len(cycle["arms"]) - 1,
+        sequential=frozen["sequential"],
+    )
 
 
 def _decide(config: RunConfig, ledger: Path, run: Run) -> None:

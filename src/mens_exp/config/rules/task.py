@@ -365,12 +365,12 @@ def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=told.seeds,
             expected="seeds, each once",
         )
-    if len(set(told.arms)) < _PAIR:
+    if len(set(told.arms)) < _PAIR or len(set(told.arms)) != len(told.arms):
         yield ConfigError(
             "a cycle freezes its arms",
             where="promote.arms",
             found=told.arms,
-            expected="at least two backends or names of arms",
+            expected="at least two backends or names of arms, each once",
         )
     if not told.factor:
         yield ConfigError(
