@@ -193,6 +193,7 @@ class Told:
         started: time.
         of: a study whose runs these evaluate.
         answering: how answers were made, by arm.
+        overlap: how many of the four items the training rows contain, by arm.
     """
 
     arms: Any = ((), ("quant.double_quant=false",))
@@ -207,6 +208,7 @@ class Told:
     started: str = "2026-11-20T06:00:00.000Z"
     of: Any = None
     answering: Any = lambda _: {}
+    overlap: Any = lambda _: None
 
 
 def write_study(root, told):
@@ -227,6 +229,11 @@ def write_cell(root, number, seed, arm, told):
     is_training = told.of is None
     if told.of is not None:
         inputs["subject"] = str(told.of / f"{number}_{told.of.name}")
+    overlap = None
+    if (contained := told.overlap(arm)) is not None:
+        overlap = {"against": "suite=own", "items": 4, "contained": contained}
+        overlap["contained_frac"] = contained / 4
+        inputs |= {} if is_training else {"overlap": overlap}
     write_scores(
         run,
         told.passes(arm, seed),
@@ -244,6 +251,7 @@ def write_cell(root, number, seed, arm, told):
         choices=composed(*overrides).choices,
         config_digest=digest,
         contract=json.loads(contract) if is_training else None,
+        data_contract={"overlap": [overlap]} if is_training and overlap else None,
         seed=seed,
         provenance={"commit": "c" * 40, "packages": {"torch": told.torch}},
         inputs=inputs,

@@ -347,6 +347,35 @@ def test_answers_that_were_graded_by_two_versions_confound(study, compare, earli
     ]
 
 
+def test_answers_drawn_with_other_numbers_confound(study, compare):
+    """The best of several draws of an arm would win; an eval.seed for each seed is fair."""
+    drawn = {"temperature": 0.8}
+    record = compare(study(seeds=[1, 2], answering=lambda arm: {**drawn, "seed": 3 * arm}))
+    (contrast,) = record.contrasts
+    assert contrast["confounded_by"] == [
+        f"answers of seed {seed} were drawn with other numbers: eval.seed is 0 and 3"
+        for seed in (1, 2)
+    ]
+    own = iter((7, 7, 8, 8))  # of each seed, in both arms
+    record = compare(study("own", seeds=[1, 2], answering=lambda _: {**drawn, "seed": next(own)}))
+    assert record.contrasts[0]["confounded_by"] == []
+    greedy = study("greedy", seeds=[1, 2], answering=lambda arm: {"seed": arm})
+    assert compare(greedy).contrasts[0]["confounded_by"] == []
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_runs_that_trained_on_the_suite_are_labelled(study, compare, is_evaluated):
+    """Whether the run recorded it, or the evaluation that scored it later."""
+    told = {"seeds": [1, 2], "overlap": lambda arm: 3 * arm}
+    runs = study(**({"seeds": [1, 2]} if is_evaluated else told))
+    if is_evaluated:
+        runs = study("scored", of=runs, **told)
+    (contrast,) = compare(runs).contrasts
+    label = "was trained on 3 of 4 items of suite=own"
+    assert [label in one for one in contrast["environment"]].count(True) == 2
+    assert contrast["confounded_by"] == []
+
+
 def test_answers_that_were_made_otherwise_within_an_arm_confound_it(study, compare):
     """A sweep over eval.temperature alone is one arm, and base and tuned are no clean contrast."""
     values = iter([0.0, 0.8])

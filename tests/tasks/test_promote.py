@@ -302,6 +302,28 @@ def test_without_a_certificate_there_is_no_promotion(lab):
     assert unmet(made) == {"parity certificate"}
 
 
+def test_a_certificate_is_held_to_the_default_budget(lab):
+    """A merge may set a looser one, within which anything passes."""
+    paths, file = lab.two(), lab.certificate()
+    fields = json.loads(file.read_text("utf-8"))
+    for relative, decision in ((0.04, Answer.PROMOTE), (0.5, Answer.INSUFFICIENT)):
+        tensors = {"l0.q": {"max_abs": 1e-3, "relative": relative}}
+        write_json(file, {**fields, "tensors": tensors, "budget": {"weight_error": 1000.0}})
+        made = lab.ask(BurnProductionPolicy(), paths, file)
+        assert made["decision"] == decision
+    assert unmet(made) == {"parity certificate"}
+    (rule,) = [one for one in made["rules"] if one["rule"] == "parity certificate"]
+    assert "relative error 0.5 > 0.05" in rule["note"]
+
+
+@pytest.mark.parametrize(("contained", "rules"), [(0, set()), (1, {"unseen items"})])
+def test_runs_that_trained_on_the_suite_are_no_evidence(lab, contained, rules):
+    """Of four items, one is more than a run accepts by default."""
+    made = lab.burn(lab.two(overlap=lambda _: contained))
+    assert unmet(made) == rules
+    assert made["decision"] == (Answer.INSUFFICIENT if rules else Answer.PROMOTE)
+
+
 def test_a_confounded_contrast_is_no_evidence(lab):
     """The rank moved with the backend in the second cycle."""
     lab.open("one", [1, 2, 3, 4])

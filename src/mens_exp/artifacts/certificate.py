@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from mens_exp.artifacts.record import StoredRecord
 from mens_exp.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Evidence(StrEnum):
@@ -45,6 +48,23 @@ class Comparison(TypedDict):
     nll_difference: float
     worst_layer: WorstLayer
     exceeded: list[str]
+
+
+_UPPER = ("mean_kl", "max_kl", "nll_difference", "hidden_error")
+
+
+def over_limits(one: Comparison, limits: Mapping[str, float | None]) -> list[str]:
+    """List the limits that a comparison exceeds, each with the figure and the limit."""
+    figures = {**one, "hidden_error": one["worst_layer"]["relative_error"]}
+    over = []
+    for name in _UPPER:
+        value, limit = abs(float(str(figures[name]))), limits.get(name)
+        if limit is not None and value > limit:
+            over.append(f"{name} {value:.3g} > {limit:g}")
+    least, agreement = limits.get("top1_agreement"), one["top1_agreement"]
+    if least is not None and agreement < least:
+        over.append(f"top1_agreement {agreement:.4g} < {least:g}")
+    return over
 
 
 class TensorError(TypedDict):
@@ -101,12 +121,20 @@ class Certificate(StoredRecord):
     files: dict[str, str]
     unknown: dict[str, str] = field(default_factory=dict)
 
-    def exceeded(self) -> list[str]:
-        """Describe the exceeded limits, with figures."""
-        judged = [] if self.judged is None else self.comparisons[self.judged]["exceeded"]
-        limit = self.budget.get("weight_error")
+    def exceeded(self, limits: Mapping[str, float | None] | None = None) -> list[str]:
+        """Describe the exceeded limits, with figures.
+
+        Args:
+            limits: by name; None means its own budget.
+        """
+        judged = None if self.judged is None else self.comparisons[self.judged]
+        if judged is None:
+            over = []
+        else:
+            over = judged["exceeded"] if limits is None else over_limits(judged, limits)
+        limit = (self.budget if limits is None else limits).get("weight_error")
         return [
-            *judged,
+            *over,
             *(
                 f"{name}: relative error {one['relative']:.3g} > {limit:g}"
                 for name, one in self.tensors.items()

@@ -19,6 +19,7 @@ from mens_exp.planning.extension import extension_words, extensions_of, with_ext
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from mens_exp.artifacts.data_contract import OverlapPart
     from mens_exp.artifacts.manifest import Manifest
 
 _DIGITS = 8  # of a digest, enough to distinguish the arms of a study
@@ -55,6 +56,7 @@ class Trial:
         hashes: content hashes of its inputs, by dotted name.
         suite_digest: suite digest of its scorecard; None without a scorecard.
         answering: generation settings of its scorecard; empty without a scorecard.
+        overlap: its training rows' overlap with the scored items; None if unknown or without items.
     """
 
     manifest: Manifest
@@ -62,6 +64,7 @@ class Trial:
     hashes: Mapping[str, str]
     suite_digest: str | None = None
     answering: Mapping[str, Any] = field(default_factory=dict)
+    overlap: OverlapPart | None = None
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
 
 
 def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
-    """List seeds of an arm that are missing, were repeated, resumed or extended.
+    """List seeds of an arm that are missing, repeated, resumed, extended, or trained on the suite.
 
     Args:
         arm: the arm.
@@ -187,7 +190,32 @@ def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
         if len(runs) > 1:
             found.append(f"seed {seed} of {arm.name} was run {len(runs)} times")
         found += [f"seed {seed} of {arm.name} was {how}" for run in runs for how in _resumed(run)]
+        found += [f"seed {seed} of {arm.name} was {how}" for run in runs for how in _knowing(run)]
     return found
+
+
+def overlap_with_items(run: Manifest, scorer: Manifest | None) -> OverlapPart | None:
+    """Return the overlap of a run's training rows with the items that it was scored on.
+
+    Args:
+        run: the training run.
+        scorer: the evaluation that scored it; None means the run itself.
+    """
+    if scorer is not None:
+        return scorer.inputs.get("overlap")
+    parts: list[OverlapPart] = (run.data_contract or {}).get("overlap") or []
+    of_items = [part for part in parts if part["against"].startswith("suite=")]
+    return max(of_items or parts, key=lambda part: part["contained_frac"], default=None)
+
+
+def trained_on(part: OverlapPart) -> str:
+    """Describe how many items of a suite training rows contain."""
+    return f"trained on {part['contained']} of {part['items']} items of {part['against']}"
+
+
+def _knowing(trial: Trial) -> list[str]:
+    part = trial.overlap
+    return [trained_on(part)] if part is not None and part["contained"] else []
 
 
 def _resumed(trial: Trial) -> list[str]:
@@ -235,7 +263,7 @@ def _told(values: Iterable[Any]) -> str:
     return " and ".join(map(str, known)) if len(known) > 1 else ""
 
 
-def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
+def _asked_otherwise(trials: Sequence[Trial]) -> list[str]:
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
     draws = any(one.get("temperature", 0.0) for one in made)
     found = []
@@ -244,7 +272,23 @@ def _asked_otherwise(trials: Iterable[Trial]) -> list[str]:
         if len(values) > 1 and (draws or name != "top_p"):
             told = " and ".join(values)
             found.append(f"answers were generated with other settings: eval.{name} is {told}")
-    return found
+    return found + (_drawn_otherwise(trials) if draws else [])
+
+
+def _drawn_otherwise(trials: Sequence[Trial]) -> list[str]:
+    """List seeds whose answers were drawn with different values of eval.seed.
+
+    Otherwise, the best of several draws of one arm could be compared with a single draw of another.
+    """
+    drawn: dict[int, set[int]] = {}
+    for trial in trials:
+        if trial.suite_digest is not None and trial.manifest.seed is not None:
+            drawn.setdefault(trial.manifest.seed, set()).add(trial.answering.get("seed", 0))
+    return [
+        f"answers of seed {seed} were drawn with other numbers: eval.seed is {_told(values)}"
+        for seed, values in sorted(drawn.items())
+        if len(values) > 1
+    ]
 
 
 def unlike_losses(arm: Arm, reference: Arm) -> dict[str, str]:

@@ -22,6 +22,7 @@ from mens_exp.evals.promotion_rules import (
     sandboxed,
     sound,
     unpaired,
+    unseen,
     within,
 )
 
@@ -69,7 +70,8 @@ def decide(
     Returns:
         The decision: `promote` only if every rule passed; an unknown value never passes.
     """
-    rules = [rule for one in evidence for rule in (sound(one), sandboxed(one), complete(one))]
+    shared = (sound, sandboxed, unseen, complete)
+    rules = [rule(one) for one in evidence for rule in shared]
     if isinstance(policy, BurnProductionPolicy):
         rules += burn_production(policy, evidence, parity, cycles)
     elif isinstance(policy, QloraPlateauPolicy):

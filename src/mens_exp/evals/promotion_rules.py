@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.comparison import Verdict
 from mens_exp.artifacts.decision_ledger import Answer, Outcome, RuleRecord
 from mens_exp.artifacts.scorecard import UNSAFE
+from mens_exp.config.data import ContractConfig
 from mens_exp.evals.kpis import KPIS, Direction, KpiGroup
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Evidence:
         shared_seeds: seeds that an earlier cycle has too.
         runs: the runs that the cycle freezes; empty for exploratory or contradicted evidence.
         unverifiable: parts that cannot be verified.
+        trained_on_items: runs whose training rows contain items of the suite, with figures.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Evidence:
     shared_seeds: Sequence[int] = ()
     runs: Sequence[FrozenRun] = ()
     unverifiable: Sequence[str] = ()
+    trained_on_items: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,19 @@ def sandboxed(one: Evidence) -> RuleRecord:
         passed=UNSAFE not in kinds,
         leads_to=Answer.INSUFFICIENT,
         note="where generated programs ran",
+    )
+
+
+def unseen(one: Evidence) -> RuleRecord:
+    """Require that no run was trained on the items that it is scored on."""
+    return rule_of(
+        "unseen items",
+        one,
+        observed="; ".join(one.trained_on_items) or "unseen",
+        threshold=f"at most {ContractConfig().max_overlap_frac:.0%} of the items in training rows",
+        passed=not one.trained_on_items,
+        leads_to=Answer.INSUFFICIENT,
+        note="as the runs and evaluations recorded",
     )
 
 

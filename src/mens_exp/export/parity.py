@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mens_exp.artifacts import atomic
-from mens_exp.artifacts.certificate import Comparison, TensorError, WorstLayer
+from mens_exp.artifacts.certificate import Comparison, TensorError, WorstLayer, over_limits
 from mens_exp.backends.frozen_base import load_base
 from mens_exp.backends.generation import Trace, trace
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquantized
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.config.task import BudgetConfig
-    from mens_exp.evals.logit_comparison import LogitDifference
     from mens_exp.export.certificate import Probe
     from mens_exp.layout.adapter_base import Place
     from mens_exp.lora.method import Change
@@ -134,7 +133,7 @@ def compare(reference: Reference, forward: Forward, what: str, budget: BudgetCon
     if not math.isfinite(errors[worst]):
         raise MensError("a hidden state is not finite", where=what, found=worst)
     layer = WorstLayer(layer=worst, relative_error=errors[worst])
-    return Comparison(
+    made = Comparison(
         what=what,
         tokens=found.tokens,
         mean_kl=found.mean_kl,
@@ -143,27 +142,10 @@ def compare(reference: Reference, forward: Forward, what: str, budget: BudgetCon
         top1_agreement=found.top1_agreement,
         nll_difference=found.nll_difference,
         worst_layer=layer,
-        exceeded=exceeded(found, layer, budget),
+        exceeded=[],
     )
-
-
-def exceeded(found: LogitDifference, worst: WorstLayer, budget: BudgetConfig) -> list[str]:
-    """List the limits that a comparison exceeds, each with the figure and the limit."""
-    upper = {
-        "mean_kl": (found.mean_kl, budget.mean_kl),
-        "max_kl": (found.max_kl, budget.max_kl),
-        "nll_difference": (abs(found.nll_difference), budget.nll_difference),
-        "hidden_error": (worst["relative_error"], budget.hidden_error),
-    }
-    over = [
-        f"{name} {value:.3g} > {limit:g}"
-        for name, (value, limit) in upper.items()
-        if limit is not None and value > limit
-    ]
-    least, agreement = budget.top1_agreement, found.top1_agreement
-    if least is not None and agreement < least:
-        over.append(f"top1_agreement {agreement:.4g} < {least:g}")
-    return over
+    made["exceeded"] = over_limits(made, dataclasses.asdict(budget))
+    return made
 
 
 @contextmanager

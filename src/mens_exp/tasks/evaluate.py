@@ -29,6 +29,7 @@ from mens_exp.layout.starting_adapter import find, read
 from mens_exp.layout.targets import linear_modules, otherwise_quantized, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
+from mens_exp.report import terminal
 from mens_exp.tasks.fit import suite_part
 from mens_exp.tasks.inputs import describe, refuse_changed, tokenizer_of
 from mens_exp.tasks.lineage import (
@@ -162,11 +163,13 @@ def _label_known_items(config: RunConfig, run: Run, rows: Rows) -> None:
         return
     run.manifest.inputs["overlap"] = part
     if part["sharing"]:
-        run.manifest.notes.append(
+        note = (
             f"{part['sharing']} of {part['items']} items of {part['against']} have text in common "
             f"with rows that the run was trained on, {part['contained']} of them half or more: "
             "its scores on these show memory too"
         )
+        run.manifest.notes.append(note)
+        terminal.say(f"! {note}", on=terminal.console(stderr=True))
 
 
 def _adapter_of(subject: Subject, trained: RunDir) -> str:

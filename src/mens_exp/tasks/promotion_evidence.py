@@ -26,6 +26,7 @@ from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.config.data import ContractConfig
 from mens_exp.config.promotion import (
     CompareConfig,
     CompareTarget,
@@ -33,7 +34,9 @@ from mens_exp.config.promotion import (
     Sequential,
     Stopping,
 )
+from mens_exp.config.task import BudgetConfig
 from mens_exp.errors import DataError, MensError, Problems, RequestError
+from mens_exp.evals.arms import overlap_with_items, trained_on
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
@@ -264,6 +267,7 @@ def gathered(
                 shared_seeds=sorted(shared),
                 runs=runs,
                 unverifiable=[*unverifiable, *_late(late, cycle)],
+                trained_on_items=list(_trained_on_items(record)),
             )
         )
     return found
@@ -275,6 +279,21 @@ def _cut(record: Comparison, entries: Sequence[LedgerEntry]) -> list[str]:
     if frozen is None or any(one["sha256"] == frozen["sha256"] for one in entries):
         return []
     return [f"the ledger lacks entry {frozen['entry']}, {frozen['sha256']}, that froze its runs"]
+
+
+def _trained_on_items(record: Comparison) -> Iterator[str]:
+    """Yield the runs whose training rows contain more items than a run accepts by default."""
+    for run in record.runs:
+        trained = RunDir(Path(run["path"])).manifest
+        scorer = RunDir(Path(run["scored_by"])).manifest if run["scored_by"] else None
+        if run["suite_digest"] is None or not all(
+            one.is_file() for one in (trained, scorer) if one
+        ):
+            continue  # it was not scored, or its absence is reported as a contradiction
+        by = None if scorer is None else Manifest.read(scorer)
+        part = overlap_with_items(Manifest.read(trained), by)
+        if part is not None and part["contained_frac"] > ContractConfig().max_overlap_frac:
+            yield f"seed {run['seed']} of {run['arm']}: {trained_on(part)}"
 
 
 def _late(count: int, cycle: CycleEntry | None) -> list[str]:
@@ -319,6 +338,8 @@ def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str)
     adapter = certificate.sources.get("adapter_sha256")
     if not certificate.passed:
         problem = "it did not pass"
+    elif over := certificate.exceeded(dataclasses.asdict(BudgetConfig())):
+        problem = f"its own budget was looser than the default one, which it exceeds: {over[0]}"
     elif adapter is None or adapter not in set(_adapters(evidence, backend)):
         problem = f"it is of adapter {adapter}, which no {backend} run of the evidence has"
     return Parity(name=str(file), problem=problem)

@@ -25,7 +25,7 @@ from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.promotion import CompareConfig
 from mens_exp.config.suite import SUITES
 from mens_exp.errors import DataError, MensError, Problems, RequestError
-from mens_exp.evals.arms import Trial
+from mens_exp.evals.arms import Trial, overlap_with_items
 from mens_exp.evals.observations import (
     SweepReview,
     cells_of,
@@ -266,12 +266,14 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
     ]
     taken = _taken_metrics(run, manifest)
     settings = _settings(run)
+    by = None if scorer is None else Manifest.read(scorer.manifest)
     trial = Trial(
         manifest=manifest,
         settings=settings,
         hashes=dict(hashes_in(manifest.inputs)) | _form(scorer),
         suite_digest=None if scorecard is None else scorecard.suite_digest,
         answering={} if scorecard is None else scorecard.generation,
+        overlap=None if scorecard is None else overlap_with_items(manifest, by),
     )
     scored = Scored(
         trial=trial,
