@@ -22,7 +22,8 @@ def test_finished_run_is_in_the_ledger(finished, cache):
         keep_measurement(manifest, plan, cache, {})
         found = entries(ledger_path(cache))
     entry = found[-1]
-    assert 0 < entry.measured_peak_bytes <= manifest.results["peak_rss_bytes"]
+    # None if the process that ran the tests held much else before.
+    assert entry.measured_peak_bytes in {None, manifest.results["peak_rss_bytes"]}
     assert entry.predicted_peak_bytes == plan["memory_bytes"]["formula"]
     assert (entry.family, entry.backend) == ("llama", "qlora")
     assert entry.device == plan["device"]["name"]
@@ -100,36 +101,26 @@ def test_peak_is_that_of_the_device(results, tmp_path, kind, measured_peak):
 
 
 @pytest.mark.parametrize(
-    ("held", "attempts", "measured_peak"),
-    [({"cpu": 3}, 1, 7), ({"cpu": 5}, 1, 5), ({"cpu": 5}, 2, 7), ({"cuda": 5}, 1, 7)],
+    ("held", "measured_peak"),
+    [({"cpu": 3}, 7), ({"cpu": 4}, None), ({"cuda": 5}, 7)],
 )
-def test_what_a_notebook_holds_is_not_memory_of_the_run(
-    results, tmp_path, held, attempts, measured_peak
-):
-    """Forecasts would be as much too high, and sweeps be refused that fit.
-
-    The framework's own memory is part of every run, and which process of a resumed run had the
-    peak is unknown.
-    """
-    manifest = manifest_of(results)
-    manifest.attempts = [{}] * attempts
-    keep_measurement(manifest, PLAN, tmp_path, held)
+def test_what_a_notebook_holds_is_not_memory_of_the_run(results, tmp_path, held, measured_peak):
+    """The framework's own 3 bytes are; of 5 that are predicted, 1 more is too much."""
+    keep_measurement(manifest_of(results), PLAN, tmp_path, held)
     (entry,) = entries(ledger_path(tmp_path))
-    assert entry.measured_peak_bytes == measured_peak
+    assert (entry.measured_peak_bytes, entry.measured_step_s) == (measured_peak, 2.0)
 
 
 def test_the_memory_of_a_crowded_process_does_not_raise_a_forecast(train_in, tmp_path, monkeypatch):
-    """A run beside a GiB that somebody else holds is measured as one without it."""
-    peaks = []
-    for held in (0, 1 << 30):
-        place = tmp_path / str(held)
-        monkeypatch.setenv("MENS_EXP_CACHE", str(place / "cache"))
-        others = bytearray(held)
-        others[:: 1 << 12] = b"\1" * len(others[:: 1 << 12])
-        run = train_in(place / "run", "trainer.max_steps=1")
-        peaks.append(entries(ledger_path(place / "cache"))[-1].measured_peak_bytes)
+    """A run in a process that holds a GiB for other purposes measures a rate, but no memory."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
+    others = bytearray(1 << 30)
+    others[:: 1 << 12] = b"\1" * len(others[:: 1 << 12])
+    run = train_in(tmp_path / "run", "trainer.max_steps=2")
+    (entry,) = entries(ledger_path(tmp_path / "cache"))
     assert Manifest.read(run.manifest).results["peak_rss_bytes"] > 1 << 30
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.2)
+    assert entry.measured_peak_bytes is None
+    assert entry.measured_step_s is not None
 
 
 def test_notes_of_the_plan_are_kept_once(results):

@@ -104,6 +104,9 @@ def _documents(
         yield plan_view.dropped_row(title, made.dropped, labelling.seq_len)
 
 
+_MOST_OTHERS = 0.1  # of the predicted peak, in use before the run (a rough choice)
+
+
 def keep_measurement(
     manifest: Manifest, plan: dict[str, Any], cache: Path, held: Mapping[str, int]
 ) -> None:
@@ -115,8 +118,8 @@ def keep_measurement(
         manifest: the record of the run.
         plan: its plan.
         cache: the directory of the ledger.
-        held: bytes in use before the run, by kind of device. Memory that a notebook's process
-            already held is not counted as the run's.
+        held: bytes in use before the run, by kind of device. The peak of a process that held much
+            else, as that of a notebook may, does not show the memory of the run.
     """
     if (plan.get("processes") or {}).get("processes", 1) > 1:
         return
@@ -125,11 +128,12 @@ def keep_measurement(
     on_cpu = plan["device"]["kind"] == "cpu"
     rate = plan["time_s"].get("flop_per_step")
     peak = results.get("peak_rss_bytes" if on_cpu else "peak_cuda_bytes")
+    predicted = plan["memory_bytes"]["formula"]
     others = held.get(plan["device"]["kind"], 0)
     if on_cpu:
-        others = max(0, others - plan["memory_bytes"]["components"]["framework"])
-    if len(manifest.attempts) > 1:  # the peak may be that of an earlier process
-        others = 0
+        others -= plan["memory_bytes"]["components"]["framework"]
+    if others > _MOST_OTHERS * predicted:
+        peak = None
     entry = Entry(
         utc=utc_now(),
         device=plan["device"]["name"],
@@ -139,8 +143,8 @@ def keep_measurement(
         contract=str(contract.get("digest")),
         parameters=plan["parameters"],
         tokens_per_step=plan["tokens_per_step"],
-        predicted_peak_bytes=plan["memory_bytes"]["formula"],
-        measured_peak_bytes=None if peak is None else peak - others,
+        predicted_peak_bytes=predicted,
+        measured_peak_bytes=peak,
         flop_per_step=rate,
         predicted_step_s=plan["time_s"]["step_s"],
         measured_step_s=measured,
