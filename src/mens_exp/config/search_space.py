@@ -34,10 +34,10 @@ class Space:
 def read_space(texts: Sequence[str]) -> Space:
     """Split a command into sampled dimensions and overrides fixed for all trials.
 
-    ``a,b``, ``choice(a,b)`` and ``glob(…)`` are choices. ``range(1,9)`` is a range of integers,
-    which excludes its end as everywhere in Hydra. ``interval(0.1,1)`` is a range of real numbers
-    and ``int(interval(1,64))`` one of integers; both include their ends. ``tag(log,…)`` samples
-    uniformly in the logarithm.
+    ``a,b``, ``choice(a,b)`` and ``glob(…)`` are choices. ``range(1,9)`` is a range of integers
+    without its end, as in Hydra. ``interval(0.1,1)`` is a range of reals and
+    ``int(interval(1,64))`` a range of integers, both with their ends. ``tag(log,…)`` samples
+    log-uniformly.
     """
     dimensions: list[Dimension] = []
     fixed: list[str] = []
