@@ -69,7 +69,7 @@ def _digits(dimension: Dimension, value: str | float) -> str:
     low, high = dimension["low"], dimension["high"]
     assert low is not None, "a number has two ends"
     assert high is not None, "a number has two ends"
-    # A step's multiples are inexact in binary; twelve digits give the intended number.
+    # Multiples of a step are inexact in binary; twelve digits give the intended number.
     short = f"{value:.12g}" if dimension["step"] is not None else f"{value:.6g}"
     return short if low <= float(short) <= high else repr(value)
 
