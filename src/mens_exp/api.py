@@ -337,7 +337,7 @@ def train(*overrides: Given, resume: Subject | None = None) -> Run:
     Args:
         overrides: as on the command line. With ``resume``, only a larger ``trainer.max_steps`` and
             a different number of processes are accepted.
-        resume: a stopped run, to continue in its directory.
+        resume: a run that was stopped, to continue in its directory.
 
     Raises:
         MensError: the request is wrong or training failed; once a run has started, its record
